@@ -1,0 +1,43 @@
+# `make demo` and `make test` are all a fresh machine needs. Everything lands in .venv and runs/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export DS_ACCELERATOR ?= cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format docs-check slurm clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+
+install: $(STAMP)  ## make .venv with everything the project and its tests need
+
+$(STAMP): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## the main job on an embedded default: widen a small Llama, teach it Korean, export, compare
+	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
+
+slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
+	bash tests/slurm/install.sh
+
+test: $(STAMP) slurm lint  ## lint, types, import contract, and every test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, mypy, the import contract, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@if command -v shellcheck >/dev/null; then shellcheck slurm/*.sh tests/slurm/*.sh .ci/run; else echo "shellcheck is not installed: scripts unchecked"; fi
+
+format: $(STAMP)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what runs and tests left behind (keeps .venv)
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,49 @@
+"""Installs the package `pipeline` of the distribution scale-cpt; constraints.txt pins what CI tests with."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="scale-cpt",
+    version="0.1.0",
+    description="Teach a language model a new language or domain by widening it, without making it forget (SCALE)",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["pipeline", "pipeline.*"]),
+    package_data={"pipeline": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6,<3",
+        "deepspeed>=0.19.4,<0.20",
+        "transformers>=5.0,<6",
+        "datasets>=3,<6",
+        "tokenizers>=0.21",
+        "sentencepiece>=0.2",
+        "safetensors>=0.5",
+        "tensorboard>=2.15",
+        "mpi4py>=4,<5",
+        "numpy>=1.26",
+        "pydantic>=2.7,<3",
+        "pyyaml>=6",
+        "orjson>=3.9",
+        "pyarrow>=15",
+        "zstandard>=0.22",
+        "gigatoken>=0.10,<0.11",
+        "tqdm>=4.66",
+        "ninja>=1.11",
+    ],
+    extras_require={
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "peft>=0.15",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "import-linter>=2.1",
+            "pre-commit>=4",
+            "types-PyYAML",
+            "types-tqdm",
+        ],
+    },
+)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=cpt-korean
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=slurm-%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#
+# The whole run, from text to a tested Hugging Face folder, in five stages. Each skips what is already done, so the
+# same command again goes on where it stopped.
+#
+#   sbatch slurm/cpt_korean.sh                                over Slurm's nodes, one rank a task or a GPU
+#   bash slurm/cpt_korean.sh                                  the same on one machine
+#   CONFIG=configs/demo.yaml sbatch --nodes=4 slurm/cpt_korean.sh
+#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        only these
+#
+# Five minutes before the time limit Slurm sends USR1: training saves, and the job queues itself again.
+# Settings of the site (account, partition, modules, containers): slurm/site.env.
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
+cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the project: call sbatch in its root, or set PROJECT" >&2; exit 2; }
+source slurm/common.sh
+load_site
+
+CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
+STAGES=${STAGES:-tokenize upscale train convert evaluate}
+[[ -f "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file; the runs that come with the project are in configs/"
+
+say "run $CONFIG in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
+for stage in $STAGES; do
+    case "$stage" in
+        tokenize) run_stage tokenize here python tools/preprocess_data.py --config "$CONFIG" ;;
+        upscale) run_stage upscale here python tools/upscale.py --config "$CONFIG" ;;
+        train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" ;;
+        convert) run_stage convert here python tools/convert_checkpoint.py --config "$CONFIG" ;;
+        evaluate) run_stage evaluate here python tools/evaluate.py --config "$CONFIG" ;;
+        *) die "STAGES: there is no stage \"$stage\"; choose from tokenize upscale train convert evaluate" ;;
+    esac
+done
+say "done"

@@ -1,0 +1,1 @@
+"""SCALE as the paper defines it: which blocks exist, how they start, how they multiply, how the router chooses."""

@@ -1,0 +1,122 @@
+"""A pretrained model's folder on disk: its safetensors files, their hashes, and any slice of any base parameter.
+
+Nothing here runs code from the folder: only safetensors and JSON are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeline.errors import BaseModelError
+from pipeline.model.hf_names import HfTensor, hf_tensor
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.sharding import REPLICATED, Partition, split
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SafeSlice(Protocol):
+    """What `safe_open(...).get_slice` gives: shape without reading, and any slice."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class BaseFolder:
+    """The weights of a Hugging Face folder, read tensor by tensor and slice by slice."""
+
+    path: Path
+    spec: DecoderSpec
+
+    @cached_property
+    def file_of(self) -> dict[str, Path]:
+        """Which file holds each of the folder's tensors.
+
+        Raises:
+            BaseModelError: a file is missing or damaged.
+        """
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            only = self.path / SINGLE_FILE
+            return dict.fromkeys(self._names_in(only), only)
+        try:
+            entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BaseModelError(f"{index}: not an index of safetensors files ({error}); copy the folder again") from None
+        if any(Path(name).name != name for name in entries.values()):
+            raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
+        held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
+        for tensor, name in entries.items():
+            if tensor not in held[name]:
+                raise BaseModelError(f"{self.path / name}: lacks {tensor}, which the index promises; copy the folder again")
+        return {tensor: self.path / name for tensor, name in entries.items()}
+
+    def _names_in(self, file: Path) -> list[str]:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return list(tensors.keys())
+        except FileNotFoundError:
+            raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
+        except (SafetensorError, OSError) as error:
+            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+    def hashes(self) -> dict[str, str]:
+        """The SHA-256 of every weight file, by file name: what a base is known by."""
+        return {file.name: file_hash(file) for file in sorted(set(self.file_of.values()))}
+
+    def read(self, name: str, partition: Partition = REPLICATED, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
+        """The base parameter `name` (ours), or the shard of it that `tp_rank` holds.
+
+        No more is read from disk than the shard needs.
+        """
+        source = hf_tensor(name, self.spec)
+        file = self.file_of.get(source.name)
+        if file is None and name == "output.base" and self.spec.tie_word_embeddings:
+            return self.read("embedding.base.weight", partition, tp_rank, tp_size)
+        if file is None:
+            raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                view = tensors.get_slice(source.name)
+                if source.fused_part is not None:
+                    return self._fused(view, source, partition, tp_rank, tp_size)
+                return self._shard(view, partition, tp_rank, tp_size)
+        except SafetensorError as error:
+            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+    def _shard(self, view: SafeSlice, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
+        if partition.dim is None or tp_size == 1:
+            return view[:]
+        size = view.get_shape()[partition.dim]
+        start, stop = partition.bounds(size, tp_rank, tp_size)
+        if stop > size:
+            return split(view[:], partition, tp_rank, tp_size)
+        return view[start:stop] if partition.dim == 0 else view[:, start:stop]
+
+    def _fused(self, view: SafeSlice, source: HfTensor, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
+        """Rows [heads, 3, head_dim, ...] of this shard's heads, and of those the one part."""
+        heads = self.spec.widths.num_attention_heads
+        first, stop = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
+        width = 3 * self.spec.head_dim
+        rows = view[first * width : stop * width].unflatten(0, (stop - first, 3, self.spec.head_dim))
+        return rows[:, source.fused_part].flatten(0, 1).contiguous()
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            digest.update(piece)
+    return digest.hexdigest()

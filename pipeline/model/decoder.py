@@ -1,0 +1,142 @@
+"""The decoder on two streams. Without a plan it is the base model; with one, the base widened by SCALE."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.model.attention import Context
+from pipeline.model.layer import DecoderLayer, widened_norm
+from pipeline.model.output import HiddenStates, OutputProjection
+from pipeline.model.rotary import RotaryTable
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.embedding import WidenedEmbedding
+from pipeline.scale.plan import ExpansionPlan
+
+
+Path = Literal["model", "preserved", "base"]
+"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion."""
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model; its parameters are named in docs/architecture.md."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        plan: ExpansionPlan | None = None,
+        *,
+        tp: TensorParallel = SINGLE,
+        activation_checkpointing: Literal["none", "collaborative", "all"] = "none",
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.plan = plan
+        self.tp = tp
+        self.activation_checkpointing = activation_checkpointing
+        hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
+        self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
+        self.layers = nn.ModuleList(DecoderLayer(spec, plan, layer, tp=tp) for layer in range(spec.num_layers))
+        self.final_norm = widened_norm(spec, plan)
+        threshold = plan.router_threshold if plan else 0.0
+        self.output = OutputProjection(spec.vocab_size, hidden_size, hidden_up, threshold=threshold, tp=tp)
+        if spec.tie_word_embeddings:
+            self.output.base = self.embedding.base.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of predicting `targets` (−100 where nothing is predicted).
+
+        All inputs are [B, S]; attention stays within runs of equal `document_ids`, and `positions` count from 0 where not
+        given. Returns the summed nll, a scalar to differentiate; each target's nll [B, S]; and which tokens Route sent
+        down the preserved path [B, S].
+        """
+        hidden = self.hidden_states(tokens, positions, document_ids)
+        total, nll, preserved = self.output(hidden, targets.reshape(-1))
+        return total, nll.view(targets.shape), preserved.view(targets.shape)
+
+    @torch.no_grad()
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        path: Path = "model",
+    ) -> Tensor:
+        """This rank's columns of the logits: [B, S, V / tp_size] in fp32."""
+        hidden = self.hidden_states(tokens, positions, document_ids, path=path)
+        return self.output.logits(hidden).view(*tokens.shape, -1)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        path: Path = "model",
+    ) -> HiddenStates:
+        """The normalised hidden states that the output projection reads, a row a token."""
+        context = self._context(tokens, positions, document_ids)
+        x, x_up = self.embedding(tokens)
+        if path == "base":
+            x_up = None
+        masked = path == "preserved"
+        routed = self.plan is not None and self.plan.routed and path == "model"
+        common = self.plan.l_fp if self.plan is not None and routed else len(self.layers)
+        for index in range(common):
+            x, x_up = self._layer(index, x, x_up, context, masked)
+        if not routed:
+            return HiddenStates(*_rows(self.final_norm(x, x_up)))
+        # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
+        preserved_x, preserved_x_up = x, x_up
+        for index in range(common, len(self.layers)):
+            preserved_x, preserved_x_up = self._layer(index, preserved_x, preserved_x_up, context, True)
+            x, x_up = self._layer(index, x, x_up, context, False)
+        return HiddenStates(*_rows(self.final_norm(x, x_up)), *_rows(self.final_norm(preserved_x, preserved_x_up)))
+
+    def _context(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Context:
+        length = tokens.shape[1]
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device)
+        dtype = self.embedding.base.weight.dtype
+        rotary = RotaryTable(self.spec.rotary, self.spec.head_dim, positions, dtype)
+        return Context(rotary, None if document_ids is None else document_mask(document_ids))
+
+    def _layer(
+        self, index: int, x: Tensor, x_up: Tensor | None, context: Context, masked: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = self.layers[index]
+        streams: tuple[Tensor, Tensor | None]
+        if torch.is_grad_enabled() and self._is_checkpointed(index):
+            streams = checkpoint(layer, x, x_up, context, masked, use_reentrant=False)
+        else:
+            streams = layer(x, x_up, context, masked)
+        return streams
+
+    def _is_checkpointed(self, index: int) -> bool:
+        if self.activation_checkpointing == "collaborative":
+            return self.plan is None or index >= self.plan.l_fp
+        return self.activation_checkpointing == "all"
+
+
+def document_mask(document_ids: Tensor) -> Tensor | None:
+    """document_ids: [B, S] -> [B, 1, S, S], true where a query may see a key: no later one, none of another document."""
+    length = document_ids.shape[1]
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return (same & causal).unsqueeze(1)
+
+
+def _rows(streams: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    x, x_up = streams
+    return x.flatten(0, 1), None if x_up is None else x_up.flatten(0, 1)

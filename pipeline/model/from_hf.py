@@ -1,0 +1,155 @@
+"""From a Hugging Face folder to our decoder: the architecture, and the weights, a shard at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from pipeline.errors import BaseModelError
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.ffn import ACTIVATIONS
+from pipeline.model.spec import DecoderSpec, RotarySpec
+from pipeline.parallel.parameter import full_shape_of, partition_of
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.plan import Widths
+
+LLAMA_FAMILY = ("llama", "mistral", "qwen2")
+ARCHITECTURES = (*LLAMA_FAMILY, "gpt_neox")
+
+
+def open_base(path: Path) -> BaseFolder:
+    """Opens a base model's folder.
+
+    Raises:
+        BaseModelError: the folder or its config is missing, damaged, or of an architecture that we do not know.
+    """
+    return BaseFolder(path, read_spec(path))
+
+
+def read_spec(path: Path) -> DecoderSpec:
+    """The architecture that the folder's config.json describes."""
+    config = _read_config(path)
+    if config.model_type == "gpt_neox":
+        return _gpt_neox(config, path)
+    return _llama(config, path)
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    file = path / "config.json"
+    try:
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except FileNotFoundError:
+        raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
+    except (ValueError, AttributeError) as error:
+        raise BaseModelError(f"{file}: not a model's config ({error}); copy the folder again") from None
+    if model_type not in ARCHITECTURES:
+        raise BaseModelError(f"{file}: model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise BaseModelError(f"{file}: {' '.join(str(error).split())}") from None
+
+
+def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise BaseModelError(f"{path}/config.json: sliding_window {config.sliding_window} is not supported; expected null")
+    heads = config.num_attention_heads
+    biased = bool(getattr(config, "attention_bias", False))
+    return DecoderSpec(
+        family="llama",
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        widths=Widths(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=config.num_key_value_heads or heads,
+        ),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        norm="rmsnorm",
+        norm_eps=config.rms_norm_eps,
+        activation=_activation(config, path),
+        max_position_embeddings=config.max_position_embeddings,
+        gated_ffn=True,
+        query_key_value_bias=config.model_type == "qwen2" or biased,
+        output_bias=biased,
+        ffn_bias=bool(getattr(config, "mlp_bias", False)),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        rotary=_rotary(config, path),
+    )
+
+
+def _gpt_neox(config: PretrainedConfig, path: Path) -> DecoderSpec:
+    heads = config.num_attention_heads
+    return DecoderSpec(
+        family="gpt_neox",
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        widths=Widths(config.hidden_size, config.intermediate_size, heads, heads),
+        head_dim=config.hidden_size // heads,
+        norm="layernorm",
+        norm_eps=config.layer_norm_eps,
+        activation=_activation(config, path),
+        max_position_embeddings=config.max_position_embeddings,
+        gated_ffn=False,
+        query_key_value_bias=bool(config.attention_bias),
+        output_bias=bool(config.attention_bias),
+        ffn_bias=True,
+        parallel_residual=bool(config.use_parallel_residual),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        rotary=_rotary(config, path),
+    )
+
+
+def _activation(config: PretrainedConfig, path: Path) -> str:
+    if config.hidden_act not in ACTIVATIONS:
+        raise BaseModelError(
+            f"{path}/config.json: hidden_act {config.hidden_act!r} is not among {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return str(config.hidden_act)
+
+
+def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
+    values: dict[str, Any] = config.rope_parameters
+    scaling = values.get("rope_type", "default")
+    if scaling not in ("default", "linear", "llama3"):
+        raise BaseModelError(f"{path}/config.json: rope_type {scaling!r} is not among default, linear, llama3")
+    known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return RotarySpec(
+        theta=values["rope_theta"],
+        fraction=values.get("partial_rotary_factor", 1.0),
+        scaling=scaling,
+        **{name: values[name] for name in known if name in values},
+    )
+
+
+@torch.no_grad()
+def load_base(model: nn.Module, base: BaseFolder, tp: TensorParallel = SINGLE) -> None:
+    """Fills the base parameters of `model` (those whose name says `base`) with this rank's shards of the folder's weights.
+
+    Raises:
+        BaseModelError: a weight is missing, or has another shape than config.json implies.
+    """
+    for name, parameter in model.named_parameters():
+        if not is_base(name):
+            continue
+        partition = partition_of(parameter)
+        if partition.dim is not None:
+            partition.check(tp.size, name)
+        shard = base.read(name, partition, tp.rank, tp.size)
+        if shard.shape != parameter.shape:
+            raise BaseModelError(
+                f"{base.path}: {name} has shape {tuple(shard.shape)}, expected {tuple(parameter.shape)} "
+                f"of {full_shape_of(parameter)}; the weights do not fit config.json"
+            )
+        parameter.copy_(shard)
+
+
+def is_base(name: str) -> bool:
+    """Whether a parameter is the pretrained model's own."""
+    return name == "output.base" or ".base." in name

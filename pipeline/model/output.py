@@ -1,0 +1,185 @@
+"""The output projection on two streams, and the loss behind it, computed a chunk of tokens at a time.
+
+Logits [B, S, V] in fp32 are never held: each chunk's gradient with respect to the hidden states and the weights is
+computed right after its logits, in the forward pass, and only scaled in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.parallel.collectives import enter_region
+from pipeline.parallel.cross_entropy import nll_and_logit_gradient_
+from pipeline.parallel.embedding import VOCABULARY
+from pipeline.parallel.parameter import sharded_parameter
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.router import preserved_tokens
+
+CHUNK_ELEMENTS = 2**25
+"""Logits held at a time: 128 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The decoder's last hidden states, one token a row: x [N, D], x_up [N, U].
+
+    Route has those of the preserved path, `preserved_x` and `preserved_x_up`, beside those of the adapted one.
+    """
+
+    x: Tensor
+    x_up: Tensor | None = None
+    preserved_x: Tensor | None = None
+    preserved_x_up: Tensor | None = None
+
+    def rows(self, rows: slice) -> HiddenStates:
+        """Those of some of the tokens."""
+        return HiddenStates(*(None if stream is None else stream[rows] for stream in self))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.x, self.x_up, self.preserved_x, self.preserved_x_up))
+
+
+class OutputProjection(nn.Module):
+    """logits = W_out x + W_out^up x_up; under Route the paper's Eq. 5 chooses per token.
+
+    The weights are parameters of this module, and not of submodules, because no product of their own uses them.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, threshold: float, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.threshold = threshold
+        self.base = sharded_parameter((vocab_size, hidden_size), VOCABULARY, tp)
+        self.expansion: nn.Parameter | None = None
+        if expansion_size is not None:
+            self.expansion = sharded_parameter((vocab_size, expansion_size), VOCABULARY, tp)
+        self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
+        self.columns = max(0, min(stop, vocab_size) - self.first)
+
+    def logits(self, hidden: HiddenStates) -> Tensor:
+        """This rank's columns of the logits: [N, V / tp_size], in fp32."""
+        return self.route(hidden).logits
+
+    def route(self, hidden: HiddenStates) -> Routed:
+        """The logits of some tokens, and how they came about."""
+        z = F.linear(hidden.x, self.base).float()
+        if hidden.x_up is None or self.expansion is None:
+            return Routed(z, None, None)
+        x_up, preserved = hidden.x_up, None
+        if hidden.preserved_x is not None and hidden.preserved_x_up is not None:
+            z_p = F.linear(hidden.preserved_x, self.base).float()
+            preserved = preserved_tokens(z_p[:, : self.columns], z[:, : self.columns], self.threshold, self.tp)
+            column = preserved.unsqueeze(1)
+            z = torch.where(column, (z_p + z) / 2, z)
+            # One of the two is chosen per token, so one product with W_out^up serves both.
+            x_up = torch.where(column, hidden.preserved_x_up, x_up)
+        return Routed(z + F.linear(x_up, self.expansion), x_up, preserved)
+
+    def forward(self, hidden: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The summed nll of the targets [N] (a scalar that can be differentiated), each target's nll [N], and, for
+        Route, which tokens took the preserved path [N]."""
+        streams = enter_region(self.tp, *hidden)
+        total, nll, preserved = _ChunkedLoss.apply(self, targets, *streams, self.base, self.expansion)
+        return total, nll, preserved
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Logits [n, V / tp_size] in fp32, the expansion stream they read [n, U], and which tokens are preserved [n]."""
+
+    logits: Tensor
+    x_up: Tensor | None
+    preserved: Tensor | None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sums the nll over chunks of tokens; the gradients are ready when the forward pass is."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx: Any,  # noqa: ANN401
+        projection: OutputProjection,
+        targets: Tensor,
+        x: Tensor,
+        x_up: Tensor | None,
+        preserved_x: Tensor | None,
+        preserved_x_up: Tensor | None,
+        base: Tensor,
+        expansion: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
+        wanted = ctx.needs_input_grad[2:]
+        # Rows of hidden states are written once; weights are summed over chunks, and 16 bits would lose the small terms.
+        kinds = (x.dtype,) * 4 + (torch.float32,) * 2
+        gradients = _Gradients(
+            *(
+                None if tensor is None or not needed else torch.zeros_like(tensor, dtype=dtype)
+                for tensor, needed, dtype in zip((*hidden, base, expansion), wanted, kinds, strict=True)
+            )
+        )
+        nll = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+        preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+        size = max(1, CHUNK_ELEMENTS // base.shape[0])
+        for first in range(0, len(targets), size):
+            rows = slice(first, first + size)
+            chunk = hidden.rows(rows)
+            routed = projection.route(chunk)
+            if routed.preserved is not None:
+                preserved[rows] = routed.preserved
+            nll[rows], logit_gradient = nll_and_logit_gradient_(
+                routed.logits, targets[rows], first=projection.first, vocab_size=projection.vocab_size, tp=projection.tp
+            )
+            if any(wanted):
+                gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(nll, preserved)
+        return nll.sum(), nll, preserved
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients.tensors())
+        return (None, None, *scaled)
+
+
+@dataclass
+class _Gradients:
+    """One gradient for each differentiable input, None where none is wanted."""
+
+    x: Tensor | None
+    x_up: Tensor | None
+    preserved_x: Tensor | None
+    preserved_x_up: Tensor | None
+    base: Tensor | None
+    expansion: Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.x_up, self.preserved_x, self.preserved_x_up, self.base, self.expansion
+
+    def add(
+        self, rows: slice, x: Tensor, routed: Routed, logit_gradient: Tensor, base: Tensor, expansion: Tensor | None
+    ) -> None:
+        """Adds one chunk's part; logit_gradient: [n, V / tp_size]."""
+        preserved = None if routed.preserved is None else routed.preserved.unsqueeze(1)
+        if self.x is not None:
+            gradient = logit_gradient @ base
+            self.x[rows] = gradient if preserved is None else torch.where(preserved, gradient / 2, gradient)
+        if self.base is not None:
+            self.base += logit_gradient.T @ x
+        if expansion is None or routed.x_up is None:
+            return
+        if self.expansion is not None:
+            self.expansion += logit_gradient.T @ routed.x_up
+        gradient = logit_gradient @ expansion
+        if self.x_up is not None:
+            self.x_up[rows] = gradient if preserved is None else gradient.masked_fill(preserved, 0)
+        if self.preserved_x_up is not None and preserved is not None:
+            self.preserved_x_up[rows] = gradient.masked_fill(~preserved, 0)

@@ -1,0 +1,126 @@
+"""Which rank stands where: pure arithmetic over the world, and the process groups made from it.
+
+Tensor-parallel neighbours have consecutive ranks, so that they share a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from pipeline.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A world of `world_size` ranks in groups of `tp_size` tensor-parallel neighbours."""
+
+    world_size: int
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.tp_size:
+            fits = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            raise LayoutError(
+                f"parallel.tp_size {self.tp_size} does not divide the world of {self.world_size} ranks; "
+                f"sizes that do: {', '.join(map(str, fits))}"
+            )
+
+    @property
+    def dp_size(self) -> int:
+        """How many replicas of the model see different data."""
+        return self.world_size // self.tp_size
+
+    def tp_rank(self, rank: int) -> int:
+        """The place of `rank` among its tensor-parallel neighbours."""
+        return rank % self.tp_size
+
+    def dp_rank(self, rank: int) -> int:
+        """Which replica of the model `rank` belongs to."""
+        return rank // self.tp_size
+
+    def tp_groups(self) -> list[list[int]]:
+        """Ranks that hold the shards of one replica."""
+        return [list(range(first, first + self.tp_size)) for first in range(0, self.world_size, self.tp_size)]
+
+    def dp_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard."""
+        return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
+
+    def replica_groups(self, replicas: int) -> list[list[int]]:
+        """Neighbouring ranks that hold one unit together (see `sharding.Partition`)."""
+        return [list(range(first, first + replicas)) for first in range(0, self.world_size, replicas)]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank's view of its tensor-parallel group. A group of one needs no process group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    replica_groups: tuple[tuple[int, dist.ProcessGroup], ...] = ()
+
+    def replica_group(self, replicas: int) -> dist.ProcessGroup | None:
+        """The group of the ranks that hold the same unit as this one."""
+        return self.group if replicas == self.size else dict(self.replica_groups)[replicas]
+
+
+SINGLE = TensorParallel()
+
+
+class ProcessGroups:
+    """The groups of a layout, made once by every rank together; also the `mpu` that DeepSpeed asks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self._tp_group = self._own_group(layout.tp_groups())
+        self._dp_group = self._own_group(layout.dp_groups())
+        shared = [size for size in range(2, layout.tp_size) if layout.tp_size % size == 0]
+        self.tensor_parallel = TensorParallel(
+            rank=layout.tp_rank(self.rank),
+            size=layout.tp_size,
+            group=self._tp_group,
+            replica_groups=tuple((size, self._own_group(layout.replica_groups(size))) for size in shared),
+        )
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        # new_group is collective: every rank makes every group, and keeps the one it stands in.
+        made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+        return next(group for ranks, group in made if self.rank in ranks)
+
+    # The names below are DeepSpeed's.
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tp_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.layout.tp_rank(self.rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.layout.tp_size
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tp_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.layout.tp_rank(self.rank)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.layout.tp_size
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return self.rank - self.layout.tp_rank(self.rank)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._dp_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.layout.dp_rank(self.rank)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.layout.dp_size
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.layout.dp_groups()[self.layout.tp_rank(self.rank)]

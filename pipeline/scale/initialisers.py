@@ -1,0 +1,83 @@
+"""How the new blocks start: pure functions of the base weight, in fp32.
+
+The authors measured the pairs (W21, W22) from worst to best as (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from pipeline.config import Initialiser
+
+
+def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
+    """W21 [rows, in] beside `base: [out, in]`. Rows beyond the rank that the SVD can give are He-random.
+
+    `name` and `seed` fix the random numbers, so that a block does not depend on which others were made before it.
+    """
+    block = he_random(rows, base.shape[1], seed=seed, name=name)
+    if kind == "zero":
+        block.zero_()
+    elif kind == "svd":
+        leading = leading_rows(base, rows)
+        block[: leading.shape[0]] = leading
+    return block
+
+
+def expansion_to_expansion(
+    kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str
+) -> Tensor:
+    """W22 [rows, columns] beside `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
+    if kind == "random":
+        return he_random(rows, columns, seed=seed, name=name)
+    block = torch.zeros(rows, columns)
+    if kind == "svd":
+        leading = leading_rows(base, min(rows, columns)).norm(dim=1)
+        block[: len(leading), : len(leading)] = torch.diag(leading)
+    return block
+
+
+def he_random(rows: int, columns: int, *, seed: int, name: str) -> Tensor:
+    """He's normal initialisation: standard deviation sqrt(2 / columns)."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(rows, columns, generator=generator) * (2.0 / columns) ** 0.5
+
+
+def leading_rows(weight: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows, out, in), in].
+
+    Taken from the smaller Gram matrix, in fp64: the leading directions are all that is wanted, and a full SVD of an FFN
+    matrix costs ten times as much. Signs are fixed so that the largest entry of each row is positive.
+    """
+    wide = weight.double()
+    count = min(rows, *wide.shape)
+    if wide.shape[0] <= wide.shape[1]:
+        _, directions = torch.linalg.eigh(wide @ wide.T)
+        leading = directions.flip(1)[:, :count].T @ wide
+    else:
+        eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
+        scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
+        leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
+    largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
+    return (leading * torch.where(largest < 0, -1.0, 1.0)).float()
+
+
+def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
+    """`W V_k`: the rows of `weight: [V, D]` seen along its `columns` leading right-singular directions -> [V, columns].
+
+    This is how the embedding's new part starts. Columns beyond D are He-random.
+    """
+    wide = weight.double()
+    count = min(columns, wide.shape[1])
+    _, directions = torch.linalg.eigh(wide.T @ wide)
+    leading = directions.flip(1)[:, :count]
+    largest = leading.gather(0, leading.abs().argmax(dim=0, keepdim=True))
+    projection = (wide @ (leading * torch.where(largest < 0, -1.0, 1.0))).float()
+    if count == columns:
+        return projection
+    rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
+    return torch.cat([projection, rest], dim=1)

@@ -1,0 +1,107 @@
+"""From a variant to the blocks that exist: the only place that knows what Preserve, Adapt and Route mean for a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from pipeline.config import Initialisers, ScaleMethod
+from pipeline.errors import ConfigError
+
+Module = Literal["attention", "ffn"]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The widths of a decoder, or of what is added to one."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+
+@dataclass(frozen=True)
+class ExpansionPlan:
+    """What SCALE adds to a base of `num_layers` layers.
+
+    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the others are collaborative.
+    Preserve has `l_fp == num_layers`.
+    """
+
+    expansion: Widths
+    num_layers: int
+    l_fp: int
+    collaborative_modules: frozenset[Module] = frozenset()
+    routed: bool = False
+    router_threshold: float = 0.5
+    norm: Literal["separate", "base"] = "separate"
+    initialisers: Initialisers = Initialisers()
+
+    def has_expansion_to_base(self, layer: int, module: Module) -> bool:
+        """Whether W12 exists, and trains, in `module` of `layer` (METHOD, "Layers")."""
+        return layer >= self.l_fp and module in self.collaborative_modules
+
+
+def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> ExpansionPlan:
+    """The plan for widening a base.
+
+    Raises:
+        ConfigError: widths that keep no grouped-query ratio, or an l_fp beyond the layers; names the nearest valid values.
+    """
+    heads = method.expansion.num_attention_heads
+    ratio = base.num_attention_heads // base.num_key_value_heads
+    if heads % ratio:
+        nearest = sorted({max(ratio, heads - heads % ratio), heads + ratio - heads % ratio})
+        raise ConfigError(
+            f"method.expansion.num_attention_heads: {heads} does not keep the base's {ratio} query heads "
+            f"per key/value head; nearest that do: {', '.join(map(str, nearest))}"
+        )
+    l_fp = num_layers if method.l_fp is None else method.l_fp
+    if method.variant != "preserve" and l_fp >= num_layers:
+        raise ConfigError(
+            f"method.l_fp: {l_fp} leaves none of the base's {num_layers} layers collaborative; "
+            f"use 0 to {num_layers - 1}, or variant preserve"
+        )
+    return ExpansionPlan(
+        expansion=Widths(
+            hidden_size=method.expansion.hidden_size,
+            intermediate_size=method.expansion.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // ratio,
+        ),
+        num_layers=num_layers,
+        l_fp=l_fp,
+        collaborative_modules=_collaborative_modules(method),
+        routed=method.variant == "route",
+        router_threshold=method.router_threshold,
+        norm=method.norm,
+        initialisers=method.initialisers,
+    )
+
+
+def _collaborative_modules(method: ScaleMethod) -> frozenset[Module]:
+    if method.variant == "preserve":
+        return frozenset()
+    if method.collaborative_modules == "both":
+        return frozenset({"attention", "ffn"})
+    return frozenset({method.collaborative_modules})
+
+
+def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
+    """Raises ConfigError where an added width cannot lie on `tp_size` ranks; names the nearest that can."""
+    added = plan.expansion
+    if added.intermediate_size % tp_size:
+        low = added.intermediate_size // tp_size * tp_size
+        nearest = ", ".join(str(size) for size in (low, low + tp_size) if size)
+        raise ConfigError(
+            f"method.expansion.intermediate_size: {added.intermediate_size} does not divide by "
+            f"parallel.tp_size {tp_size}; nearest that do: {nearest}"
+        )
+    heads = added.num_attention_heads
+    if heads % tp_size and tp_size % heads:
+        raise ConfigError(
+            f"method.expansion.num_attention_heads: {heads} heads neither divide by parallel.tp_size {tp_size} "
+            f"nor divide it; nearest that do: {gcd(heads, tp_size)}, {-(-heads // tp_size) * tp_size}"
+        )

@@ -1,0 +1,193 @@
+"""A true Slurm of two nodes on this machine, for tests and for trying things by hand.
+
+    python -m tests.slurm.cluster        starts one, says how to use it, and stops it at Ctrl-C
+
+It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder, and touches neither the
+machine's daemons nor its /etc/slurm. It needs root, because slurmd does.
+"""
+
+# ruff: noqa: T201  (also a command line)
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.daemons import NODES, ClusterError, Daemons, wait_until, why_not
+
+_FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_USABLE_STATES = {"IDLE", "MIXED", "ALLOCATED"}
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended: Slurm's state, the batch script's exit code as a shell sees it, how often it was requeued."""
+
+    state: str
+    exit_code: int
+    restarts: int
+
+
+class Cluster:
+    """A handle on a running cluster, which is known by the folder that holds all its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.daemons = Daemons(folder)
+
+    # --- jobs ---
+
+    def sbatch(
+        self, script: Path, env: Mapping[str, str] | None = None, args: tuple[str, ...] = (), cwd: Path | None = None
+    ) -> int:
+        """Submits `script` from the folder `cwd` with `env` added to the environment; returns the job's id."""
+        return int(self.run("sbatch", "--parsable", *args, str(script), env=env, cwd=cwd))
+
+    def wait(self, job_id: int, timeout: float = 120) -> JobEnd:
+        """Waits until the job has ended for good, requeues included."""
+        job = self.wait_for(job_id, lambda job: job["JobState"] in _FINAL_STATES, timeout)
+        code, killed_by = map(int, job["ExitCode"].split(":"))
+        return JobEnd(job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"]))
+
+    def wait_for(self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = 60) -> dict[str, str]:
+        """Waits until `condition` holds for what `job` returns, and returns that."""
+        if not wait_until(lambda: condition(self.job(job_id)), timeout):
+            raise ClusterError(f"after {timeout} s: {self.job(job_id)}\n{self.output(job_id)}\n{self.daemons.logs()}")
+        return self.job(job_id)
+
+    def wait_for_output(self, job_id: int, text: str, timeout: float = 60) -> None:
+        """Waits until the job has printed `text`."""
+        self.wait_for(job_id, lambda _: text in self.output(job_id), timeout)
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """What `scontrol show job` says, under its own names (JobState, Restarts, StdOut…)."""
+        fields = self.scontrol("show", "job", str(job_id), "--oneliner").split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
+
+    def output(self, job_id: int) -> str:
+        """What the job has printed so far."""
+        path = Path(self.job(job_id)["StdOut"])
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def start_now(self, job_id: int) -> None:
+        """Spares a requeued job the two minutes that Slurm lets it wait."""
+        self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
+        self.scontrol("update", f"JobId={job_id}", "StartTime=now")
+
+    # --- nodes ---
+
+    def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends the node's daemon, as when the node dies; the job steps it started live on."""
+        self.daemons.kill_slurmd(node, how)
+
+    def start_slurmd(self, node: str) -> None:
+        """Starts the node's daemon and waits until Slurm can use the node."""
+        self.daemons.start_slurmd(node)
+        self._wait_until_usable(node)
+
+    def _wait_until_usable(self, node: str) -> None:
+        def usable() -> bool:
+            shown = self.scontrol("show", "node", node, "--oneliner")
+            return any(f"State={state} " in shown for state in _USABLE_STATES)
+
+        if not wait_until(usable, 60):
+            raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
+
+    # --- Slurm's commands ---
+
+    def srun(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+        """Runs `srun args…` to its end and returns what the tasks printed."""
+        return self.run("srun", *args, env=env, cwd=cwd)
+
+    def scontrol(self, *args: str) -> str:
+        return self.run("scontrol", *args)
+
+    def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+        """Runs a command with this cluster's environment and returns its standard output."""
+        environment = {**self.daemons.environment, **(env or {})}
+        result = subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+        )
+        if result.returncode != 0:
+            raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
+        return result.stdout
+
+    # --- beginning and end ---
+
+    def start(self) -> None:
+        """Starts the daemons; returns when both nodes are idle."""
+        self.daemons.start()
+        if not wait_until(self._controller_answers, 30):
+            raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
+        for node in NODES:
+            self._wait_until_usable(node)
+
+    def stop(self) -> None:
+        """Ends jobs and daemons and all they started, and removes the folder."""
+        with contextlib.suppress(ClusterError, subprocess.TimeoutExpired):
+            self.run("scancel", "--signal=KILL", "--full", "--user=root")
+            self.run("scancel", "--user=root")
+            wait_until(lambda: not self.run("squeue", "--noheader").strip(), 10)
+        self.daemons.kill()
+        shutil.rmtree(self.daemons.folder, ignore_errors=True)
+
+    def _controller_answers(self) -> bool:
+        with contextlib.suppress(ClusterError):
+            return "is UP" in self.scontrol("ping")
+        return False
+
+
+@contextlib.contextmanager
+def guarded_cluster() -> Iterator[Cluster]:
+    """A cluster kept by a process of its own, which clears it away even if this one is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.slurm.cluster", "--until-stdin-closes"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the tests; the guard follows when they let go of its stdin
+    ) as guard:
+        assert guard.stdin is not None and guard.stdout is not None
+        folder = guard.stdout.readline().strip()
+        if not folder:
+            raise ClusterError("the cluster did not start; its guard's lines above say why")
+        yield Cluster(Path(folder))
+
+
+def main() -> int:
+    """Starts a cluster, prints its folder, and keeps it until told to stop."""
+    parser = argparse.ArgumentParser(description="a two-node Slurm on this machine, until Ctrl-C")
+    parser.add_argument("--until-stdin-closes", action="store_true", help="stop when stdin ends; for the tests")
+    for_tests = parser.parse_args().until_stdin_closes
+    if reason := why_not():
+        print(f"no cluster: {reason}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
+    try:
+        cluster.start()
+        if for_tests:
+            print(cluster.daemons.folder, flush=True)
+            sys.stdin.read()
+        else:
+            print(f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.daemons.conf}", flush=True)
+            signal.pause()
+    except ClusterError as error:
+        print(f"no cluster: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr)
+    finally:
+        cluster.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

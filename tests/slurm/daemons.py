@@ -1,0 +1,190 @@
+"""The daemons of a two-node Slurm on one machine: its configuration, starting them, and leaving nothing behind.
+
+Two `NodeName` lines on one address with different ports make two nodes; each has its own `slurmd -N name`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+NODES = ("n1", "n2")
+CPUS_PER_NODE = 2
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd")
+_COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
+
+_SLURM_CONF = """\
+ClusterName=scale-cpt-test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+PropagateResourceLimits=NONE
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MinJobAge=86400
+SlurmdTimeout=20
+{nodes}
+PartitionName=all Nodes={node_names} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class ClusterError(Exception):
+    """The cluster did not do what a test relies on."""
+
+
+def why_not() -> str | None:
+    """What keeps a cluster from starting on this machine; None where it can."""
+    if os.geteuid() != 0:
+        return "slurmd needs root: run the tests as root, in a container for example"
+    absent = [program for program in (*_PROGRAMS[:3], *_COMMANDS) if _find(program) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)"
+    return None
+
+
+class Daemons:
+    """munged, slurmctld and a slurmd a node, whose every file lies in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.conf = folder / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment, pointed at this cluster and cleared of any other's."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        return {**kept, "SLURM_CONF": str(self.conf)}
+
+    def start(self) -> None:
+        """Writes the configuration and starts every daemon."""
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
+            (self.folder / name).mkdir()
+        self.conf.write_text(_configuration(self.folder), encoding="utf-8")
+        self._start_munged()
+        self._start("slurmctld", "-c")
+        for node in NODES:
+            self.start_slurmd(node)
+
+    def start_slurmd(self, node: str) -> None:
+        self._start("slurmd", "-N", node)
+
+    def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends the node's daemon. Its job steps have daemons of their own, and live on."""
+        daemon = psutil.Process(int((self.folder / f"slurmd.{node}.pid").read_text(encoding="utf-8")))
+        daemon.send_signal(how)
+        daemon.wait(timeout=20)
+
+    def kill(self) -> None:
+        """Kills every daemon with all that it started."""
+        doomed = [process for daemon in self._running() for process in (daemon, *daemon.children(recursive=True))]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(doomed, timeout=10)
+
+    def logs(self) -> str:
+        """The end of every daemon's log."""
+        return "\n".join(f"--- {log.name}\n{_tail(log)}" for log in sorted(self.folder.glob("*.log")))
+
+    def _running(self) -> Iterator[psutil.Process]:
+        """This cluster's daemons, job steps' included, told from another cluster's by their environment."""
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"] in _PROGRAMS and process.environ().get("SLURM_CONF") == str(self.conf):
+                    yield process
+
+    def _start_munged(self) -> None:
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        files = {
+            "key-file": key.name,
+            "socket": "munge.socket",
+            "pid-file": "munged.pid",
+            "log-file": "munged.log",
+            "seed-file": "munged.seed",
+        }
+        self._start("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in files.items()))
+
+    def _start(self, program: str, *args: str) -> None:
+        with (self.folder / "start.log").open("ab") as log:
+            result = subprocess.run(
+                [_find(program) or program, *args],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=60,
+                check=False,
+            )
+        if result.returncode != 0:
+            raise ClusterError(f"{program} ended with {result.returncode}\n{self.logs()}")
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Asks every 0.2 s whether `condition` holds; False if it still does not after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _configuration(folder: Path) -> str:
+    controller_port, *node_ports = _free_ports(1 + len(NODES))
+    host = socket.gethostname()
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} RealMemory=2000"
+        for node, port in zip(NODES, node_ports, strict=True)
+    )
+    return _SLURM_CONF.format(
+        folder=folder, host=host, controller_port=controller_port, nodes=nodes, node_names=",".join(NODES)
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

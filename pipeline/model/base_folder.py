@@ -5,7 +5,6 @@ Nothing here runs code from the folder: only safetensors and JSON are read.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import BaseModelError
+from pipeline.files import file_hash
 from pipeline.model.hf_names import HfTensor, hf_tensor
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, split
@@ -111,12 +111,3 @@ class BaseFolder:
         width = 3 * self.spec.head_dim
         rows = view[first * width : stop * width].unflatten(0, (stop - first, 3, self.spec.head_dim))
         return rows[:, source.fused_part].flatten(0, 1).contiguous()
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(2**22):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -1,0 +1,195 @@
+"""How a process learns its place among the ranks, and joins them.
+
+`read_launch` only reads an environment and checks it; `initialise` acts on the result.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from pipeline.errors import LayoutError
+
+# Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before
+# Slurm, because its mpirun starts its own daemons with srun and their variables reach the processes too.
+_LAUNCHERS = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+)
+_LOOPBACK = "127.0.0.1"
+
+Resolve = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process's place: what torch and DeepSpeed read from the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same under the names that torch and DeepSpeed know. Where one is missing, DeepSpeed asks MPI instead."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def resolve(name: str) -> str:
+    """The first address of `name` on this node.
+
+    Raises:
+        OSError: there is none.
+    """
+    return str(socket.getaddrinfo(name, None)[0][4][0])
+
+
+def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> Launch:
+    """Finds this process's place in what torchrun, srun or mpirun put into `environment`; alone where none did.
+
+    Raises:
+        LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
+            rendezvous address does not resolve or cannot be reached from other hosts.
+    """
+    rank, local_rank, world_size = _place(environment)
+    _check_world(environment, rank, world_size)
+    if world_size == 1:
+        return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_free_port()))
+    launch = Launch(rank, local_rank, world_size, *_rendezvous(environment, world_size))
+    _check_address(launch.master_addr, _host_count(environment), resolve)
+    return launch
+
+
+def initialise(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
+    """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's device.
+
+    `timeout` is how long a collective waits for a rank that does not come. End with `finish`.
+
+    Raises:
+        LayoutError: the node has fewer GPUs than ranks.
+    """
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+    os.environ.update(launch.environment)
+    os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
+    import deepspeed  # it chooses its accelerator when it is imported
+
+    if not on_gpu:
+        # Else its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        device = torch.device("cpu")
+    else:
+        bound = "SLURM_GPUS_PER_TASK" in os.environ
+        device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
+    )
+    return device
+
+
+def finish() -> None:
+    """Leaves the ranks; a process that ends without it may abort."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
+    """Which of the `visible` GPUs is this rank's; `bound` says that Slurm shows each task its own only.
+
+    Raises:
+        LayoutError: there is none for this rank.
+    """
+    if bound and visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise LayoutError(
+            f"{socket.gethostname()}: rank {local_rank} of this node has no GPU, {visible} are visible; "
+            f"start at most {visible} processes a node (--ntasks-per-node, or NPROC without Slurm)"
+        )
+    return local_rank
+
+
+def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    for names in _LAUNCHERS:
+        if names[2] in environment:
+            rank, local_rank, world_size = (_number(environment, name) for name in names)
+            if rank >= world_size:
+                raise LayoutError(f"{names[0]} is {rank}, but {names[2]} is {world_size}; ranks count from 0")
+            return rank, local_rank, world_size
+    return 0, 0, 1
+
+
+def _check_world(environment: Mapping[str, str], rank: int, world_size: int) -> None:
+    """A process started beside its launcher believes to be alone, or waits for ranks that nobody starts."""
+    expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
+    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
+    if (expected and world_size != expected) or (not expected and world_size < tasks):
+        raise LayoutError(
+            f"rank {rank} on {socket.gethostname()} is one of {world_size} process(es), but {expected or tasks} were "
+            "allocated; start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
+        )
+
+
+def _rendezvous(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise LayoutError(
+            f"{' and '.join(missing)} not set, and {world_size} processes need a place to meet; start them with "
+            "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
+        )
+    return environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+
+
+def _host_count(environment: Mapping[str, str]) -> int:
+    """On how many machines the ranks are; Slurm's nodes, unless the launcher knows better."""
+    for name in ("HOST_COUNT", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"):
+        if name in environment:
+            return _number(environment, name)
+    return 1
+
+
+def _check_address(master_addr: str, hosts: int, resolve: Resolve) -> None:
+    here = socket.gethostname()
+    try:
+        address = resolve(master_addr)
+    except OSError as error:
+        raise LayoutError(
+            f"MASTER_ADDR {master_addr} does not resolve on {here} ({error}); "
+            "set MASTER_ADDR to the first node's address"
+        ) from None
+    if hosts > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise LayoutError(
+            f"MASTER_ADDR {master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set MASTER_ADDR "
+            "to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise LayoutError(f"{name}: expected a whole number, found {text or 'nothing'!r}")
+    return int(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

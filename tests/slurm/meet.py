@@ -1,0 +1,24 @@
+"""What a rank does in the launch tests: joins the others, adds up the ranks, says where it ran."""
+
+import os
+
+import torch
+
+from pipeline import command_line
+from pipeline.training import launch
+
+
+def main() -> None:
+    place = launch.read_launch(os.environ)
+    device = launch.initialise(place)
+    total = torch.tensor([place.rank + 1], device=device)
+    torch.distributed.all_reduce(total)
+    backend = torch.distributed.get_backend()
+    node = os.environ.get("SLURMD_NODENAME", "here")
+    launch.finish()
+    # One write: the ranks share a file, and print would give the line's end apart.
+    os.write(1, f"rank {place.rank} of {place.world_size} on {node} by {backend}: sum {total.item()}\n".encode())
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,122 @@
+"""A process's place among the ranks, read from what each launcher leaves in the environment."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pipeline.errors import LayoutError
+from pipeline.training.launch import Launch, device_index, read_launch
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "29500",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+MPIRUN_IN_SLURM = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "29500",
+}
+EXPECTED = Launch(rank=3, local_rank=1, world_size=4, master_addr="gpu1", master_port=29500)
+
+
+def far(name: str) -> str:
+    return "10.0.0.1"
+
+
+def near(name: str) -> str:
+    return "127.0.1.1"
+
+
+def nowhere(name: str) -> str:
+    raise OSError("Name or service not known")
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN, MPIRUN_IN_SLURM], ids=["torchrun", "srun", "mpirun in Slurm"])
+def test_every_launcher_gives_the_same_place(environment):
+    launch = read_launch(environment, far)
+    assert launch == EXPECTED
+    assert read_launch(launch.environment, far) == launch
+
+
+def test_without_a_launcher_a_process_is_alone_on_a_free_port():
+    launch = read_launch({}, nowhere)
+    assert (launch.rank, launch.world_size, launch.master_addr) == (0, 1, "127.0.0.1")
+    assert launch.master_port > 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        (BATCH_SCRIPT, "is one of 1 process(es), but 4 were allocated"),
+        ({**TORCHRUN, "EXPECTED_WORLD_SIZE": "8"}, "is one of 4 process(es), but 8 were allocated"),
+        ({**TORCHRUN, "EXPECTED_WORLD_SIZE": "2"}, "is one of 4 process(es), but 2 were allocated"),
+        ({**SRUN, "SLURM_NTASKS": "8"}, "is one of 4 process(es), but 8 were allocated"),
+    ],
+    ids=["beside srun", "fewer than meant", "more than meant", "a step smaller than the job"],
+)
+def test_a_world_that_is_not_the_allocation_is_refused(environment, complaint):
+    with pytest.raises(LayoutError, match=re.escape(complaint)):
+        read_launch(environment, far)
+
+
+def test_the_expected_world_may_be_overridden():
+    assert read_launch({**BATCH_SCRIPT, "EXPECTED_WORLD_SIZE": "1"}, far).world_size == 1
+
+
+def test_torchrun_may_start_several_ranks_a_task():
+    assert read_launch({**TORCHRUN, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, far).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE: expected a whole number, found 'four'"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK: expected a whole number, found 'nothing'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR not set"),
+    ],
+)
+def test_a_damaged_environment_is_named(change, complaint):
+    with pytest.raises(LayoutError, match=complaint):
+        read_launch({**TORCHRUN, **change}, far)
+
+
+def test_an_address_that_does_not_resolve_is_refused():
+    with pytest.raises(LayoutError, match=r"MASTER_ADDR gpu1 does not resolve .* set MASTER_ADDR"):
+        read_launch(SRUN, nowhere)
+
+
+def test_a_loopback_address_serves_one_host_only():
+    with pytest.raises(LayoutError, match=r"MASTER_ADDR gpu1 is 127\.0\.1\.1 .* 2 hosts cannot all reach"):
+        read_launch(SRUN, near)
+    assert read_launch({**SRUN, "HOST_COUNT": "1"}, near) == EXPECTED
+    assert read_launch(TORCHRUN, near) == EXPECTED
+
+
+@pytest.mark.parametrize("address", ["::1", "127.0.0.1"])
+def test_loopback_is_known_in_both_families(address):
+    with pytest.raises(LayoutError, match="cannot all reach"):
+        read_launch(SRUN, lambda name: address)
+
+
+def test_each_rank_of_a_node_takes_a_gpu_of_its_own():
+    assert [device_index(rank, 4, bound=False) for rank in range(4)] == [0, 1, 2, 3]
+    assert device_index(3, 1, bound=True) == 0
+    with pytest.raises(LayoutError, match="rank 1 of this node has no GPU, 1 are visible"):
+        device_index(1, 1, bound=False)

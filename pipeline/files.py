@@ -54,12 +54,19 @@ def published_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 sync_file(file)
         sync_folder(partial)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
-        sync_folder(path.parent)
+        _replace_folder(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:

@@ -1,0 +1,68 @@
+"""SCALE: the base is frozen and widened, and only what was added trains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import ScaleMethod
+from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import partition_of
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.expansion_folder import open_expansion, write_expansion
+from pipeline.scale.plan import check_tensor_parallel, plan_expansion
+from pipeline.scale.upscale import initial_expansion
+
+
+class Scale(TrainingMethod):
+    """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
+
+    def __init__(self, settings: ScaleMethod, expansion_folder: Path, seed: int) -> None:
+        self.settings = settings
+        self.expansion_folder = expansion_folder
+        self.seed = seed
+
+    def build(self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing) -> Decoder:
+        plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
+        check_tensor_parallel(plan, tp.size)
+        model = Decoder(spec, plan, tp=tp, activation_checkpointing=activation_checkpointing)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not is_base(name))
+        return model
+
+    @torch.no_grad()
+    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        expansion = open_expansion(self.expansion_folder)
+        expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
+        load_base(model, base, tp)
+        for name, parameter in model.named_parameters():
+            if not is_base(name):
+                parameter.copy_(expansion.read(name, partition_of(parameter), tp.rank, tp.size))
+
+
+def origin_of(settings: ScaleMethod) -> dict[str, Any]:
+    """The settings on which the initial expansion depends: where W12 exists, the widths, the initialisers."""
+    return settings.model_dump(mode="json", exclude={"router_threshold", "norm"})
+
+
+def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) -> None:
+    """Computes the initial expansion of `base` and writes it to the folder `output`."""
+    plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers)
+    with torch.device("meta"):
+        model = Decoder(base.spec, plan, tp=SINGLE)
+    names = {name for name, _ in model.named_parameters() if not is_base(name)}
+    origin = {
+        "base": str(base.path),
+        "base_hashes": base.hashes(),
+        "method": origin_of(settings),
+        "expansion": asdict(plan.expansion),
+        "seed": seed,
+    }
+    write_expansion(output, initial_expansion(model, names, base.read, settings.initialisers, seed), origin)

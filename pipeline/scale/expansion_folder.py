@@ -1,0 +1,101 @@
+"""The expansion on disk: safetensors files of a few GiB, and a manifest that says of which base and plan they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.files import file_hash, published_folder, write_json
+from pipeline.parallel.sharding import REPLICATED, Partition, split
+
+FILE_BYTES = 2 * 2**30
+MANIFEST = "manifest.json"
+FORMAT = "scale-cpt expansion 1"
+
+
+@dataclass(frozen=True)
+class ExpansionFolder:
+    """The blocks that were added to a base, read one at a time."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that the folder holds."""
+        return set(self.manifest["tensors"])
+
+    def read(self, name: str, partition: Partition = REPLICATED, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
+        """The parameter `name`, or the shard of it that `tp_rank` holds."""
+        file = self.path / self.manifest["tensors"][name]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return split(tensors.get_tensor(name), partition, tp_rank, tp_size)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged or missing ({error}); make the expansion again") from None
+
+    def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
+        """Raises where the folder was made of another base (BaseModelError), or by other settings (CheckpointError)."""
+        if self.manifest["base_hashes"] != base_hashes:
+            raise BaseModelError(
+                f"{self.path}: made of the base {self.manifest['base']} with other weights than the run's base; "
+                "point `base` at that model, or remove this folder to make it again"
+            )
+        expected = {"method": method, "seed": seed}
+        found = {key: self.manifest[key] for key in expected}
+        changed = [key for key in expected if expected[key] != found[key]]
+        if changed:
+            raise CheckpointError(
+                f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
+                "remove this folder to make it again"
+            )
+
+
+def open_expansion(path: Path) -> ExpansionFolder:
+    """Opens a folder that `write_expansion` made.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: holds no expansion; make one with tools/upscale.py") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST}: damaged ({error}); make the expansion again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
+    if any(Path(file).name != file for file in manifest["tensors"].values()):
+        raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
+    return ExpansionFolder(path, manifest)
+
+
+def write_expansion(path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any]) -> None:
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with published_folder(path) as folder:
+        file_of: dict[str, str] = {}
+        pending: dict[str, Tensor] = {}
+
+        def write_pending() -> None:
+            file = f"expansion-{len(set(file_of.values())) + 1:05d}.safetensors"
+            save_file(pending, folder / file)
+            file_of.update(dict.fromkeys(pending, file))
+            pending.clear()
+
+        for name, tensor in tensors:
+            pending[name] = tensor.contiguous()
+            if sum(held.nbytes for held in pending.values()) >= FILE_BYTES:
+                write_pending()
+        if pending:
+            write_pending()
+        hashes = {file: file_hash(folder / file) for file in sorted(set(file_of.values()))}
+        write_json(folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes})

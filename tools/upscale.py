@@ -1,0 +1,42 @@
+"""Computes the initial expansion of a base model, once and offline, for training at any parallel layout.
+
+    python tools/upscale.py --config configs/demo.yaml
+
+Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled` (or `upscaled`). Does nothing where that is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline import command_line, log
+from pipeline.config import ScaleMethod, load_config
+from pipeline.methods.scale import origin_of, upscale
+from pipeline.model.from_hf import open_base
+from pipeline.scale.expansion_folder import MANIFEST, open_expansion
+
+logger = log.get_logger(__name__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
+    arguments = parser.parse_args()
+
+    config = load_config(arguments.config)
+    output = config.upscaled_folder
+    if not isinstance(config.method, ScaleMethod):
+        logger.info("method %s adds nothing to the base: nothing to upscale", config.method.name)
+        return
+    base = open_base(config.base)
+    if (output / MANIFEST).exists():
+        open_expansion(output).check_origin(base.hashes(), origin_of(config.method), config.seed)
+        logger.info("%s is there already", output)
+        return
+    upscale(config.method, base, output, config.seed)
+    logger.info("wrote the initial expansion to %s", output)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

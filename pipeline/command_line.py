@@ -24,7 +24,10 @@ def run(main: Callable[[], int | None]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"error: no space left on the disk of {error.filename or 'the output'}; free some and start again", file=sys.stderr)
+        print(
+            f"error: no space left on the disk of {error.filename or 'the output'}; free some and start again",
+            file=sys.stderr,
+        )
         code = DISK_FULL
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

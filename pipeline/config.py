@@ -58,7 +58,9 @@ class ScaleMethod(Section):
     @model_validator(mode="after")
     def _l_fp_belongs_to_the_variant(self) -> ScaleMethod:
         if self.variant == "preserve" and self.l_fp is not None:
-            raise ValueError("l_fp has no meaning for variant preserve, where every layer is a preservation layer; remove it")
+            raise ValueError(
+                "l_fp has no meaning for variant preserve, where every layer is a preservation layer; remove it"
+            )
         if self.variant != "preserve" and self.l_fp is None:
             raise ValueError(f"variant {self.variant} needs l_fp, the number of lower layers without W12")
         return self
@@ -78,7 +80,9 @@ class Corpus(Section):
 
     input: Annotated[list[str], Field(min_length=1)]
     heldout_input: list[str] = Field(default=[], description="files of their own for the held-out part")
-    heldout_fraction: Fraction = Field(default=0.0, description="else this share of the documents, chosen by their hash")
+    heldout_fraction: Fraction = Field(
+        default=0.0, description="else this share of the documents, chosen by their hash"
+    )
     text_key: str = "text"
     role: Literal["new", "replay"] = Field(default="new", description="replay: the base model's own domain")
     weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")

@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which becomes `path`, replacing what stood there, when the block ends without error."""
+    """A temporary folder to fill; it becomes `path`, replacing what stood there, if the block ends without error."""
     partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
     python tools/upscale.py --config configs/demo.yaml
 
-Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled` (or `upscaled`). Does nothing where that is done.
+Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Does nothing where that is done.
 """
 
 from __future__ import annotations

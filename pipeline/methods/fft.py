@@ -13,7 +13,9 @@ from pipeline.parallel.topology import TensorParallel
 class FullFineTuningMethod(TrainingMethod):
     """Every parameter of the base trains, and nothing is added."""
 
-    def build(self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing) -> Decoder:
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
         return Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing)
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:

@@ -17,7 +17,9 @@ class TrainingMethod(ABC):
     """How a base becomes the model that a run trains."""
 
     @abstractmethod
-    def build(self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing) -> Decoder:
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
         """The model with this rank's shards, its values not yet set; `requires_grad` says what trains."""
 
     @abstractmethod

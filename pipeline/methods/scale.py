@@ -29,7 +29,9 @@ class Scale(TrainingMethod):
         self.expansion_folder = expansion_folder
         self.seed = seed
 
-    def build(self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing) -> Decoder:
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
         plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
         check_tensor_parallel(plan, tp.size)
         model = Decoder(spec, plan, tp=tp, activation_checkpointing=activation_checkpointing)

@@ -22,7 +22,7 @@ from pipeline.scale.plan import ExpansionPlan
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer of one forward pass shares: the rotary table, and a mask [B, 1, S, S] where causal is not enough."""
+    """What the layers of one pass share: the rotary table, and a mask [B, 1, S, S] where causal is not enough."""
 
     rotary: RotaryTable
     mask: Tensor | None = None

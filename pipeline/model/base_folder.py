@@ -53,13 +53,17 @@ class BaseFolder:
         try:
             entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise BaseModelError(f"{index}: not an index of safetensors files ({error}); copy the folder again") from None
+            raise BaseModelError(
+                f"{index}: not an index of safetensors files ({error}); copy the folder again"
+            ) from None
         if any(Path(name).name != name for name in entries.values()):
             raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
         held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
         for tensor, name in entries.items():
             if tensor not in held[name]:
-                raise BaseModelError(f"{self.path / name}: lacks {tensor}, which the index promises; copy the folder again")
+                raise BaseModelError(
+                    f"{self.path / name}: lacks {tensor}, which the index promises; copy the folder again"
+                )
         return {tensor: self.path / name for tensor, name in entries.items()}
 
     def _names_in(self, file: Path) -> list[str]:

@@ -17,7 +17,6 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.embedding import WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
-
 Path = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion."""
 
@@ -56,9 +55,9 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of predicting `targets` (−100 where nothing is predicted).
 
-        All inputs are [B, S]; attention stays within runs of equal `document_ids`, and `positions` count from 0 where not
-        given. Returns the summed nll, a scalar to differentiate; each target's nll [B, S]; and which tokens Route sent
-        down the preserved path [B, S].
+        All inputs are [B, S]; attention stays within runs of equal `document_ids`, and `positions` count from 0 where
+        not given. Returns the summed nll, a scalar to differentiate; each target's nll [B, S]; and which tokens Route
+        sent down the preserved path [B, S].
         """
         hidden = self.hidden_states(tokens, positions, document_ids)
         total, nll, preserved = self.output(hidden, targets.reshape(-1))
@@ -130,7 +129,7 @@ class Decoder(nn.Module):
 
 
 def document_mask(document_ids: Tensor) -> Tensor | None:
-    """document_ids: [B, S] -> [B, 1, S, S], true where a query may see a key: no later one, none of another document."""
+    """document_ids: [B, S] -> [B, 1, S, S], true where a query may see a key: none later, none of another document."""
     length = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()

@@ -57,7 +57,9 @@ def _read_config(path: Path) -> PretrainedConfig:
 
 def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise BaseModelError(f"{path}/config.json: sliding_window {config.sliding_window} is not supported; expected null")
+        raise BaseModelError(
+            f"{path}/config.json: sliding_window {config.sliding_window} is not supported; expected null"
+        )
     heads = config.num_attention_heads
     biased = bool(getattr(config, "attention_bias", False))
     return DecoderSpec(
@@ -130,7 +132,7 @@ def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
 
 @torch.no_grad()
 def load_base(model: nn.Module, base: BaseFolder, tp: TensorParallel = SINGLE) -> None:
-    """Fills the base parameters of `model` (those whose name says `base`) with this rank's shards of the folder's weights.
+    """Fills the base parameters of `model` with this rank's shards of the folder's weights.
 
     Raises:
         BaseModelError: a weight is missing, or has another shape than config.json implies.

@@ -45,8 +45,6 @@ class DecoderLayer(nn.Module):
         return _add((x, x_up), self.ffn(*self.ffn_norm(x, x_up), masked=masked))
 
 
-def _add(
-    streams: tuple[Tensor, Tensor | None], change: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
+def _add(streams: tuple[Tensor, Tensor | None], change: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     (x, x_up), (y, y_up) = streams, change
     return x + y, None if x_up is None or y_up is None else x_up + y_up

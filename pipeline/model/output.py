@@ -105,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Sums the nll over chunks of tokens; the gradients are ready when the forward pass is."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any,  # noqa: ANN401
         projection: OutputProjection,
         targets: Tensor,
@@ -118,7 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
         wanted = ctx.needs_input_grad[2:]
-        # Rows of hidden states are written once; weights are summed over chunks, and 16 bits would lose the small terms.
+        # Rows of hidden states are written once; weights are summed over chunks, where 16 bits would lose small terms.
         kinds = (x.dtype,) * 4 + (torch.float32,) * 2
         gradients = _Gradients(
             *(

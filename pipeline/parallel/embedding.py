@@ -13,7 +13,7 @@ VOCABULARY = Partition(dim=0, padded=True)
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Looks tokens up in this rank's rows; a token of another rank's gives zeros, so the ranks' results sum to the whole.
+    """Looks tokens up in this rank's rows. Another rank's token gives zeros, so the results sum to the whole.
 
     tokens: [B, S], result: [B, S, D], still to be summed over the ranks.
     """

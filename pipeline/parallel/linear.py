@@ -1,4 +1,7 @@
-"""Column- and row-parallel linear maps on one rank's shard. The collectives stand around a block, not in its products."""
+"""Column- and row-parallel linear maps on one rank's shard.
+
+The collectives stand around a block of several maps, not in their products.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import counted_once
-from pipeline.parallel.parameter import shared_by_neighbours, sharded_parameter
+from pipeline.parallel.parameter import sharded_parameter, shared_by_neighbours
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 

@@ -92,7 +92,7 @@ def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Ten
 
 
 def merge(shards: Sequence[Tensor], partition: Partition, size: int) -> Tensor:
-    """The whole tensor from the shards of all ranks, in rank order; `size` is the true length of the split dimension."""
+    """The whole tensor from all ranks' shards, in rank order; `size` is the true length of the split dimension."""
     if partition.dim is None or len(shards) == 1:
         return shards[0]
     step = partition.replicas(len(shards))

@@ -1,4 +1,4 @@
-"""The widened embedding: the base's rows, and beside them the columns `W_in^up` from which the expansion stream starts."""
+"""The widened embedding: the base's rows, and beside them `W_in^up`, from which the expansion stream starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How the new blocks start: pure functions of the base weight, in fp32.
 
-The authors measured the pairs (W21, W22) from worst to best as (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
+The authors measured the pairs (W21, W22), from worst to best:
+(zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, 
     return block
 
 
-def expansion_to_expansion(
-    kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str
-) -> Tensor:
+def expansion_to_expansion(kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str) -> Tensor:
     """W22 [rows, columns] beside `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
     if kind == "random":
         return he_random(rows, columns, seed=seed, name=name)

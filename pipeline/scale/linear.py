@@ -4,8 +4,8 @@
     [ Y^up ] = [ W21  W22 ] [ X^up ]
 
 The two streams stay two tensors, and each block is a submodule of its own. So the base stream runs the very products
-that the base model runs; autograd builds nothing for W where X depends on no trained parameter; and ZeRO-3 gathers W and
-the new blocks apart. How a new block is split follows from the kind of its base layer.
+that the base model runs; autograd builds nothing for W where X depends on no trained parameter; and ZeRO-3 gathers W
+and the new blocks apart. How a new block is split follows from the kind of its base layer.
 """
 
 from __future__ import annotations

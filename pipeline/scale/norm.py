@@ -1,7 +1,8 @@
-"""Normalisation of two streams. The base stream is normalised by its own statistics only, or preservation would break.
+"""Normalisation of two streams.
 
-For the expansion stream METHOD leaves two choices: `separate`, its own statistics, and `base`, those of the base stream,
-which is what lets a trained model leave as an ordinary wider one.
+The base stream is normalised by its own statistics only, or preservation would break. For the expansion stream the
+paper leaves two choices: `separate`, its own statistics, and `base`, those of the base stream, which is what lets a trained
+model leave as an ordinary wider one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From a variant to the blocks that exist: the only place that knows what Preserve, Adapt and Route mean for a layer."""
+"""From a variant to the blocks that exist: the only place that knows what the variants mean for a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal
 
@@ -26,8 +26,8 @@ class Widths:
 class ExpansionPlan:
     """What SCALE adds to a base of `num_layers` layers.
 
-    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the others are collaborative.
-    Preserve has `l_fp == num_layers`.
+    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the others are
+    collaborative. Preserve has `l_fp == num_layers`.
     """
 
     expansion: Widths
@@ -37,7 +37,7 @@ class ExpansionPlan:
     routed: bool = False
     router_threshold: float = 0.5
     norm: Literal["separate", "base"] = "separate"
-    initialisers: Initialisers = Initialisers()
+    initialisers: Initialisers = field(default_factory=Initialisers)
 
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer` (METHOD, "Layers")."""
@@ -48,7 +48,8 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
     """The plan for widening a base.
 
     Raises:
-        ConfigError: widths that keep no grouped-query ratio, or an l_fp beyond the layers; names the nearest valid values.
+        ConfigError: widths that keep no grouped-query ratio, or an l_fp beyond the layers; names the nearest
+            valid values.
     """
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads

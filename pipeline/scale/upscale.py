@@ -44,10 +44,10 @@ def _of_module(
     if isinstance(module, WidenedLinear) and module.base_to_expansion and module.expansion_to_expansion:
         base = read_base(f"{path}.base.weight").float()
         name = f"{path}.base_to_expansion.weight"
-        rows, _ = full_shape_of(module.base_to_expansion.weight)
+        rows, _ = full_shape_of(_weight(module.base_to_expansion))
         yield name, base_to_expansion(initialisers.base_to_expansion, base, rows, seed=seed, name=name)
         name = f"{path}.expansion_to_expansion.weight"
-        rows, columns = full_shape_of(module.expansion_to_expansion.weight)
+        rows, columns = full_shape_of(_weight(module.expansion_to_expansion))
         kind = initialisers.expansion_to_expansion
         yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
     elif isinstance(module, WidenedNorm) and module.expansion:
@@ -57,3 +57,7 @@ def _of_module(
         name = f"{path}.expansion.weight"
         _, columns = full_shape_of(module.expansion.weight)
         yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
+
+
+def _weight(block: nn.Module) -> Tensor:
+    return block.get_parameter("weight")

@@ -114,8 +114,9 @@ over_the_allocation() {
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
     export EXPECTED_WORLD_SIZE=$ranks
+    # Not --kill-on-bad-exit: the first rank to end with RESUME_LATER would have the others killed over their last words.
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
-        --export=ALL --kill-on-bad-exit=1 "${options[@]}" bash slurm/launch.sh "$@"
+        --export=ALL --wait="${EXIT_GRACE_S:-60}" "${options[@]}" bash slurm/launch.sh "$@"
 }
 
 on_this_machine() {

@@ -13,10 +13,15 @@ _REASON = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def slurm_installed(request: pytest.FixtureRequest) -> None:
+    """Skips, and has the reason repeated where nobody overlooks it."""
     if reason := why_not():
         request.config.stash[_REASON] = reason
         pytest.skip(f"no Slurm: {reason}")
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(slurm_installed: None) -> Iterator[Cluster]:
     with guarded_cluster() as cluster:
         yield cluster
 

@@ -1,0 +1,71 @@
+"""The test cluster itself does what a real one does, wherever our scripts rely on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import script
+
+pytestmark = pytest.mark.slurm
+
+
+def test_srun_reaches_both_nodes(slurm_cluster: Cluster):
+    nodes = slurm_cluster.srun("--nodes=2", "--ntasks-per-node=1", "bash", "-c", "echo $SLURMD_NODENAME").split()
+    assert sorted(nodes) == ["n1", "n2"]
+
+
+def test_a_job_ends_with_its_scripts_exit_code(slurm_cluster: Cluster, tmp_path: Path):
+    job = slurm_cluster.sbatch(script(tmp_path, "echo $GREETING; exit 3"), env={"GREETING": "hello"}, cwd=tmp_path)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 3, 0)
+    assert slurm_cluster.output(job) == "hello\n"
+
+
+def test_a_requeued_job_knows_that_it_is_one(slurm_cluster: Cluster, tmp_path: Path):
+    body = 'echo "restart ${SLURM_RESTART_COUNT:-0}"; [[ ${SLURM_RESTART_COUNT:-0} == 1 ]] || sleep 100'
+    job = slurm_cluster.sbatch(script(tmp_path, body, "--requeue", "--open-mode=append"), cwd=tmp_path)
+    slurm_cluster.wait_for_output(job, "restart 0")
+    slurm_cluster.scontrol("requeue", str(job))
+    slurm_cluster.start_now(job)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1)
+    assert "restart 1" in slurm_cluster.output(job)
+
+
+def test_a_node_that_died_comes_back(slurm_cluster: Cluster):
+    slurm_cluster.kill_slurmd("n2")
+    slurm_cluster.start_slurmd("n2")
+    assert slurm_cluster.srun("--nodelist=n2", "bash", "-c", "echo $SLURMD_NODENAME") == "n2\n"
+
+
+@pytest.mark.usefixtures("slurm_installed")
+def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path):
+    tests = "import time; from tests.slurm.cluster import guarded_cluster\nwith guarded_cluster() as c:\n"
+    tests += " c.run('sbatch', '--wrap=exec sleep 1234.5', '--chdir=/tmp', '--output=/dev/null')\n"
+    tests += " print(c.daemons.folder, flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", tests], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert processes_of(folder)
+        process.kill()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (folder.exists() or processes_of(folder)):
+        time.sleep(0.2)
+    assert not folder.exists()
+    assert processes_of(folder) == []
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The processes, jobs' and daemons', which know of the cluster in `folder`."""
+    found = []
+    for process in psutil.process_iter(["name", "environ"]):
+        if str(folder) in (process.info["environ"] or {}).get("SLURM_CONF", ""):
+            found.append(process.info["name"])
+    return found

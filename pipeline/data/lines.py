@@ -1,0 +1,93 @@
+"""Files of one record a line: JSONL and plain text. A range of bytes owns the lines that begin in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import orjson
+
+from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, checked_text
+from pipeline.data.streams import Stream
+
+_BLOCK = 4 << 20
+# Past the end of a range only the rest of one line is wanted, and a compressed stream does not like to go back.
+_BLOCK_PAST_END = 64 << 10
+
+
+class Line(NamedTuple):
+    """A line without its end. `size` exceeds `len(content)` where the line was too long to keep whole."""
+
+    offset: int
+    content: bytes
+    size: int
+
+
+def lines(stream: Stream, start: int, stop: int, *, limit: int = MAX_RECORD_BYTES) -> Iterator[Line]:
+    """The lines that begin in the bytes [start, stop), in memory bounded by `limit` whatever their length."""
+    at = line_start = max(start - 1, 0)
+    pending, dropped = b"", 0  # the beginning of a line, and how much of it was let go
+    skip = start > 0  # the line that covers byte start - 1 belongs to the range before
+    while line_start < stop or skip:
+        block = stream.read_at(at, min(_BLOCK, stop - at) if at < stop else _BLOCK_PAST_END)
+        at += len(block)
+        first, *rest = block.split(b"\n")
+        for following in rest:
+            line = Line(line_start, pending + first, len(pending) + dropped + len(first))
+            line_start += line.size + 1
+            if not skip:
+                yield line
+            if line_start >= stop:
+                return
+            pending, dropped, skip, first = b"", 0, False, following
+        pending += first
+        if len(pending) > limit:
+            dropped += len(pending) - EXCERPT_BYTES
+            pending = pending[:EXCERPT_BYTES]
+        if not block:
+            if pending and not skip:
+                yield Line(line_start, pending, len(pending) + dropped)
+            return
+
+
+def line_records(stream: Stream, start: int, stop: int, *, text_key: str | None) -> Iterator[Record]:
+    """The records of the lines that begin in [start, stop): JSON objects with `text_key`, or (None) each line as it is.
+
+    Blank lines are no records. Where the stream is damaged, its last, cut line is one, with the damage as its reason.
+    """
+    cut: Line | None = None
+    for line in lines(stream, start, stop):
+        if stream.fault and not stream.read_at(line.offset + line.size, 1):
+            cut = line
+        elif line.content and not line.content.isspace():
+            yield _record(line, text_key)
+    if not stream.read_at(stop, 1) and stream.fault:
+        yield Rejected(cut.offset if cut else stop, stream.fault, cut.content[:EXCERPT_BYTES] if cut else b"")
+
+
+def _record(line: Line, text_key: str | None) -> Record:
+    excerpt = line.content[:EXCERPT_BYTES]
+    if line.size > MAX_RECORD_BYTES:
+        return Rejected(line.offset, "too_large", excerpt)
+    if text_key is None:
+        try:
+            return checked_text(line.offset, line.content.decode())
+        except UnicodeDecodeError:
+            return Rejected(line.offset, "invalid_utf8", excerpt)
+    try:
+        value = orjson.loads(line.content)
+    except orjson.JSONDecodeError:
+        return Rejected(line.offset, "malformed_json" if _is_utf8(line.content) else "invalid_utf8", excerpt)
+    if not isinstance(value, dict):
+        return Rejected(line.offset, "not_an_object", excerpt)
+    if text_key not in value:
+        return Rejected(line.offset, "no_text_key", excerpt)
+    return checked_text(line.offset, value[text_key])
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""Parquet files and the Arrow files of folders saved by `datasets`. A range counts row groups, or record batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, checked_text
+from pipeline.errors import DataError
+
+# Few rows at a time: what matters for memory is the longest documents that can meet in one batch.
+_ROWS = 256
+
+
+def parquet_ranges(path: Path, text_key: str, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Splits a Parquet file into row-group ranges of about `unit_bytes` of text: (start, stop, bytes).
+
+    Raises:
+        DataError: the file is damaged or has no column `text_key`.
+    """
+    with _open_parquet(path) as file:
+        _require_column(path, file.schema_arrow.names, text_key)
+        leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] == text_key)
+        groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
+        sizes = [group.column(leaf).total_uncompressed_size for group in groups]
+    return _grouped(sizes, unit_bytes)
+
+
+def parquet_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[Record]:
+    """The records of the row groups [start, stop); offsets are row numbers in the file."""
+    with _open_parquet(path) as file:
+        row = sum(file.metadata.row_group(group).num_rows for group in range(start))
+        groups = list(range(start, stop))
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[text_key], use_threads=False):
+            yield from _column_records(batch.column(0), row)
+            row += batch.num_rows
+
+
+def arrow_ranges(path: Path, text_key: str, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """The same for an Arrow stream file, in record batches.
+
+    Raises:
+        DataError: the file is damaged or has no column `text_key`.
+    """
+    with _open_arrow(path) as batches:
+        _require_column(path, batches.schema.names, text_key)
+        sizes = [int(batch.column(text_key).nbytes) for batch in batches]
+    return _grouped(sizes, unit_bytes)
+
+
+def arrow_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[Record]:
+    """The records of the record batches [start, stop); offsets are row numbers in the file."""
+    row = 0
+    with _open_arrow(path) as batches:
+        for number, batch in enumerate(batches):
+            if number >= stop:
+                return
+            if number >= start:
+                for at in range(0, batch.num_rows, _ROWS):
+                    yield from _column_records(batch.column(text_key).slice(at, _ROWS), row + at)
+            row += batch.num_rows
+
+
+def saved_dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a folder that `datasets` saved, in its own order; of a dictionary of splits, those of every split.
+
+    Raises:
+        DataError: the folder was not saved by `datasets`.
+    """
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = orjson.loads(splits.read_bytes())["splits"]
+        return [file for name in names for file in saved_dataset_files(folder / name)]
+    state = folder / "state.json"
+    if not state.is_file():
+        raise DataError(
+            f"{folder}: a folder without state.json was not saved by `datasets`; give its files by a pattern"
+        )
+    return [folder / Path(file["filename"]).name for file in orjson.loads(state.read_bytes())["_data_files"]]
+
+
+def _column_records(column: pa.Array, first_row: int) -> Iterator[Record]:
+    text_like = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if not text_like:
+        for at, value in enumerate(column.to_pylist()):
+            yield checked_text(first_row + at, value)
+        return
+    # Through bytes: a column may hold what is not UTF-8, and one such value must not cost the others.
+    raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    for at in range(len(raw)):
+        yield _text_record(first_row + at, raw[at].as_py())
+
+
+def _text_record(row: int, value: bytes | None) -> Record:
+    if value is None:
+        return Rejected(row, "text_not_string", b"null")
+    if len(value) > MAX_RECORD_BYTES:
+        return Rejected(row, "too_large", value[:EXCERPT_BYTES])
+    try:
+        return checked_text(row, value.decode())
+    except UnicodeDecodeError:
+        return Rejected(row, "invalid_utf8", value[:EXCERPT_BYTES])
+
+
+def _open_parquet(path: Path) -> Any:  # noqa: ANN401  # pyarrow has no type hints
+    try:
+        return pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _open_arrow(path: Path) -> Any:  # noqa: ANN401
+    try:
+        return pa.ipc.open_stream(pa.memory_map(str(path)))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: not an Arrow file of `datasets`: {str(error).splitlines()[0]}") from None
+
+
+def _require_column(path: Path, names: list[str], text_key: str) -> None:
+    if text_key not in names:
+        raise DataError(f"{path}: has no column {text_key!r}; set --text-key to one of: {', '.join(names)}")
+
+
+def _grouped(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
+    ranges: list[tuple[int, int, int]] = []
+    start = total = 0
+    for at, size in enumerate(sizes):
+        total += size
+        if total >= unit_bytes or at == len(sizes) - 1:
+            ranges.append((start, at + 1, total))
+            start, total = at + 1, 0
+    return ranges

@@ -1,0 +1,188 @@
+"""Token shards in Megatron's `.bin`/`.idx` format: `.bin` holds the ids, `.idx` where each document begins.
+
+Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
+(int32) and byte offsets (int64) of the sequences, and the sequence at which each document begins (int64).
+Our writer makes one sequence a document; the reader takes several. All offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.publish import publishing
+from pipeline.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_VERSION = 1
+_DTYPES: dict[int, type[np.generic]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
+}  # fmt: skip
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+# Megatron's own limit for 16 bits: a little below 2**16.
+_UINT16_VOCABULARY = 65_500
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that holds ids below `vocab_size`: uint16 where it can, else int32."""
+    return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
+
+
+class ShardWriter:
+    """Appends documents to an open `.bin` file and writes the `.idx` that belongs to it."""
+
+    def __init__(self, bin_file: BinaryIO, dtype: np.dtype[Any]) -> None:
+        self._file = bin_file
+        self._dtype = dtype
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self.documents = 0
+        self.tokens = 0
+
+    def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+        """Appends documents: their joined `ids: [T]` and their `lengths: [documents]`, which sum to T."""
+        self._file.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
+        self._lengths.append(lengths.astype(np.int32))
+        self.documents += len(lengths)
+        self.tokens += len(ids)
+
+    def write_index(self, idx_file: BinaryIO) -> None:
+        """Writes the index of all documents added so far."""
+        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        ends = np.cumsum(lengths, dtype=np.int64)
+        idx_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], len(lengths), len(lengths) + 1))
+        idx_file.write(lengths.data)
+        idx_file.write(((ends - lengths) * self._dtype.itemsize).data)
+        idx_file.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
+
+
+@contextlib.contextmanager
+def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
+    """A writer whose `<prefix>.bin` and `<prefix>.idx` are whole when the block has ended; without a document there are none."""
+    bin_path, idx_path = shard_files(prefix)
+    with publishing(bin_path, scratch) as bin_file:
+        writer = ShardWriter(bin_file, dtype)
+        yield writer
+    with publishing(idx_path, scratch) as idx_file:
+        writer.write_index(idx_file)
+    if writer.documents == 0:
+        bin_path.unlink()
+        idx_path.unlink()
+
+
+def shard_files(prefix: Path) -> tuple[Path, Path]:
+    """The `.bin` and the `.idx` of a shard."""
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+class Shard:
+    """An open `<prefix>.bin` and `<prefix>.idx`. Nothing is read before it is asked for.
+
+    Attributes:
+        dtype: the type of a stored id.
+        documents: how many there are.
+        tokens: how many ids `.bin` holds.
+
+    Raises:
+        DataError: one of the files is missing, is not of this format, or is shorter than the index says.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.bin_path, self.idx_path = shard_files(prefix)
+        try:
+            self._index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+            bin_bytes = self.bin_path.stat().st_size
+        except FileNotFoundError as error:
+            raise DataError(f"{error.filename}: no such file; a token shard is a .bin beside its .idx") from None
+        except ValueError:
+            raise DataError(f"{self.idx_path}: expected a token index, found an empty file") from None
+        self.dtype, self._sequences, self._ends = self._read_header()
+        self.documents = self._ends - 1
+        self.tokens, odd = divmod(bin_bytes, self.dtype.itemsize)
+        if odd or self.tokens < self._tokens_in_index:
+            raise DataError(
+                f"{self.bin_path}: expected {self._tokens_in_index} tokens of {self.dtype}, found {bin_bytes} bytes"
+            )
+        self.tokens = self._tokens_in_index
+
+    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
+        header = self._index[: _HEADER.size].tobytes()
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise DataError(f"{self.idx_path}: not an index of Megatron's format (.idx)")
+        _, version, code, sequences, ends = _HEADER.unpack(header)
+        expected = _HEADER.size + sequences * 12 + ends * 8
+        if version != _VERSION or code not in _DTYPES or ends < 1 or len(self._index) < expected:
+            raise DataError(f"{self.idx_path}: damaged index: expected {expected} bytes, found {len(self._index)}")
+        dtype = np.dtype(_DTYPES[code])
+        if dtype.kind not in "iu":
+            raise DataError(f"{self.idx_path}: holds {dtype}, expected integer token ids")
+        return dtype, int(sequences), int(ends)
+
+    def _array(self, offset: int, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.frombuffer(self._index, dtype=dtype, count=count, offset=offset)
+
+    @cached_property
+    def _pointers(self) -> npt.NDArray[np.int64]:
+        return self._array(_HEADER.size + self._sequences * 4, self._sequences, np.int64)
+
+    @cached_property
+    def _first_sequences(self) -> npt.NDArray[np.int64]:
+        """The first sequence of each document, and the number of sequences."""
+        return self._array(_HEADER.size + self._sequences * 12, self._ends, np.int64)
+
+    @cached_property
+    def _tokens_in_index(self) -> int:
+        if self._sequences == 0:
+            return 0
+        last_length = int(self._array(_HEADER.size + (self._sequences - 1) * 4, 1, np.int32)[0])
+        return int(self._pointers[-1]) // self.dtype.itemsize + last_length
+
+    def document_start(self, document: int) -> int:
+        """The token at which `document` begins; for `document == documents`, the number of tokens."""
+        sequence = int(self._first_sequences[document])
+        if sequence == self._sequences:
+            return self.tokens
+        return int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document that `token` belongs to: a binary search, which touches a few pages of the index and no more."""
+        return bisect.bisect_right(range(self.documents), token, key=self.document_start) - 1
+
+    def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens in [start, stop) at which a document begins, in ascending order."""
+        sequences = self._first_sequences[self.document_at(start) : self.document_at(stop - 1) + 1]
+        starts = self._pointers[sequences] // self.dtype.itemsize
+        return starts[starts >= start]
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The ids [start, stop), in their stored type."""
+        itemsize = self.dtype.itemsize
+        raw = os.pread(self._descriptor, (stop - start) * itemsize, start * itemsize)
+        return np.frombuffer(raw, dtype=self.dtype)
+
+    @cached_property
+    def _descriptor(self) -> int:
+        return os.open(self.bin_path, os.O_RDONLY)
+
+    def document(self, document: int) -> npt.NDArray[Any]:
+        """The ids of one document."""
+        return self.read(self.document_start(document), self.document_start(document + 1))
+
+    def close(self) -> None:
+        """Lets go of the file; a later read opens it again."""
+        descriptor = self.__dict__.pop("_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,95 @@
+"""Who does the work: processes of this machine, or the ranks of an MPI job. Both take tasks one by one as they get free."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from pipeline.errors import DataError, LayoutError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """Runs functions over tasks; results come in the order in which they are ready."""
+
+    def __init__(self, executor: Executor | None) -> None:
+        self._executor = executor
+
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yields `function(task)` for every task.
+
+        Raises:
+            DataError: a worker died.
+        """
+        if self._executor is None:
+            yield from map(function, tasks)
+            return
+        futures = [self._executor.submit(function, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a worker process was killed, perhaps for want of memory; start the same command again, "
+                "with fewer --workers if need be: finished work is kept"
+            ) from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+@contextlib.contextmanager
+def local_workers(count: int) -> Iterator[Workers]:
+    """`count` processes of this machine; one works in this very process."""
+    if count == 1:
+        yield Workers(None)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.data.unit_work"])
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as executor:
+        yield Workers(executor)
+
+
+@contextlib.contextmanager
+def mpi_workers() -> Iterator[Workers | None]:
+    """The ranks of an MPI job: rank 0 hands out the tasks, the others work and get None when all is done.
+
+    Raises:
+        LayoutError: the world is not as large as Slurm's allocation, as happens without an MPI launcher.
+    """
+    from mpi4py import MPI  # imported here: it starts MPI
+    from mpi4py.futures import MPICommExecutor
+
+    world = MPI.COMM_WORLD
+    expected = int(os.environ.get("SLURM_NTASKS", "1"))
+    if world.size < expected:
+        raise LayoutError(
+            f"--mpi: expected {expected} ranks, as Slurm allocated, found {world.size}; "
+            "start it with `srun --mpi=pmix` or `mpirun`"
+        )
+    if world.size == 1:
+        yield Workers(None)
+        return
+    with MPICommExecutor(world, root=0) as executor:
+        yield None if executor is None else Workers(executor)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed must not go on alone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

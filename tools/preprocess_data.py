@@ -1,0 +1,97 @@
+"""Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any instant.
+
+Either name the input, or a run configuration: then every corpus that it names is made, with its base's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from pipeline.command_line import run
+from pipeline.config import load_config
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.unit_work import Job
+from pipeline.data.units import UNIT_BYTES
+from pipeline.data.workers import Workers, local_workers, mpi_workers
+from pipeline.errors import ConfigError
+
+
+def main() -> None:
+    options = _options()
+    workers: AbstractContextManager[Workers | None] = mpi_workers() if options.mpi else local_workers(options.workers)
+    with workers as hands:
+        if hands is None:
+            return
+        for job in _jobs(options):
+            made = preprocess(job, hands, max_bad_fraction=options.max_bad_fraction, share=options.share)
+            print(
+                f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, rejected {sum(made.rejected.values()):,}"
+            )
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    if options.config:
+        config = load_config(options.config)
+        return list(corpus_jobs(config.data, config.base))
+    if not (options.input and options.tokenizer and options.output):
+        raise ConfigError("give --config, or all of --input, --tokenizer and --output")
+    return [
+        Job(
+            inputs=tuple(options.input),
+            tokenizer=str(options.tokenizer),
+            output=options.output,
+            text_key=options.text_key,
+            heldout_fraction=options.heldout_fraction,
+            end_of_document=options.end_of_document,
+            unit_bytes=int(options.unit_mib * 2**20),
+        )
+    ]
+
+
+def _share(text: str) -> tuple[int, int]:
+    k, n = map(int, text.split("/"))
+    if not 0 <= k < n:
+        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, found {text}")
+    return k, n
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
+    add("--input", nargs="+", metavar="FILE", help="files, patterns, or folders saved by `datasets`")
+    add("--tokenizer", type=Path, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
+    add("--text-key", default="text", help="the key or column that holds the document (default: text)")
+    add(
+        "--heldout-fraction",
+        type=float,
+        default=0.0,
+        help="share of the documents held out, by their hash (default: 0)",
+    )
+    add("--end-of-document", metavar="TOKEN", help="the token after every document, if not the tokenizer's own eos")
+    add("--max-bad-fraction", type=float, default=0.01, help="stop when more of the records are bad (default: 0.01)")
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes (default: the cores of this machine)",
+    )
+    add(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="K/N",
+        help="this is the K-th of N such jobs, as in a Slurm array",
+    )
+    add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
+    add("--unit-mib", type=float, default=UNIT_BYTES / 2**20, help="MiB of text in a unit of work (default: 32)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -28,9 +28,8 @@ def main() -> None:
             return
         for job in _jobs(options):
             made = preprocess(job, hands, max_bad_fraction=options.max_bad_fraction, share=options.share)
-            print(
-                f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, rejected {sum(made.rejected.values()):,}"
-            )
+            rejected = sum(made.rejected.values())
+            print(f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, {rejected:,} records rejected")
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:

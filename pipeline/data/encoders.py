@@ -13,7 +13,7 @@ import tokenizers
 
 from pipeline import log
 
-# What the fast path must get right before it is tried on a corpus: scripts, spaces, digits, byte fallback, emoji, controls.
+# What the fast path must get right before it is tried on a corpus: scripts, spaces, digits, emoji, controls.
 _PROBE = (
     "The quick brown fox can't jump over 12,345 lazy dogs.",
     "  leading spaces,\ttabs,\r\nline ends\n\n\n and trailing ones  ",
@@ -67,7 +67,10 @@ class SentencePieceEncoder:
 
 
 class GigatokenEncoder:
-    """The fast path. It remembers every word it meets, so it is made anew after so much text: memory must not follow the corpus."""
+    """The fast path.
+
+    It remembers every word it meets, so it is made anew after so much text: memory must not follow the corpus.
+    """
 
     name = "gigatoken"
     characters_between_renewals = 256 * 2**20

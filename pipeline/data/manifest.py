@@ -21,7 +21,7 @@ class _Part(BaseModel):
 
 
 class TokenizerRecord(_Part):
-    """The tokenizer that made the ids. `backend` is the library that encoded: a checked fast path, or the reference itself."""
+    """The tokenizer that made the ids; `backend` is the library that encoded: a checked fast path, or the reference."""
 
     fingerprint: str
     vocab_size: int

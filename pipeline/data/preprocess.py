@@ -1,7 +1,8 @@
 """The job: input files to a token corpus, spread over workers, restartable at any instant.
 
 The corpus grows in its own folder: shards are published one by one, and `manifest.json`, written last, makes it whole.
-What it holds depends on the job alone. Killed and started again with other workers, it comes out byte for byte the same.
+What it holds depends on the job alone. Killed and started again with other workers, it comes out the same, byte for
+byte.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def preprocess(
         job: what to make.
         workers: who makes it.
         max_bad_fraction: how many of all records may be bad.
-        share: (k, n): this is the k-th of n jobs that work on the same corpus at the same time. Each begins with its own
-            share of the units and then helps with what is left, so that it is no matter which of them are alive.
+        share: (k, n): this is the k-th of n jobs that work on the same corpus at the same time. Each begins with its
+            own share of the units and then helps with what is left, so that it is no matter which of them are alive.
 
     Raises:
         DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
@@ -121,8 +122,8 @@ def _refuse_other(job: Job, wanted: Plan, there: Plan) -> None:
         expected, found = getattr(wanted, name), getattr(there, name)
         if expected != found:
             raise DataError(
-                f"{job.output}: holds a corpus made with another {name}: expected {_short(expected)}, found {_short(found)}"
-                "; remove the folder or choose another"
+                f"{job.output}: holds a corpus made with another {name}: expected {_short(expected)}, "
+                f"found {_short(found)}; remove the folder or choose another"
             )
 
 
@@ -181,7 +182,7 @@ def _hash_one(job: Job, task: tuple[int, Path]) -> str:
 
 
 def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
-    """This job's own share of the tasks, then everybody else's, from the end: there the others are least likely to be."""
+    """This job's share of the tasks, then everybody else's, from the end: there the others are least likely to be."""
     k, n = share
     others = [task for at, task in enumerate(tasks) if at % n != k]
     return [*tasks[k::n], *reversed(others)]

@@ -16,7 +16,7 @@ _serial = itertools.count()
 
 
 def scratch_name(path: Path, scratch: Path | None = None) -> Path:
-    """A name for the unfinished `path`, in its folder or in `scratch` (same file system), that no other process uses."""
+    """A name that no one else uses for the unfinished `path`, in its folder or in `scratch` (same file system)."""
     return (scratch or path.parent) / f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}.tmp"
 
 

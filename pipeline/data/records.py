@@ -26,7 +26,7 @@ class Document(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that is left out. `offset` is the byte at which it begins in the (decompressed) file, or its row number."""
+    """A record that is left out; `offset` is the byte at which it begins in the (decompressed) file, or its row."""
 
     offset: int
     reason: Reason

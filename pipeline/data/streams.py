@@ -60,7 +60,7 @@ class PlainStream:
 
 
 class DecompressedStream:
-    """A compressed file. Reading forward is cheap; reading back before the last mebibyte starts again from the beginning.
+    """A compressed file. Reading forward is cheap; reading back beyond the last mebibyte starts from the beginning.
 
     A file cut short, or damaged in its middle, gives everything up to there and then sets `fault`.
     """

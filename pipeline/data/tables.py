@@ -67,7 +67,7 @@ def arrow_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `datasets` saved, in its own order; of a dictionary of splits, those of every split.
+    """The Arrow files of a folder that `datasets` saved, in its own order; of a dictionary of splits, all of them.
 
     Raises:
         DataError: the folder was not saved by `datasets`.

@@ -67,7 +67,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
-    """A writer whose `<prefix>.bin` and `<prefix>.idx` are whole when the block has ended; without a document there are none."""
+    """A writer whose `.bin` and `.idx` are there, whole, when the block ends; without a document there are none."""
     bin_path, idx_path = shard_files(prefix)
     with publishing(bin_path, scratch) as bin_file:
         writer = ShardWriter(bin_file, dtype)

@@ -1,7 +1,7 @@
 """Loading a tokenizer: Hugging Face folders, `tokenizer.json`, SentencePiece `.model`.
 
-A document becomes `document_start + ids + document_end`: what the base's own post-processor puts before a text (a BOS, or
-nothing), and an end-of-document token. Both are recorded in every corpus manifest.
+A document becomes `document_start + ids + document_end`: what the base's own post-processor puts before a text (a BOS,
+or nothing), and an end-of-document token. Both are recorded in every corpus manifest.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
 
 
 def _fingerprint(described: dict[str, Any]) -> str:
-    """A hash of what decides the ids: truncation and padding do not, and merges are written in two ways that mean the same."""
+    """A hash of what decides the ids: truncation and padding do not, and merges have two equal spellings."""
     canonical = {key: value for key, value in described.items() if key not in ("version", "truncation", "padding")}
     model = dict(canonical.get("model", {}))
     if "merges" in model:
@@ -165,7 +165,7 @@ def _post_processed(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tup
 def _document_end(
     file: Path, id_of_token: IdOfToken, wanted: str | None, *, own_end: tuple[int, ...], guess: bool
 ) -> tuple[int, ...]:
-    """The end-of-document ids: the user's word, the tokenizer's own, what the files beside it name, or a well-known token."""
+    """The ids that end a document: the user's word, the tokenizer's own, the files beside it, a well-known token."""
     if wanted is not None:
         if (found := id_of_token(wanted)) is None:
             raise DataError(f"{file}: has no token {wanted!r} to end documents with; name one of its own")

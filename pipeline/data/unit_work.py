@@ -203,7 +203,7 @@ class _Part:
         ids, lengths = self._encoder.encode(self._texts)
         if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
             raise DataError(
-                f"{self._tokenizer.path}: gave the id {ids.max()}, beyond its vocabulary of {self._tokenizer.vocab_size}"
+                f"{self._tokenizer.path}: gave the id {ids.max()}, but has a vocabulary of {self._tokenizer.vocab_size}"
             )
         framed, framed_lengths = frame_documents(
             ids, lengths, self._tokenizer.document_start, self._tokenizer.document_end

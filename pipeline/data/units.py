@@ -29,7 +29,7 @@ UNIT_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Unit:
-    """The range [start, stop) of a file: bytes of text, row groups or record batches. `text_bytes` estimates its size."""
+    """A range [start, stop) of a file: bytes of text, row groups or record batches. `text_bytes` is about its size."""
 
     name: str
     path: str
@@ -47,9 +47,7 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     """
     found: list[Path] = []
     for name in inputs:
-        matches = (
-            [Path(name)] if Path(name).exists() else [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-        )
+        matches = [Path(name)] if Path(name).exists() else _matching(name)
         if not matches:
             raise DataError(f"{name}: no such file, and no file matches it as a pattern")
         for match in matches:
@@ -61,6 +59,10 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     if doubled := sorted({str(file) for file in found if found.count(file) > 1}):
         raise DataError(f"{doubled[0]}: is named twice among the inputs")
     return found
+
+
+def _matching(pattern: str) -> list[Path]:
+    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  # Path.glob: no absolute ones
 
 
 def file_kind(path: Path) -> Kind:

@@ -1,4 +1,4 @@
-"""Who does the work: processes of this machine, or the ranks of an MPI job. Both take tasks one by one as they get free."""
+"""Who does the work: processes of this machine, or the ranks of an MPI job. A free one takes the next task."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.errors import DataError, LayoutError
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 class Workers:
     """Runs functions over tasks; results come in the order in which they are ready."""
 
-    def __init__(self, executor: Executor | None) -> None:
+    def __init__(self, executor: Any) -> None:  # noqa: ANN401  # an Executor of concurrent.futures or mpi4py
         self._executor = executor
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:

@@ -1,0 +1,145 @@
+"""In what proportion the corpora are drawn: from a global index to a corpus and how often it was drawn before.
+
+The order is made of blocks. In a block of `size` draws each corpus has a quota; position p of the block goes to slot
+`p · g mod size`, where g is near size / golden ratio and prime to it, and each corpus owns a run of slots as long as
+its quota. So every stretch of draws, however short, holds the corpora in nearly their proportions, and every draw of
+a corpus happens exactly once. When a corpus has used up its budget the others go on among themselves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import NamedTuple
+
+from pipeline.errors import DataError
+
+# Proportions are exact to one in so many.
+BLOCK = 1 << 16
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Share(NamedTuple):
+    """What a blend knows of a corpus: its weight, and after how many samples it is used up (None: never)."""
+
+    weight: float
+    budget: int | None
+    is_new: bool = True
+
+
+class Draw(NamedTuple):
+    """The sample at a global index is the `occurrence`-th one drawn from `corpus`."""
+
+    corpus: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Blocks with the same quotas. `drawn[c]` samples of corpus c came before the segment."""
+
+    start: int
+    blocks: int | None
+    quotas: tuple[int, ...]
+    drawn: tuple[int, ...]
+
+    @property
+    def block_size(self) -> int:
+        return sum(self.quotas)
+
+    @property
+    def stop(self) -> int | None:
+        return None if self.blocks is None else self.start + self.blocks * self.block_size
+
+
+class Blend:
+    """Maps global indices to corpora.
+
+    Args:
+        shares: the corpora, in an order that must stay the same over a run.
+        replay_fraction: the share of the draws that go to corpora that are not new; within each of the two groups the
+            weights decide. The blend ends when every new corpus is used up.
+
+    Attributes:
+        total: how many samples there are, or None where some new corpus is never used up.
+    """
+
+    def __init__(self, shares: Mapping[str, Share], replay_fraction: float = 0.0) -> None:
+        self.names = list(shares)
+        self._shares = list(shares.values())
+        self._replay_fraction = Fraction(replay_fraction).limit_denominator(BLOCK)
+        self._segments = self._lay_out()
+        self._starts = [segment.start for segment in self._segments]
+        self.total = self._segments[-1].stop
+
+    def __getitem__(self, index: int) -> Draw:
+        """What is drawn at the global `index`.
+
+        Raises:
+            DataError: the blend ends before it.
+        """
+        if index < 0:
+            raise IndexError(f"global index {index} is below 0")
+        if self.total is not None and index >= self.total:
+            raise DataError(
+                f"data: the corpora give {self.total} samples in all, but sample {index} was asked for; "
+                "raise epochs or token_budget, or lower schedule.steps"
+            )
+        segment = self._segments[bisect.bisect_right(self._starts, index) - 1]
+        block, position = divmod(index - segment.start, segment.block_size)
+        slot = position * _stride(segment.block_size) % segment.block_size
+        ends = list(accumulate(segment.quotas))
+        corpus = bisect.bisect_right(ends, slot)
+        within = slot - (ends[corpus] - segment.quotas[corpus])
+        return Draw(self.names[corpus], segment.drawn[corpus] + block * segment.quotas[corpus] + within)
+
+    def _lay_out(self) -> list[_Segment]:
+        """At most two segments a corpus: whole blocks while all budgets last, then a block that uses up the scarcest."""
+        segments: list[_Segment] = []
+        start, drawn = 0, [0] * len(self._shares)
+        while any(share.is_new and _left(share, used) for share, used in zip(self._shares, drawn, strict=True)):
+            left = [_left(share, used) for share, used in zip(self._shares, drawn, strict=True)]
+            quotas = self._quotas(left)
+            counts = [int(left[c] // quotas[c]) for c in range(len(left)) if quotas[c] and left[c] != math.inf]
+            blocks = min(counts, default=None)
+            if blocks == 0:
+                blocks, quotas = 1, [int(min(quota, some)) for quota, some in zip(quotas, left, strict=True)]
+            segments.append(_Segment(start, blocks, tuple(quotas), tuple(drawn)))
+            if blocks is None:
+                break
+            start += blocks * sum(quotas)
+            drawn = [used + blocks * quota for used, quota in zip(drawn, quotas, strict=True)]
+        return segments
+
+    def _quotas(self, left: Sequence[float]) -> list[int]:
+        """How many of BLOCK draws each corpus that is not used up gets; at least one where its share is not 0."""
+        live = [share if some else None for share, some in zip(self._shares, left, strict=True)]
+        group_total = {is_new: sum(s.weight for s in live if s and s.is_new is is_new) for is_new in (True, False)}
+        replay = self._replay_fraction if group_total[False] else Fraction(0)
+        exact = [
+            float((1 - replay if share.is_new else replay) * BLOCK) * share.weight / group_total[share.is_new]
+            if share
+            else 0.0
+            for share in live
+        ]
+        quotas = [max(1, math.floor(value)) if value else 0 for value in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda c: quotas[c] - exact[c])
+        for c in by_remainder[: max(0, BLOCK - sum(quotas))]:
+            quotas[c] += 1
+        return quotas
+
+
+def _left(share: Share, drawn: int) -> float:
+    return math.inf if share.budget is None else share.budget - drawn
+
+
+def _stride(size: int) -> int:
+    """A step that is prime to `size` and spreads consecutive positions evenly over its slots."""
+    stride = max(1, round(size * _GOLDEN))
+    while math.gcd(stride, size) != 1:
+        stride += 1
+    return stride

@@ -1,0 +1,148 @@
+"""What training and validation read: the sample at a global index, a pure function of (seed, blend, index)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pipeline.config import Corpus, Data
+from pipeline.data.blend import Blend, Draw, Share
+from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.packing import Sample
+from pipeline.data.permutation import Permutation, mix
+from pipeline.data.token_corpus import PackedCorpus, TokenCorpus
+
+__all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "rank_indices"]
+
+
+class SampleOrder:
+    """From a global index to a sample of a corpus, knowing nothing of tokens. Constant time, constant memory.
+
+    Every pass over a corpus visits each of its samples once, in a random order of its own.
+
+    Args:
+        blend: which corpus is drawn when.
+        lengths: how many samples a pass over each corpus has.
+        seed: of the random orders.
+    """
+
+    def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
+        self.blend = blend
+        self._lengths = dict(lengths)
+        self._keys = {name: mix(seed, *name.encode()) for name in lengths}
+
+    def __getitem__(self, index: int) -> Draw:
+        """The corpus, and the number of the sample in it, at the global `index`."""
+        name, occurrence = self.blend[index]
+        epoch, position = divmod(occurrence, self._lengths[name])
+        return Draw(name, Permutation(self._lengths[name], self._keys[name], epoch)[position])
+
+
+class TrainingSamples:
+    """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
+
+    Args:
+        data: what is read, in which proportion, and how it is packed.
+        seed: of the order.
+        tokenizer_fingerprint: the base model's; None takes any.
+
+    Attributes:
+        total: how many samples the budgets allow, or None for no end.
+
+    Raises:
+        DataError: a corpus is missing, unfinished, damaged, or was made with another tokenizer.
+    """
+
+    def __init__(self, data: Data, *, seed: int, tokenizer_fingerprint: str | None) -> None:
+        self.sequence_length = data.sequence_length
+        self._corpora = {
+            name: _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
+            for name, corpus in data.corpora.items()
+            if corpus.role == "new" or data.replay_fraction > 0
+        }
+        shares = {
+            name: Share(
+                weight=data.corpora[name].weight,
+                budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
+                is_new=data.corpora[name].role == "new",
+            )
+            for name, corpus in self._corpora.items()
+        }
+        blend = Blend(shares, data.replay_fraction)
+        self.total = blend.total
+        self._order = SampleOrder(blend, {name: len(corpus) for name, corpus in self._corpora.items()}, seed)
+
+    def __getitem__(self, index: int) -> Sample:
+        name, number = self._order[index]
+        return self._corpora[name][number]
+
+    def corpus_of(self, index: int) -> str:
+        """The corpus that the sample at the global `index` comes from."""
+        return self._order.blend[index].corpus
+
+
+@dataclass(frozen=True)
+class HeldoutSamples:
+    """The held-out part of one corpus, cut into samples that do not overlap.
+
+    The order is random but fixed, so that the first few are a fair sample of all.
+
+    Attributes:
+        corpus: its name.
+        tokens, characters, bytes: of the whole part. `bytes` are those of the text in UTF-8: bits per byte =
+            nll_per_token · tokens / (bytes · ln 2).
+    """
+
+    corpus: str
+    tokens: int
+    characters: int
+    bytes: int
+    _packed: PackedCorpus
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._packed[Permutation(len(self), 0)[index]]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+
+def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, HeldoutSamples]:
+    """The held-out part of every corpus that has one.
+
+    Raises:
+        DataError: one is missing, unfinished, damaged, or was made with another tokenizer.
+    """
+    parts: dict[str, HeldoutSamples] = {}
+    for name in data.corpora:
+        if has_heldout(data, name):
+            corpus = TokenCorpus(heldout_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint)
+            made = corpus.manifest
+            parts[name] = HeldoutSamples(name, made.tokens, made.characters, made.bytes, _packed(corpus, data))
+    return parts
+
+
+def rank_indices(
+    first: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[list[int]]:
+    """The global indices that data-parallel rank `dp_rank` reads in the step that begins at sample `first`: one list a
+    micro-batch. Together the ranks read [first, first + global_batch_size), whatever their number."""
+    own = range(first + dp_rank, first + global_batch_size, dp_size)
+    return [list(own[at : at + micro_batch_size]) for at in range(0, len(own), micro_batch_size)]
+
+
+def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
+    padding = corpus.manifest.tokenizer.document_end[-1]
+    return PackedCorpus(corpus, data.sequence_length, padding=padding, document_mask=data.document_mask)
+
+
+def _budget(corpus: Corpus, samples: int, sequence_length: int) -> int | None:
+    """After how many samples a corpus is used up."""
+    if corpus.epochs is not None:
+        return max(1, math.floor(corpus.epochs * samples))
+    if corpus.token_budget is not None:
+        return math.ceil(corpus.token_budget / sequence_length)
+    return None

@@ -1,0 +1,121 @@
+"""A corpus as one run of tokens: its shards one after the other, opened when they are needed."""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.manifest import load_manifest
+from pipeline.data.packing import Sample, pack
+from pipeline.data.token_shards import Shard
+from pipeline.errors import DataError
+
+_OPEN_SHARDS = 64
+
+
+class TokenSource(Protocol):
+    """A run of `tokens` ids in which documents begin at known places."""
+
+    tokens: int
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The ids [start, stop)."""
+        ...
+
+    def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The places in [start, stop) at which a document begins, ascending."""
+        ...
+
+
+class TokenCorpus:
+    """The corpus in `folder`, as its manifest describes it.
+
+    Raises:
+        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
+    """
+
+    def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
+        self.folder = folder
+        self.manifest = load_manifest(folder)
+        found = self.manifest.tokenizer.fingerprint
+        if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
+            raise DataError(
+                f"{folder}: was tokenized with another tokenizer than the base model's: expected "
+                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with tools/preprocess_data.py and the base's own tokenizer"
+            )
+        self.tokens = self.manifest.tokens
+        if self.tokens == 0:
+            raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
+        self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        pieces = [shard.read(low, high) for shard, low, high, _ in self._pieces(start, stop)]
+        return np.concatenate(pieces).astype(np.int64)
+
+    def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        pieces = [shard.document_starts(low, high) + before for shard, low, high, before in self._pieces(start, stop)]
+        return np.concatenate(pieces)
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
+        """The shards that [start, stop) lies in: the range within each, and the tokens before it."""
+        pieces: list[tuple[Shard, int, int, int]] = []
+        number = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            before = self._ends[number] - self.manifest.shards[number].tokens
+            high = min(stop, self._ends[number])
+            pieces.append((self._shard(number), start - before, high - before, before))
+            start, number = high, number + 1
+        return pieces
+
+    def _shard(self, number: int) -> Shard:
+        """The open shard; of very many only the last used stay open."""
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        described = self.manifest.shards[number]
+        if Path(described.name).name != described.name:
+            raise DataError(f"{self.folder}: its manifest names a shard outside the folder: {described.name!r}")
+        shard = Shard(self.folder / described.name)
+        if shard.tokens != described.tokens or shard.documents != described.documents:
+            raise DataError(
+                f"{shard.bin_path}: expected {described.tokens} tokens as in the manifest, found {shard.tokens}"
+            )
+        self._open[number] = shard
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close()
+        return shard
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+
+class PackedCorpus:
+    """A run of tokens cut into samples of `sequence_length`.
+
+    Sample k reads the tokens from k·S to (k+1)·S, so that each is read exactly once; the last is filled up with padding.
+    """
+
+    def __init__(self, source: TokenSource, sequence_length: int, *, padding: int, document_mask: bool) -> None:
+        self.source = source
+        self._sequence_length = sequence_length
+        self._padding = padding
+        self._document_mask = document_mask
+
+    def __len__(self) -> int:
+        return (self.source.tokens + self._sequence_length - 1) // self._sequence_length
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self._sequence_length
+        stop = min(start + self._sequence_length + 1, self.source.tokens)
+        starts = self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, np.int64)
+        window = self.source.read(start, stop)
+        return pack(window, starts, self._sequence_length, padding=self._padding, document_mask=self._document_mask)

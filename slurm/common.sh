@@ -2,9 +2,10 @@
 # What the scripts of this folder share. They source it from the project's root; it runs nothing by itself.
 #
 #   load_site                   settings of the site, modules, virtual environment
+#   choose_config               CONFIG, the run's YAML
 #   run_stage NAME COMMAND…     one stage: forwards signals to it, stops the script where it fails or is interrupted
 #   here COMMAND…               a serial stage: one process, on this node
-#   on_every_rank COMMAND…      one process a rank: over the allocation with srun, else on this machine with torchrun
+#   on_every_rank COMMAND…      one process a rank: over the allocation with srun, else on this machine
 
 readonly RESUME_LATER=75 # sysexits.h: a temporary failure. A stage that saved its work and wants to go on ends with it.
 stop_signal=""           # set by the traps: the signal after which no further stage may start
@@ -37,6 +38,11 @@ load_site() {
     fi
     export PYTHONUNBUFFERED=1
     command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
+}
+
+choose_config() {
+    : "${CONFIG:=configs/cpt_korean_llama3.2_1b.yaml}"
+    [[ -f "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file; the runs that come with the project are in configs/"
 }
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -114,26 +120,19 @@ over_the_allocation() {
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
     export EXPECTED_WORLD_SIZE=$ranks
-    # Not --kill-on-bad-exit: the first rank to end with RESUME_LATER would have the others killed over their last words.
+    # Not --kill-on-bad-exit: the first rank to end with RESUME_LATER would have the others killed while they finish.
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
         --export=ALL --wait="${EXIT_GRACE_S:-60}" "${options[@]}" bash slurm/launch.sh "$@"
 }
 
 on_this_machine() {
-    local ranks=${NPROC:-$(gpus_here)} module=() container
+    local ranks=${NPROC:-$(gpus_here)}
     ((ranks > 0)) || ranks=2
     say "no Slurm allocation: $ranks processes on this machine (NPROC sets how many)"
     share_the_cores "$(nproc)" "$ranks"
     export EXPECTED_WORLD_SIZE=$ranks
-    read -ra container <<<"${CONTAINER:-}"
-    [[ "$1" == python ]] || die "on_every_rank starts python programs, not $1"
-    shift
-    if [[ "$1" == -m ]]; then
-        module=(--module)
-        shift
-    fi
-    # torchrun takes abbreviations of its own flags out of the program's arguments, hence the --.
-    exec "${container[@]}" torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$ranks" "${module[@]}" -- "$@"
+    [[ "$1" == python ]] || die "outside Slurm on_every_rank starts python only, not $1"
+    here python tools/launch_here.py --ranks "$ranks" "${@:2}"
 }
 
 # The first node's address as Slurm itself reaches it; a port of the job's own, below those the kernel hands out.

@@ -21,13 +21,11 @@ set -euo pipefail
 
 # sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
-[[ -f slurm/common.sh ]] || { echo "error: $PWD is not the project: call sbatch in its root, or set PROJECT" >&2; exit 2; }
-source slurm/common.sh
+source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
 
-CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
+choose_config
 STAGES=${STAGES:-tokenize upscale train convert evaluate}
-[[ -f "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file; the runs that come with the project are in configs/"
 
 say "run $CONFIG in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
 for stage in $STAGES; do

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PROJECT, stage_script
+from tests.slurm.jobs import stage_script
 
 MEET = "run_stage meet on_every_rank python -m tests.slurm.meet"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
@@ -154,6 +154,28 @@ def test_without_slurm_the_ranks_meet_on_this_machine(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("code", [2, 75])
+def test_without_slurm_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int):
+    """Two lines on stderr, the ranks' and the script's, where torchrun alone adds a traceback and ends with 1."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nif os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})",
+        encoding="utf-8",
+    )
+    result = bash(stage_script(tmp_path, f"run_stage train on_every_rank python {program}"), NPROC="2")
+    assert result.returncode == code
+    assert result.stderr.splitlines()[0] == "error: why"
+    assert len(result.stderr.splitlines()) == (1 if code == 75 else 2)
+
+
+def test_without_slurm_a_killed_rank_is_named(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)")
+    result = bash(stage_script(tmp_path, f"run_stage train on_every_rank python {program}"), NPROC="2")
+    assert result.returncode == 137
+    assert "error: rank 1 was killed by signal 9" in result.stderr
+
+
 def test_a_failing_stage_ends_the_script_with_its_exit_code(tmp_path: Path):
     result = bash(stage_script(tmp_path, "run_stage first here bash -c 'exit 7'\nrun_stage second here echo second"))
     assert result.returncode == 7
@@ -173,11 +195,3 @@ def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, ho
     assert process.returncode == 75
     assert "the same command goes on from there" in output
     assert "second" not in output
-
-
-def test_an_unknown_stage_and_a_missing_config_end_in_one_line():
-    script = PROJECT / "slurm" / "cpt_korean.sh"
-    missing = bash(script, CONFIG="configs/nowhere.yaml")
-    assert (missing.returncode, missing.stdout) == (1, "")
-    assert missing.stderr.startswith("error: CONFIG=configs/nowhere.yaml: no such file")
-    assert missing.stderr.count("\n") == 1

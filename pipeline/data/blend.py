@@ -98,7 +98,7 @@ class Blend:
         return Draw(self.names[corpus], segment.drawn[corpus] + block * segment.quotas[corpus] + within)
 
     def _lay_out(self) -> list[_Segment]:
-        """At most two segments a corpus: whole blocks while all budgets last, then a block that uses up the scarcest."""
+        """At most two segments a corpus: whole blocks while budgets last, then a smaller one to use up the scarcest."""
         segments: list[_Segment] = []
         start, drawn = 0, [0] * len(self._shares)
         while any(share.is_new and _left(share, used) for share, used in zip(self._shares, drawn, strict=True)):
@@ -107,7 +107,7 @@ class Blend:
             counts = [int(left[c] // quotas[c]) for c in range(len(left)) if quotas[c] and left[c] != math.inf]
             blocks = min(counts, default=None)
             if blocks == 0:
-                blocks, quotas = 1, [int(min(quota, some)) for quota, some in zip(quotas, left, strict=True)]
+                blocks, quotas = 1, _last_quotas(quotas, left)
             segments.append(_Segment(start, blocks, tuple(quotas), tuple(drawn)))
             if blocks is None:
                 break
@@ -131,6 +131,14 @@ class Blend:
         for c in by_remainder[: max(0, BLOCK - sum(quotas))]:
             quotas[c] += 1
         return quotas
+
+
+def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
+    """The quotas scaled down to what is left of the scarcest corpus, which they use up."""
+    scale, scarcest = min((some / quota, c) for c, (quota, some) in enumerate(zip(quotas, left, strict=True)) if quota)
+    last = [int(min(round(quota * scale), some)) for quota, some in zip(quotas, left, strict=True)]
+    last[scarcest] = int(left[scarcest])
+    return last
 
 
 def _left(share: Share, drawn: int) -> float:

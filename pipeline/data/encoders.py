@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,8 @@ _PROBE = (
     "  leading spaces,\ttabs,\r\nline ends\n\n\n and trailing ones  ",
     "한국어 문장입니다. 정말 재미있어요ㅋㅋㅋ!! 2024년 3월",
     "日本語と中文、Русский, العربية, हिन्दी, e\u0301 café",
-    "👩‍👩‍👧 \u200b\ufeff <s> </s> <|endoftext|> def f(x):\n        return x**2",
+    "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
+    "<s> </s> <unk> <|endoftext|>",
 )
 _logger = log.get_logger(__name__)
 
@@ -65,23 +67,37 @@ class SentencePieceEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
 
+    def special_spellings(self) -> re.Pattern[str]:
+        """Matches the spelling of every piece that stands for no text, or for itself."""
+        library = self._library
+        special = [i for i in range(library.get_piece_size()) if library.is_control(i) or library.is_unknown(i)]
+        return re.compile("|".join(re.escape(library.id_to_piece(i)) for i in special))
+
 
 class GigatokenEncoder:
     """The fast path.
 
     It remembers every word it meets, so it is made anew after so much text: memory must not follow the corpus.
+
+    In text, `sentencepiece` takes the spelling of a special token (`</s>`) for text and gigatoken takes it for the token:
+    a batch with such a spelling in it goes to the reference.
     """
 
     name = "gigatoken"
     characters_between_renewals = 256 * 2**20
 
-    def __init__(self, content: bytes, *, sentencepiece_model: bool) -> None:
-        self._make = gigatoken.Tokenizer.from_sentencepiece if sentencepiece_model else gigatoken.Tokenizer.from_json
+    def __init__(self, content: bytes, reference: HuggingFaceEncoder | SentencePieceEncoder) -> None:
+        of_sentencepiece = isinstance(reference, SentencePieceEncoder)
+        self._make = gigatoken.Tokenizer.from_sentencepiece if of_sentencepiece else gigatoken.Tokenizer.from_json
+        self._left_to_reference = reference.special_spellings() if isinstance(reference, SentencePieceEncoder) else None
+        self._reference = reference
         self._content = content
         self._library = self._make(content)
         self._characters = 0
 
     def encode(self, texts: Sequence[str]) -> Encoded:
+        if self._left_to_reference and any(map(self._left_to_reference.search, texts)):
+            return self._reference.encode(texts)
         characters = sum(map(len, texts))
         if self._characters + characters > self.characters_between_renewals:
             self._library = self._make(self._content)
@@ -91,14 +107,14 @@ class GigatokenEncoder:
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
 
-def fast_encoder(content: bytes, *, sentencepiece_model: bool, reference: Encoder) -> Encoder | None:
+def fast_encoder(content: bytes, reference: HuggingFaceEncoder | SentencePieceEncoder) -> Encoder | None:
     """The fast path for the tokenizer file `content`, or None where it is unsupported or differs on a probe text."""
     try:
-        encoder = GigatokenEncoder(content, sentencepiece_model=sentencepiece_model)
+        encoder = GigatokenEncoder(content, reference)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         _logger.info("gigatoken does not support this tokenizer (%s): %s encodes", _first_line(error), reference.name)
         return None
-    if not agree(encoder, reference, _PROBE):
+    if not all(agree(encoder, reference, [text]) for text in _PROBE):
         _logger.warning("gigatoken differs from %s on the probe text: %s encodes", reference.name, reference.name)
         return None
     return encoder

@@ -47,7 +47,7 @@ class TokenCorpus:
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
                 f"{folder}: was tokenized with another tokenizer than the base model's: expected "
-                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with tools/preprocess_data.py and the base's own tokenizer"
+                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the base's own tokenizer"
             )
         self.tokens = self.manifest.tokens
         if self.tokens == 0:
@@ -62,6 +62,23 @@ class TokenCorpus:
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         pieces = [shard.document_starts(low, high) + before for shard, low, high, before in self._pieces(start, stop)]
         return np.concatenate(pieces)
+
+    def locate_document(self, document: int) -> tuple[Shard, int]:
+        """The shard that holds the corpus' `document`-th document, and the document's number there."""
+        for number, shard in enumerate(self.manifest.shards):
+            if document < shard.documents:
+                return self._shard(number), document
+            document -= shard.documents
+        raise IndexError(f"{self.folder} has {self.manifest.documents} documents")
+
+    def check(self) -> None:
+        """Opens every shard.
+
+        Raises:
+            DataError: one is missing, damaged, or not what the manifest says.
+        """
+        for number in range(len(self.manifest.shards)):
+            self._shard(number)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """The shards that [start, stop) lies in: the range within each, and the tokens before it."""
@@ -99,7 +116,7 @@ class TokenCorpus:
 class PackedCorpus:
     """A run of tokens cut into samples of `sequence_length`.
 
-    Sample k reads the tokens from k·S to (k+1)·S, so that each is read exactly once; the last is filled up with padding.
+    Sample k reads the tokens from k·S to (k+1)·S: each is read exactly once. The last sample is filled up with padding.
     """
 
     def __init__(self, source: TokenSource, sequence_length: int, *, padding: int, document_mask: bool) -> None:

@@ -113,7 +113,7 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
         document_start=start,
         document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, guess=True),
         reference=reference,
-        fast=fast_encoder(content, sentencepiece_model=False, reference=reference),
+        fast=fast_encoder(content, reference),
         _library=library,
     )
 
@@ -138,7 +138,7 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         document_start=(int(library.bos_id()),) if adds_bos else (),
         document_end=_document_end(file, id_of_token, end_of_document, own_end=own_end, guess=False),
         reference=reference,
-        fast=fast_encoder(content, sentencepiece_model=True, reference=reference),
+        fast=fast_encoder(content, reference),
         _library=library,
     )
 

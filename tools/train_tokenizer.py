@@ -1,0 +1,54 @@
+"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on text that you name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pipeline.command_line import run
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="as for tools/preprocess_data.py")
+    add("--text-key", default="text", help="the key or column that holds the document (default: text)")
+    add("--output", type=Path, required=True, help="the .model to write")
+    add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
+    add("--model-type", choices=["bpe", "unigram"], default="bpe")
+    add(
+        "--max-mib", type=float, default=256, help="learn from about so much text, the same of each file (default: 256)"
+    )
+    add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
+    add(
+        "--report-on",
+        nargs="*",
+        default=[],
+        metavar="NAME=FILE",
+        help="text for the table, as korean=reviews.jsonl.zst",
+    )
+    options = parser.parse_args()
+
+    train_sentencepiece(
+        texts(options.input, text_key=options.text_key, max_bytes=int(options.max_mib * 2**20)),
+        options.output,
+        vocab_size=options.vocab_size,
+        model_type=options.model_type,
+        threads=len(os.sched_getaffinity(0)),
+    )
+    print(f"{options.output}: {options.vocab_size} pieces, {options.model_type}")
+    reports = dict(report.split("=", 1) if "=" in report else (report, report) for report in options.report_on)
+    if reports:
+        print(f"{'tokenizer':40} {'text':12} {'tokens/character':>17} {'tokens/byte':>12}")
+    for path in (options.output, *options.compare) if reports else ():
+        tokenizer = load_tokenizer(path)
+        for name, file in reports.items():
+            found = fertility(tokenizer, texts([file], text_key=options.text_key))
+            print(f"{str(path)[-40:]:40} {name:12} {found.tokens_per_character:17.4f} {found.tokens_per_byte:12.4f}")
+
+
+if __name__ == "__main__":
+    run(main)

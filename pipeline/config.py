@@ -72,7 +72,21 @@ class FullFineTuning(Section):
     name: Literal["fft"]
 
 
-Method = Annotated[Union[ScaleMethod, FullFineTuning], Field(discriminator="name")]
+class Freeze(Section):
+    """Full fine-tuning of all but the embedding and the bottom layers."""
+
+    name: Literal["freeze"]
+    frozen_layers: PositiveInt
+
+
+class LlamaPro(Section):
+    """Depth expansion (LLaMA Pro): copies of blocks, whose output maps start at zero, train between frozen ones."""
+
+    name: Literal["llama_pro"]
+    added_layers: PositiveInt
+
+
+Method = Annotated[Union[ScaleMethod, FullFineTuning, Freeze, LlamaPro], Field(discriminator="name")]
 
 
 class Corpus(Section):

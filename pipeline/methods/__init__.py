@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.config import FullFineTuning, RunConfig
+from pathlib import Path
+
+from pipeline.config import Freeze, FullFineTuning, LlamaPro, Method, RunConfig, ScaleMethod
 from pipeline.methods.fft import FullFineTuningMethod
+from pipeline.methods.freeze import FreezeMethod
+from pipeline.methods.llama_pro import LlamaProMethod
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
@@ -11,11 +15,22 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import TensorParallel
 
 
+def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
+    """The method that `settings` name; SCALE reads its initial expansion from `expansion_folder`."""
+    match settings:
+        case ScaleMethod():
+            return Scale(settings, expansion_folder, seed)
+        case FullFineTuning():
+            return FullFineTuningMethod()
+        case Freeze():
+            return FreezeMethod(settings)
+        case LlamaPro():
+            return LlamaProMethod(settings)
+
+
 def training_method(config: RunConfig) -> TrainingMethod:
-    """The method that `config.method` names."""
-    if isinstance(config.method, FullFineTuning):
-        return FullFineTuningMethod()
-    return Scale(config.method, config.upscaled_folder, config.seed)
+    """The method of a run."""
+    return method_for(config.method, config.upscaled_folder, config.seed)
 
 
 def build_model(config: RunConfig, base: BaseFolder, tp: TensorParallel) -> Decoder:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2")
+_BASE_NAME = re.compile(r"^output\.base$|\.base\.(weight|bias)$")
 ARCHITECTURES = (*LLAMA_FAMILY, "gpt_neox")
 
 
@@ -131,8 +134,15 @@ def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
 
 
 @torch.no_grad()
-def load_base(model: nn.Module, base: BaseFolder, tp: TensorParallel = SINGLE) -> None:
+def load_base(
+    model: nn.Module,
+    base: BaseFolder,
+    tp: TensorParallel = SINGLE,
+    source: Callable[[str], str] = lambda name: name,
+) -> None:
     """Fills the base parameters of `model` with this rank's shards of the folder's weights.
+
+    `source` says from which of the base's parameters one of the model's is read, where the names differ.
 
     Raises:
         BaseModelError: a weight is missing, or has another shape than config.json implies.
@@ -143,7 +153,7 @@ def load_base(model: nn.Module, base: BaseFolder, tp: TensorParallel = SINGLE) -
         partition = partition_of(parameter)
         if partition.dim is not None:
             partition.check(tp.size, name)
-        shard = base.read(name, partition, tp.rank, tp.size)
+        shard = base.read(source(name), partition, tp.rank, tp.size)
         if shard.shape != parameter.shape:
             raise BaseModelError(
                 f"{base.path}: {name} has shape {tuple(shard.shape)}, expected {tuple(parameter.shape)} "
@@ -154,4 +164,4 @@ def load_base(model: nn.Module, base: BaseFolder, tp: TensorParallel = SINGLE) -
 
 def is_base(name: str) -> bool:
     """Whether a parameter is the pretrained model's own."""
-    return name == "output.base" or ".base." in name
+    return _BASE_NAME.search(name) is not None

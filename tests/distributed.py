@@ -1,4 +1,4 @@
-"""Runs a test's function on several real ranks, connected by gloo over a file: no ports, and no rank outlives its test."""
+"""Runs a test's function on several real ranks, connected by gloo over a file; none outlives its test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _processes = get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch.distributed", "pipeline.model.decoder"])
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died, or did not end in time; the message carries its traceback."""
 
 
@@ -60,16 +60,16 @@ def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
     while waiting := [pipe for pipe in pipes if not pipe.closed]:
         ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailure(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
+            raise RankError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = pipes.index(pipe)
             try:
                 succeeded, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankFailure(f"rank {rank} died without a word") from None
+                raise RankError(f"rank {rank} died without a word") from None
             if not succeeded:
-                raise RankFailure(f"rank {rank} raised:\n{result}")
+                raise RankError(f"rank {rank} raised:\n{result}")
             results[rank] = result
             pipe.close()
     return [results[rank] for rank in range(len(pipes))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, run_ranks
+from tests.distributed import RankError, run_ranks
 
 
 def gather_squares(offset):
@@ -45,17 +45,17 @@ def test_results_come_in_rank_order_from_processes_that_have_ended():
 
 
 def test_a_rank_that_raises_ends_the_test_with_its_traceback():
-    with pytest.raises(RankFailure, match="(?s)rank 1 raised.*one rank's own fault"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 raised.*one rank's own fault"):
         run_ranks(raise_on_one, 2, 1)
 
 
 def test_a_rank_that_is_killed_ends_the_test():
-    with pytest.raises(RankFailure, match=r"rank [01]"):
+    with pytest.raises(RankError, match=r"rank [01]"):
         run_ranks(die_on_one, 2, 0)
 
 
 def test_ranks_that_hang_are_ended_in_time():
     begin = time.monotonic()
-    with pytest.raises(RankFailure, match="did not end in time"):
+    with pytest.raises(RankError, match="did not end in time"):
         run_ranks(sleep, 2, timeout_s=1)
     assert time.monotonic() - begin < 20

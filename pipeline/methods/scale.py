@@ -14,7 +14,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import partition_of
+from pipeline.parallel.parameter import full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.expansion_folder import open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
@@ -46,7 +46,8 @@ class Scale(TrainingMethod):
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if not is_base(name):
-                parameter.copy_(expansion.read(name, partition_of(parameter), tp.rank, tp.size))
+                shape, partition = full_shape_of(parameter), partition_of(parameter)
+                parameter.copy_(expansion.read(name, shape, partition, tp.rank, tp.size))
 
 
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Nothing here runs code from the folder: only safetensors and JSON are read.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,12 +53,12 @@ class BaseFolder:
             only = self.path / SINGLE_FILE
             return dict.fromkeys(self._names_in(only), only)
         try:
-            entries: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            entries: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise BaseModelError(
                 f"{index}: not an index of safetensors files ({error}); copy the folder again"
             ) from None
-        if any(Path(name).name != name for name in entries.values()):
+        if any(Path(str(name)).name != name for name in entries.values()):
             raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
         held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
         for tensor, name in entries.items():
@@ -79,23 +81,39 @@ class BaseFolder:
         """The SHA-256 of every weight file, by file name: what a base is known by."""
         return {file.name: file_hash(file) for file in sorted(set(self.file_of.values()))}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of the base parameter `name` (ours), from its file's header."""
+        source, file = self._source(name)
+        with self._slice(file, source.name) as view:
+            rows, *others = view.get_shape()
+        # Query, key and value share a fused tensor's rows evenly; rows that no three can share fit nothing, and stay.
+        return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
+
     def read(self, name: str, partition: Partition = REPLICATED, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
         """The base parameter `name` (ours), or the shard of it that `tp_rank` holds.
 
         No more is read from disk than the shard needs.
         """
+        source, file = self._source(name)
+        with self._slice(file, source.name) as view:
+            if source.fused_part is not None:
+                return self._fused(view, source, partition, tp_rank, tp_size)
+            return self._shard(view, partition, tp_rank, tp_size)
+
+    def _source(self, name: str) -> tuple[HfTensor, Path]:
+        """Where the base parameter `name` lies; a tied output projection may lie in the embedding's place only."""
         source = hf_tensor(name, self.spec)
-        file = self.file_of.get(source.name)
-        if file is None and name == "output.base" and self.spec.tie_word_embeddings:
-            return self.read("embedding.base.weight", partition, tp_rank, tp_size)
-        if file is None:
-            raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
+        if source.name in self.file_of:
+            return source, self.file_of[source.name]
+        if name == "output.base" and self.spec.tie_word_embeddings:
+            return self._source("embedding.base.weight")
+        raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
+
+    @contextmanager
+    def _slice(self, file: Path, tensor: str) -> Iterator[SafeSlice]:
         try:
             with safe_open(file, framework="pt") as tensors:
-                view = tensors.get_slice(source.name)
-                if source.fused_part is not None:
-                    return self._fused(view, source, partition, tp_rank, tp_size)
-                return self._shard(view, partition, tp_rank, tp_size)
+                yield tensors.get_slice(tensor)
         except SafetensorError as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 

@@ -12,7 +12,7 @@ from pipeline.model.attention import Context
 from pipeline.model.layer import DecoderLayer, widened_norm
 from pipeline.model.output import HiddenStates, OutputProjection
 from pipeline.model.rotary import RotaryTable
-from pipeline.model.spec import DecoderSpec
+from pipeline.model.spec import DecoderSpec, check_base_fits
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.embedding import WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
@@ -33,6 +33,7 @@ class Decoder(nn.Module):
         activation_checkpointing: Literal["none", "collaborative", "all"] = "none",
     ) -> None:
         super().__init__()
+        check_base_fits(spec.widths, tp.size)
         self.spec = spec
         self.plan = plan
         self.tp = tp

@@ -45,13 +45,18 @@ def read_spec(path: Path) -> DecoderSpec:
 def _read_config(path: Path) -> PretrainedConfig:
     file = path / "config.json"
     try:
-        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        values = json.loads(file.read_text(encoding="utf-8"))
+        model_type, quantized = values.get("model_type"), values.get("quantization_config")
     except FileNotFoundError:
         raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
     except (ValueError, AttributeError) as error:
         raise BaseModelError(f"{file}: not a model's config ({error}); copy the folder again") from None
     if model_type not in ARCHITECTURES:
         raise BaseModelError(f"{file}: model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
+    if quantized:
+        raise BaseModelError(
+            f"{file}: quantization_config: quantized weights are not supported; use the original model"
+        )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, OSError) as error:
@@ -150,16 +155,12 @@ def load_base(
     for name, parameter in model.named_parameters():
         if not is_base(name):
             continue
-        partition = partition_of(parameter)
-        if partition.dim is not None:
-            partition.check(tp.size, name)
-        shard = base.read(source(name), partition, tp.rank, tp.size)
-        if shard.shape != parameter.shape:
+        found, expected = base.shape(source(name)), full_shape_of(parameter)
+        if found != expected:
             raise BaseModelError(
-                f"{base.path}: {name} has shape {tuple(shard.shape)}, expected {tuple(parameter.shape)} "
-                f"of {full_shape_of(parameter)}; the weights do not fit config.json"
+                f"{base.path}: {source(name)} has shape {found}, config.json implies {expected}; copy the folder again"
             )
-        parameter.copy_(shard)
+        parameter.copy_(base.read(source(name), partition_of(parameter), tp.rank, tp.size))
 
 
 def is_base(name: str) -> bool:

@@ -79,16 +79,21 @@ class OutputProjection(nn.Module):
             z_p = F.linear(hidden.preserved_x, self.base).float()
             preserved = preserved_tokens(z_p[:, : self.columns], z[:, : self.columns], self.threshold, self.tp)
             column = preserved.unsqueeze(1)
-            z = torch.where(column, (z_p + z) / 2, z)
+            z = z.lerp_(z_p, column * 0.5)
             # One of the two is chosen per token, so one product with W_out^up serves both.
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
-        return Routed(z + F.linear(x_up, self.expansion), x_up, preserved)
+        return Routed(z.add_(F.linear(x_up, self.expansion)), x_up, preserved)
 
     def forward(self, hidden: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The summed nll of the targets [N] (a scalar that can be differentiated), each target's nll [N], and, for
         Route, which tokens took the preserved path [N]."""
         streams = enter_region(self.tp, *hidden)
-        total, nll, preserved = _ChunkedLoss.apply(self, targets, *streams, self.base, self.expansion)
+        base: Tensor = self.base
+        expansion: Tensor | None = self.expansion
+        if not torch.is_grad_enabled():
+            # Even where autograd records nothing, a function is told that its parameters want gradients.
+            base, expansion = base.detach(), None if expansion is None else expansion.detach()
+        total, nll, preserved = _ChunkedLoss.apply(self, targets, *streams, base, expansion)
         return total, nll, preserved
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.errors import LayoutError
 from pipeline.scale.norm import NormKind
 from pipeline.scale.plan import Widths
 
@@ -42,3 +43,23 @@ class DecoderSpec:
     parallel_residual: bool = False
     tie_word_embeddings: bool = False
     rotary: RotarySpec = field(default_factory=RotarySpec)
+
+
+def check_base_fits(widths: Widths, tp_size: int) -> None:
+    """Raises LayoutError where a base of these widths cannot lie on `tp_size` ranks; names the sizes that can.
+
+    Query heads and the FFN's inner width divide by `tp_size`; key/value heads do, or several ranks hold the same one.
+    """
+
+    def fits(size: int) -> bool:
+        kv_heads = widths.num_key_value_heads
+        divides = widths.num_attention_heads % size == 0 and widths.intermediate_size % size == 0
+        return divides and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(tp_size):
+        sizes = [size for size in range(1, widths.num_attention_heads + 1) if fits(size)]
+        raise LayoutError(
+            f"parallel.tp_size: the base's {widths.num_attention_heads} query heads, {widths.num_key_value_heads} "
+            f"key/value heads and intermediate_size {widths.intermediate_size} do not divide over {tp_size} ranks; "
+            f"sizes that fit: {', '.join(map(str, sizes))}"
+        )

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.errors import LayoutError
-
 
 @dataclass(frozen=True)
 class Partition:
@@ -21,23 +19,13 @@ class Partition:
     `dim` is the dimension that is split (None: every rank holds the whole). `units` is how many indivisible parts that
     dimension has: attention heads, or single rows. Where `units` divides by `tp_size` each rank holds its run of units;
     where `tp_size` is a multiple of `units` each unit is held by `tp_size / units` neighbouring ranks. A `padded`
-    dimension (the vocabulary) is filled up with zeros to a multiple of `tp_size` instead.
+    dimension (the vocabulary) is filled up with zeros to a multiple of `tp_size` instead. Other sizes are refused
+    before a model is built: by `model.spec` for the base, by `scale.plan` for what is added.
     """
 
     dim: int | None = None
     units: int = 1
     padded: bool = False
-
-    def check(self, tp_size: int, name: str) -> None:
-        """Raises LayoutError, with the nearest sizes that do, where `units` cannot lie on `tp_size` ranks."""
-        if self.dim is None or self.padded or self.units % tp_size == 0 or tp_size % self.units == 0:
-            return
-        fits = [size for size in range(1, 2 * self.units + 1) if self.units % size == 0 or size % self.units == 0]
-        nearest = sorted(sorted(fits, key=lambda size: abs(size - tp_size))[:3])
-        raise LayoutError(
-            f"{name}: {self.units} units cannot be split over tp_size {tp_size}; "
-            f"tensor-parallel sizes that fit: {', '.join(map(str, nearest))}"
-        )
 
     def replicas(self, tp_size: int) -> int:
         """How many ranks hold the same shard."""

@@ -19,6 +19,7 @@ from pipeline.parallel.sharding import REPLICATED, Partition, split
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
 FORMAT = "scale-cpt expansion 1"
+ENTRIES = ("base", "base_hashes", "method", "seed", "tensors", "hashes")
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,32 @@ class ExpansionFolder:
         """The parameters that the folder holds."""
         return set(self.manifest["tensors"])
 
-    def read(self, name: str, partition: Partition = REPLICATED, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """The parameter `name`, or the shard of it that `tp_rank` holds."""
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        partition: Partition = REPLICATED,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> Tensor:
+        """The parameter `name`, whose whole shape is `shape`, or the shard of it that `tp_rank` holds.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another shape.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; make the expansion again")
         file = self.path / self.manifest["tensors"][name]
         try:
             with safe_open(file, framework="pt") as tensors:
-                return split(tensors.get_tensor(name), partition, tp_rank, tp_size)
+                full = tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged or missing ({error}); make the expansion again") from None
+        if full.shape != shape:
+            raise CheckpointError(
+                f"{file}: {name} has shape {tuple(full.shape)}, expected {shape}; make the expansion again"
+            )
+        return split(full, partition, tp_rank, tp_size)
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
         """Raises where the folder was made of another base (BaseModelError), or by other settings (CheckpointError)."""
@@ -73,13 +92,21 @@ def open_expansion(path: Path) -> ExpansionFolder:
         raise CheckpointError(f"{path / MANIFEST}: damaged ({error}); make the expansion again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
-    if any(Path(file).name != file for file in manifest["tensors"].values()):
+    if not manifest.keys() >= set(ENTRIES) or not isinstance(manifest["tensors"], dict):
+        raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); make the expansion again")
+    if any(Path(str(file)).name != file for file in manifest["tensors"].values()):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
     return ExpansionFolder(path, manifest)
 
 
 def write_expansion(path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any]) -> None:
-    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears when it is whole."""
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears when it is whole.
+
+    Raises:
+        CheckpointError: `path` holds something else, which writing would destroy.
+    """
+    if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists and holds no expansion; name another place for the expansion")
     path.parent.mkdir(parents=True, exist_ok=True)
     with published_folder(path) as folder:
         file_of: dict[str, str] = {}

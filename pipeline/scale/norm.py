@@ -1,8 +1,8 @@
 """Normalisation of two streams.
 
 The base stream is normalised by its own statistics only, or preservation would break. For the expansion stream the
-paper leaves two choices: `separate`, its own statistics, and `base`, those of the base stream, which is what lets a trained
-model leave as an ordinary wider one.
+paper leaves two choices: `separate`, its own statistics, and `base`, those of the base stream, which is what lets a
+trained model leave as an ordinary wider one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class RMSNorm(nn.Module):
         self.weight = sharded_parameter((size,), REPLICATED, SINGLE)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        source = (x if statistics_of is None else statistics_of).float()
-        scale = torch.rsqrt(source.pow(2).mean(-1, keepdim=True) + self.eps)
+        if statistics_of is None:
+            return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+        scale = torch.rsqrt(statistics_of.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (x.float() * scale).to(x.dtype)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import gcd
+from itertools import count
 from typing import Literal
 
 from pipeline.config import Initialisers, ScaleMethod
@@ -54,10 +55,9 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
     if heads % ratio:
-        nearest = sorted({max(ratio, heads - heads % ratio), heads + ratio - heads % ratio})
         raise ConfigError(
             f"method.expansion.num_attention_heads: {heads} does not keep the base's {ratio} query heads "
-            f"per key/value head; nearest that do: {', '.join(map(str, nearest))}"
+            f"per key/value head; nearest that do: {_nearest(heads, lambda size: size % ratio == 0)}"
         )
     l_fp = num_layers if method.l_fp is None else method.l_fp
     if method.variant != "preserve" and l_fp >= num_layers:
@@ -91,18 +91,35 @@ def _collaborative_modules(method: ScaleMethod) -> frozenset[Module]:
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
-    """Raises ConfigError where an added width cannot lie on `tp_size` ranks; names the nearest that can."""
+    """Raises ConfigError where an added width cannot lie on `tp_size` ranks; names the nearest that can.
+
+    The new FFN width divides by `tp_size`. New heads do, or several ranks hold the same one.
+    """
     added = plan.expansion
     if added.intermediate_size % tp_size:
-        low = added.intermediate_size // tp_size * tp_size
-        nearest = ", ".join(str(size) for size in (low, low + tp_size) if size)
+        nearest = _nearest(added.intermediate_size, lambda size: size % tp_size == 0)
         raise ConfigError(
             f"method.expansion.intermediate_size: {added.intermediate_size} does not divide by "
             f"parallel.tp_size {tp_size}; nearest that do: {nearest}"
         )
-    heads = added.num_attention_heads
-    if heads % tp_size and tp_size % heads:
+    ratio = added.num_attention_heads // added.num_key_value_heads
+
+    def lies(heads: int) -> bool:
+        return heads % tp_size == 0 or tp_size % heads == 0
+
+    def fits(heads: int) -> bool:
+        return heads % ratio == 0 and lies(heads) and lies(heads // ratio)
+
+    if not fits(added.num_attention_heads):
         raise ConfigError(
-            f"method.expansion.num_attention_heads: {heads} heads neither divide by parallel.tp_size {tp_size} "
-            f"nor divide it; nearest that do: {gcd(heads, tp_size)}, {-(-heads // tp_size) * tp_size}"
+            f"method.expansion.num_attention_heads: {added.num_attention_heads}, with {added.num_key_value_heads} "
+            f"key/value heads, cannot be split evenly over parallel.tp_size {tp_size}; "
+            f"nearest that can: {_nearest(added.num_attention_heads, fits)}"
         )
+
+
+def _nearest(size: int, fits: Callable[[int], bool]) -> str:
+    """The nearest sizes below and above that fit."""
+    below = next((smaller for smaller in range(size - 1, 0, -1) if fits(smaller)), None)
+    above = next(larger for larger in count(size + 1) if fits(larger))
+    return str(above) if below is None else f"{below}, {above}"

@@ -16,7 +16,10 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
     z_p, z_a: [N, V / tp_size], this rank's columns of the two paths' base logits, in fp32 and without padding.
     Three sums a token make the cosine, so a split vocabulary costs one all-reduce of three numbers. Returns a mask [N].
     """
-    sums = torch.stack([(z_p * z_a).sum(-1), z_p.square().sum(-1), z_a.square().sum(-1)])
+    # A product of rows with columns, and not `(z_p * z_a).sum(-1)`: no temporary as large as the logits.
+    product = torch.bmm(z_p.unsqueeze(1), z_a.unsqueeze(2)).flatten()
+    squares = (torch.linalg.vector_norm(z, dim=-1).square() for z in (z_p, z_a))
+    sums = torch.stack([product, *squares])
     if tp.size > 1:
         dist.all_reduce(sums, group=tp.group)
     product, norm_p, norm_a = sums

@@ -1,0 +1,95 @@
+"""Small random base models of every supported kind, as Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+STORIES = Path(__file__).parents[1] / "data" / "demo" / "stories260K"
+
+_LLAMA = {
+    "vocab_size": 97,  # prime: it divides over no number of ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_QUARTER_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+_WHOLE_ROPE = {**_QUARTER_ROPE, "partial_rotary_factor": 1.0}
+_NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
+
+CONFIGS: Mapping[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_LLAMA),
+    "llama tied": LlamaConfig(**{**_LLAMA, "tie_word_embeddings": True}),
+    "llama multi-head": LlamaConfig(**{**_LLAMA, "num_key_value_heads": 4}),
+    "llama one kv head": LlamaConfig(**{**_LLAMA, "num_key_value_heads": 1}),
+    "llama3 rope": LlamaConfig(**_LLAMA, rope_parameters=_LLAMA3_ROPE),
+    "llama linear rope": LlamaConfig(**_LLAMA, rope_parameters=_LINEAR_ROPE),
+    "llama biases": LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+    "llama head_dim": LlamaConfig(**_LLAMA, head_dim=16),
+    "llama gelu": LlamaConfig(**_LLAMA, hidden_act="gelu_pytorch_tanh"),
+    "mistral": MistralConfig(**_LLAMA, sliding_window=None),
+    "qwen2": Qwen2Config(**_LLAMA),
+    "neox": GPTNeoXConfig(**_NEOX, rope_parameters=_QUARTER_ROPE),
+    "neox sequential": GPTNeoXConfig(**_NEOX, use_parallel_residual=False, rope_parameters=_QUARTER_ROPE),
+    "neox whole rotary": GPTNeoXConfig(**_NEOX, rope_parameters=_WHOLE_ROPE),
+    "neox tied": GPTNeoXConfig(**{**_NEOX, "tie_word_embeddings": True}, rope_parameters=_QUARTER_ROPE),
+    "neox unbiased attention": GPTNeoXConfig(**_NEOX, attention_bias=False, rope_parameters=_QUARTER_ROPE),
+    # For tensor parallelism: as many heads as ranks, and more.
+    "llama eight heads": LlamaConfig(**{**_LLAMA, "num_attention_heads": 8, "num_hidden_layers": 2}),
+    "neox eight heads": GPTNeoXConfig(
+        **{**_NEOX, "num_attention_heads": 8, "num_hidden_layers": 2}, rope_parameters=_WHOLE_ROPE
+    ),
+}
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A transformers model whose every parameter, biases and gains too, is random and large enough to matter."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_gain = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
+    return model
+
+
+def save_base(name: str, folder: Path, **changes: Any) -> Path:
+    """Writes the model `name` of `CONFIGS` to `folder`, with some of its config changed."""
+    values = {**CONFIGS[name].to_dict(), **changes}
+    config = type(CONFIGS[name]).from_dict(values)
+    random_model(config).save_pretrained(folder)
+    return folder
+
+
+def reference(path: Path) -> PreTrainedModel:
+    """The model in `path` as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()

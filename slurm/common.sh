@@ -148,7 +148,13 @@ find_rendezvous() {
 
 node_field() { scontrol show node "$2" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 
-gpus_here() { (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true; }
+gpus_here() {
+    if [[ "${DS_ACCELERATOR:-}" != cpu ]] && command -v nvidia-smi >/dev/null; then
+        nvidia-smi --list-gpus | grep -c '^GPU' || true # grep fails where it counts none
+    else
+        echo 0
+    fi
+}
 
 share_the_cores() {
     local threads=$(($1 / $2))

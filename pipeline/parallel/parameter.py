@@ -15,11 +15,12 @@ from pipeline.parallel.topology import TensorParallel
 def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorParallel) -> nn.Parameter:
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
-    It carries `partition` and `full_shape`. DeepSpeed counts a parameter in the gradient norm on rank 0, or wherever
-    `tensor_model_parallel` is set: it is set on exactly one holder of every shard, so that each counts once.
+    It carries `tp_partition` (ZeRO-3 puts a method of its own called `partition` on every parameter) and `full_shape`.
+    DeepSpeed counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: it is set on
+    exactly one holder of every shard, so that each counts once.
     """
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
-    parameter.partition = partition  # type: ignore[attr-defined]
+    parameter.tp_partition = partition  # type: ignore[attr-defined]
     parameter.full_shape = tuple(shape)  # type: ignore[attr-defined]
     first_holder = partition.dim is not None and tp.rank % partition.replicas(tp.size) == 0
     parameter.tensor_model_parallel = first_holder  # type: ignore[attr-defined]
@@ -28,7 +29,7 @@ def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorPara
 
 def partition_of(parameter: Tensor) -> Partition:
     """How `parameter` is split; a parameter that nobody split is held whole by every rank."""
-    partition: Partition = getattr(parameter, "partition", REPLICATED)
+    partition: Partition = getattr(parameter, "tp_partition", REPLICATED)
     return partition
 
 

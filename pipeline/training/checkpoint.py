@@ -1,0 +1,163 @@
+"""Checkpoints: the base by reference, whole or not there, the newest named by `latest`.
+
+A checkpoint is written to a hidden folder and renamed when every file of every rank is on the disk and hashed; only then
+does `latest` name it, and only after that do older ones go. A run killed at any instant finds a whole one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline import log
+from pipeline.errors import CheckpointError
+from pipeline.files import file_hash, sync_folder, write_text
+from pipeline.training import manifest as manifests
+from pipeline.training.engine import Engine
+from pipeline.training.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
+from pipeline.training.torch_files import read_torch_file, write_torch_file
+from pipeline.training.unison import in_unison
+
+LATEST = "latest"
+_PREFIX = "step_"
+_logger = log.get_logger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`."""
+
+    def __init__(self, folder: Path, run: RunRecord, layout: LayoutRecord, *, keep_last: int) -> None:
+        self.folder = folder
+        self.run = run
+        self.layout = layout
+        self.keep_last = keep_last
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def save(self, engine: Engine, position: Position) -> Path:
+        """Writes a checkpoint of `engine`; every rank must call it. Returns its folder."""
+        final = self.folder / f"{_PREFIX}{position.step:08d}"
+        partial = final.with_name(f".{final.name}.partial")
+        self._on_first_rank(lambda: _make_empty(partial))
+        engine.save(partial)
+        write_torch_file(partial / _random_state_file(self.rank), _random_state())
+        dist.barrier()
+        files = self._hash(sorted(path for path in partial.iterdir() if path.is_file()))
+        manifest = Manifest(
+            run=self.run, position=position, layout=self.layout, versions=manifests.versions(), files=files
+        )
+        self._on_first_rank(lambda: self._publish(manifest, partial, final))
+        return final
+
+    def resume(self, engine: Engine, checkpoint: Path) -> Position:
+        """Restores `engine` from a whole checkpoint of this run and layout; every rank must call it.
+
+        Raises:
+            CheckpointError: it is damaged, or belongs to another base, run or layout.
+        """
+        manifest = in_unison(lambda: self._checked(checkpoint))
+        engine.load(checkpoint)
+        _restore_random_state(read_torch_file(checkpoint / _random_state_file(self.rank)))
+        return manifest.position
+
+    def _checked(self, checkpoint: Path) -> Manifest:
+        manifest = manifests.load_manifest(checkpoint)
+        manifests.check_same_run(manifest, checkpoint, self.run, self.layout)
+        for name in self._share(sorted(manifest.files)):
+            path = checkpoint / name
+            if not path.exists() or path.stat().st_size != manifest.files[name].bytes:
+                raise CheckpointError(
+                    f"{path}: missing or cut short; remove {checkpoint} and point `latest` at another"
+                )
+            if file_hash(path) != manifest.files[name].sha256:
+                raise CheckpointError(f"{path}: its content changed; remove {checkpoint} and point `latest` at another")
+        return manifest
+
+    def _hash(self, paths: list[Path]) -> dict[str, FileRecord]:
+        """Every file's size and hash; the ranks share the work."""
+        own = {path.name: (path.stat().st_size, file_hash(path)) for path in self._share(paths)}
+        parts: list[dict[str, tuple[int, str]]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(parts, own)
+        merged = {name: record for part in parts for name, record in part.items()}
+        return {name: FileRecord(bytes=size, sha256=digest) for name, (size, digest) in sorted(merged.items())}
+
+    def _share(self, items: list[Path] | list[str]) -> list:  # type: ignore[type-arg]
+        return items[self.rank :: self.world_size]
+
+    def _publish(self, manifest: Manifest, partial: Path, final: Path) -> None:
+        manifest.save(partial)
+        if final.exists():
+            _discard(final)  # a run that was killed before `latest` named it took the same steps again
+        partial.rename(final)
+        sync_folder(self.folder)
+        write_text(self.folder / LATEST, final.name + "\n")
+        for old in whole_checkpoints(self.folder)[: -self.keep_last]:
+            _discard(old)
+        _logger.info("saved %s", final)
+
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        if self.rank == 0:
+            work()
+        dist.barrier()
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, or None where nothing was saved yet.
+
+    Raises:
+        CheckpointError: `latest` names something else than a checkpoint of this folder.
+    """
+    try:
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if Path(name).name != name or not name.startswith(_PREFIX) or not (folder / name / manifests.NAME).exists():
+        raise CheckpointError(
+            f"{folder / LATEST}: names {name!r}, which is no whole checkpoint there; write the name of one that is, "
+            f"of {', '.join(path.name for path in whole_checkpoints(folder)) or 'which there are none'}"
+        )
+    return folder / name
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{manifests.NAME}"))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Clears what killed processes left half-written or half-deleted."""
+    for path in folder.glob(f".{_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a checkpoint. It loses its name first, so that a kill cannot leave half of it behind as a whole one."""
+    doomed = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _random_state_file(rank: int) -> str:
+    return f"random_state_rank_{rank:05d}.pt"
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

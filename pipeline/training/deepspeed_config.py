@@ -1,0 +1,159 @@
+"""What DeepSpeed is told: the run's JSON file says how memory and messages are handled, the run configuration the rest.
+
+A key that the run configuration owns, the value "auto", and what DeepSpeed is known to break silently are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import Schedule
+from pipeline.errors import ConfigError, LayoutError
+from pipeline.parallel.topology import Layout
+
+_OWNED = {
+    "train_batch_size": "schedule.global_batch_size",
+    "train_micro_batch_size_per_gpu": "schedule.micro_batch_size",
+    "gradient_accumulation_steps": "schedule.global_batch_size and schedule.micro_batch_size",
+    "gradient_clipping": "schedule.gradient_clipping",
+    "optimizer": "schedule",
+    "scheduler": "schedule",
+    "tensor_parallel": "parallel.tp_size",
+    "activation_checkpointing": "activation_checkpointing",
+    "tensorboard": "the trainer itself",
+}
+_ALLOWED = {
+    "zero_optimization",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "aio",
+    "comms_logger",
+    "wall_clock_breakdown",
+    "dump_state",
+    "steps_per_print",
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """The checked contents of a JSON file of `ds_configs/`."""
+
+    path: Path
+    values: dict[str, Any]
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """The section `zero_optimization`."""
+        zero: dict[str, Any] = self.values["zero_optimization"]
+        return zero
+
+    @property
+    def zero_stage(self) -> int:
+        """1 and 2 replicate the base over the data-parallel ranks, 3 shards it."""
+        return int(self.zero["stage"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are held and multiplied in."""
+        return torch.bfloat16 if self.values.get("bf16", {}).get("enabled") else torch.float32
+
+    def merged(self, schedule: Schedule, layout: Layout) -> dict[str, Any]:
+        """The whole configuration, as `deepspeed.initialize` takes it."""
+        return {
+            "steps_per_print": 2**31,  # our own metrics say it better
+            **self.values,
+            "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
+            "gradient_accumulation_steps": accumulation_steps(schedule, layout.dp_size),
+            "gradient_clipping": schedule.gradient_clipping,
+            # We bring torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
+            "zero_force_ds_cpu_optimizer": False,
+        }
+
+
+def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
+    """How many micro-batches each rank adds up for one optimizer step.
+
+    Raises:
+        LayoutError: the global batch cannot be made of whole micro-batches; names the nearest sizes that can.
+    """
+    batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
+    if batch % at_once:
+        below = batch // at_once * at_once
+        nearest = ", ".join(str(size) for size in (below, below + at_once) if size)
+        raise LayoutError(
+            f"schedule.global_batch_size: {batch} does not divide by micro_batch_size {schedule.micro_batch_size} x "
+            f"{dp_size} data-parallel ranks = {at_once}; nearest that do: {nearest}"
+        )
+    return batch // at_once
+
+
+def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
+    """Reads and checks the JSON file at `path` for a run on `layout`.
+
+    Raises:
+        ConfigError: it is missing, is not JSON, says what the run configuration says, or asks for what does not work.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"deepspeed: {path}: no such file; those that come with the project are in ds_configs/"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"deepspeed: {path}: not a JSON file: {error}") from None
+    faults = _faults(values, layout)
+    if faults:
+        raise ConfigError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}")
+    return DeepSpeedConfig(path, values)
+
+
+def _faults(values: object, layout: Layout) -> list[str]:
+    if not isinstance(values, dict) or not isinstance(values.get("zero_optimization"), dict):
+        return ["expected an object with zero_optimization"]
+    faults = [f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED]
+    unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
+    faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}" for name in unknown]
+    faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in _autos(values)]
+    return faults + _broken_combinations(values["zero_optimization"], layout)
+
+
+def _autos(values: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in values.items():
+        if value == "auto":
+            found.append(prefix + name)
+        elif isinstance(value, dict):
+            found += _autos(value, f"{prefix}{name}.")
+    return found
+
+
+def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
+    """What DeepSpeed accepts and gets wrong (docs/adr: each was measured)."""
+    faults = []
+    if zero.get("stage") not in (1, 2, 3):
+        faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r}")
+    if zero.get("zero_quantized_nontrainable_weights"):
+        faults.append(
+            "zero_optimization.zero_quantized_nontrainable_weights: it destroys a base frozen at start; remove it"
+        )
+    if zero.get("leaf_module"):
+        faults.append(
+            "zero_optimization.leaf_module: modules with frozen and trained parameters fail in backward; remove it"
+        )
+    if layout.tp_size > 1:
+        for name in ("zero_hpz_partition_size", "mics_shard_size"):
+            if zero.get(name, 0) > 1:
+                faults.append(
+                    f"zero_optimization.{name}: with parallel.tp_size {layout.tp_size} it mixes different shards "
+                    f"of the weights silently; remove it, or use tp_size 1"
+                )
+    return faults

@@ -1,0 +1,178 @@
+"""The model in DeepSpeed's hands. Whatever must be known about DeepSpeed to train, save and load is in this file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from pipeline import methods
+from pipeline.config import RunConfig, Schedule
+from pipeline.errors import ConfigError
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import Path as LogitsPath
+from pipeline.parallel.parameter import full_shape_of, named_trained_parameters
+from pipeline.parallel.topology import ProcessGroups, TensorParallel
+from pipeline.training.batches import MicroBatch
+from pipeline.training.deepspeed_config import DeepSpeedConfig
+from pipeline.training.torch_files import read_torch_file, write_torch_file
+
+# DeepSpeed calls torch's collectives by names that torch is about to retire.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+
+
+def build_initial_model(config: RunConfig, base: BaseFolder, tp: TensorParallel, dtype: torch.dtype) -> Decoder:
+    """The run's model with this rank's shards of the initial weights, in `dtype`, on the host."""
+    with _default_dtype(dtype):
+        model = methods.build_model(config, base, tp)
+    methods.load_initial_weights(model, config, base, tp)
+    return model
+
+
+class Engine:
+    """A model that trains under DeepSpeed.
+
+    Attributes:
+        model: the decoder; under ZeRO-3 its parameters are there only while their module runs.
+        trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
+        routed: whether the model chooses a path per token.
+        tp_rank: this rank's place among its tensor-parallel neighbours.
+    """
+
+    def __init__(
+        self, model: Decoder, config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
+    ) -> None:
+        """Hands `model` to DeepSpeed; every rank must.
+
+        Raises:
+            ConfigError: DeepSpeed refuses its JSON file.
+        """
+        self.trainable_parameters = sum(prod(full_shape_of(one)) for _, one in named_trained_parameters(model))
+        self.total_parameters = sum(prod(full_shape_of(one)) for one in model.parameters())
+        self.routed = model.plan is not None and model.plan.routed
+        self.tp_rank = groups.tensor_parallel.rank
+        self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
+        optimizer = adamw(model, config.schedule)
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                config=deepspeed_config.merged(config.schedule, groups.layout),
+                mpu=groups,
+                dist_init_required=False,
+            )
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}") from None
+        self._engine.checkpoint_engine = CheckpointFiles()
+        # DeepSpeed would put scripts beside the checkpoints that assemble a model without its frozen parameters.
+        self._engine._copy_recovery_script = lambda save_path: None
+        self.model: Decoder = self._engine.module
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The summed nll of a micro-batch (to differentiate), each target's nll, and which tokens Route preserved."""
+        total, nll, preserved = self._engine(*batch)
+        return total, nll, preserved
+
+    def backward(self, nll_sum: Tensor) -> None:
+        """Adds the gradient of a micro-batch.
+
+        DeepSpeed averages over accumulated micro-batches and data-parallel ranks; so the gradient of a step is that of
+        the summed nll over `global_batch_size · sequence_length`, however the batch is spread.
+        """
+        self._engine.backward(nll_sum / self._tokens_per_micro_batch)
+
+    def step(self, learning_rate: float) -> None:
+        """Counts a micro-batch, and after the last one of a step updates the weights."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm of the last step's gradient, before clipping."""
+        return float(self._engine.get_global_grad_norm())
+
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch, path: LogitsPath) -> Tensor:
+        """This rank's columns of the logits along `path`: [B·S, V / tp_size] in fp32."""
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, batch.document_ids, path=path)
+        # ZeRO-3 gathers a module's parameters around its forward, and this is not one.
+        with deepspeed.zero.GatheredParameters(list(self.model.output.parameters(recurse=False))):
+            return self.model.output.logits(hidden)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients, and nothing that differs between training and use."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    def optimizer_state_elements(self) -> int:
+        """How many elements DeepSpeed's optimizer holds in its state tensors (the two Adam moments), over all ranks."""
+        state = self._engine.optimizer.optimizer.state
+        held = sum(
+            value.numel()
+            for slots in state.values()
+            for name, value in slots.items()
+            if isinstance(value, Tensor) and name != "step"
+        )
+        counted = torch.tensor(held, device=self._engine.device)
+        dist.all_reduce(counted)
+        return int(counted)
+
+    def save(self, folder: Path) -> None:
+        """Writes DeepSpeed's files of the trained parameters and their optimizer state to `folder`; every rank must."""
+        self._engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
+        )
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote into a fresh engine of the same layout; the base must be in place already."""
+        self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
+
+
+class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
+    """How DeepSpeed reads and writes its files: no code in a file ever runs, and a full disk is an OSError."""
+
+    def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
+        write_torch_file(Path(path), state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ANN401
+        return read_torch_file(Path(path), map_location)
+
+
+def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+    """AdamW over the trained parameters alone; vectors (gains, biases) do not decay."""
+    trained = [parameter for _, parameter in named_trained_parameters(model)]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": schedule.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=schedule.learning_rate, betas=schedule.betas, fused=True
+    )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,177 @@
+"""What a checkpoint is: of which base, by which method, at which point of which run, and the hash of every file."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.config import RunConfig
+from pipeline.errors import CheckpointError
+from pipeline.files import write_json
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.parallel.topology import Layout
+
+NAME = "manifest.json"
+FORMAT = "scale-cpt checkpoint 1"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BaseRecord(_Part):
+    """The base that the checkpoint does not hold: where it lay, and the SHA-256 of each weight file."""
+
+    path: str
+    hashes: dict[str, str]
+
+
+class LayoutRecord(_Part):
+    """How the ranks were arranged when the files were written."""
+
+    world_size: int
+    tp_size: int
+    dp_size: int
+    zero_stage: int
+    dtype: str
+
+
+class RunRecord(_Part):
+    """What stays the same over a run.
+
+    `method` and `data` are those sections of the run configuration; `expansion` the added widths, None where nothing is
+    added.
+    """
+
+    name: str
+    base: BaseRecord
+    method: dict[str, Any]
+    expansion: dict[str, int] | None
+    data: dict[str, Any]
+    schedule: dict[str, Any]
+    seed: int
+    tokenizer_fingerprint: str
+
+
+class FileRecord(_Part):
+    """One file of the checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Position(_Part):
+    """How far a run is. `seconds` counts the time spent in training steps, over all attempts."""
+
+    step: int
+    tokens_seen: int
+    seconds: float
+
+
+class Manifest(_Part):
+    """The contents of a checkpoint's manifest.json, which is written last."""
+
+    format: str = FORMAT
+    run: RunRecord
+    position: Position
+    layout: LayoutRecord
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+
+    def save(self, folder: Path) -> None:
+        """Writes the manifest into `folder`."""
+        write_json(folder / NAME, self.model_dump(mode="json"))
+
+
+def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_fingerprint: str) -> RunRecord:
+    """What the checkpoints of this run will say of it."""
+    return RunRecord(
+        name=config.name,
+        base=BaseRecord(path=str(config.base), hashes=base.hashes()),
+        method=config.method.model_dump(mode="json"),
+        expansion=None if model.plan is None else asdict(model.plan.expansion),
+        data=config.data.model_dump(mode="json"),
+        schedule=config.schedule.model_dump(mode="json"),
+        seed=config.seed,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+    )
+
+
+def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> LayoutRecord:
+    """The arrangement of the ranks."""
+    return LayoutRecord(
+        world_size=layout.world_size,
+        tp_size=layout.tp_size,
+        dp_size=layout.dp_size,
+        zero_stage=zero_stage,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what reads and writes checkpoints."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / NAME
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; {folder} is not a whole checkpoint") from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"])) or "the file"
+        raise CheckpointError(f"{path}: not a checkpoint's manifest: {where}: {fault['msg']}") from None
+    if any(Path(name).name != name for name in manifest.files):
+        raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
+    return manifest
+
+
+def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, layout: LayoutRecord) -> None:
+    """Raises CheckpointError where a checkpoint cannot be gone on from: it is of another base, method, data or layout."""
+    saved = manifest.run
+    if saved.base.hashes != run.base.hashes:
+        raise CheckpointError(
+            f"{folder}: its base {saved.base.path} had other weights than {run.base.path} has; "
+            "point `base` at that model, or start a run in another folder"
+        )
+    for name in ("method", "expansion", "data", "seed", "tokenizer_fingerprint"):
+        if getattr(saved, name) != getattr(run, name):
+            raise CheckpointError(
+                f"{folder}: was trained with another {name} ({_difference(getattr(saved, name), getattr(run, name))}); "
+                "set it back, or start a run in another folder"
+            )
+    for name in ("global_batch_size",):
+        if saved.schedule[name] != run.schedule[name]:
+            raise CheckpointError(
+                f"{folder}: was trained with schedule.{name} {saved.schedule[name]}, found {run.schedule[name]}; "
+                "set it back, or start a run in another folder"
+            )
+    if manifest.layout != layout:
+        raise CheckpointError(
+            f"{folder}: was written by another layout ({_difference(manifest.layout.model_dump(), layout.model_dump())}); "
+            "start with that one"
+        )
+
+
+def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401
+    """The first thing that differs, for a message."""
+    if isinstance(saved, dict) and isinstance(found, dict):
+        for name in sorted({*saved, *found}):
+            if saved.get(name) != found.get(name):
+                inner = _difference(saved.get(name), found.get(name))
+                return f"{name}.{inner}" if isinstance(saved.get(name), dict) else f"{name} {inner}"
+    return f"expected {saved!r}, found {found!r}"

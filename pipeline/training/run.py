@@ -1,0 +1,170 @@
+"""One training run from its configuration to its summary: puts the parts together, goes on where an earlier attempt stopped."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipeline import log
+from pipeline.config import RunConfig, load_config
+from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import DataError
+from pipeline.files import write_json
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
+from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpoint import Checkpoints, latest_checkpoint, remove_unfinished
+from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
+from pipeline.training.engine import Engine, build_initial_model
+from pipeline.training.gate import check_preservation
+from pipeline.training.loop import Outcome, Trainer, train
+from pipeline.training.manifest import Position, describe_layout, describe_run, load_manifest
+from pipeline.training.metrics import Metrics
+from pipeline.training.progress import Progress
+from pipeline.training.signals import RESUME_LATER, StopSignals
+from pipeline.training.unison import in_unison
+from pipeline.training.validation import Validation
+
+SUMMARY = "training.json"
+_logger = log.get_logger(__name__)
+
+
+class Inputs(NamedTuple):
+    """What a run reads, checked before the ranks begin to talk to each other."""
+
+    config: RunConfig
+    deepspeed_config: DeepSpeedConfig
+    layout: Layout
+    base: BaseFolder
+    tokenizer_fingerprint: str
+    training: TrainingSamples
+    heldout: dict[str, HeldoutSamples]
+
+
+def run_training(config_path: Path, device: torch.device) -> int:
+    """Trains the run that `config_path` describes; every rank must call it. Returns the exit code.
+
+    Raises:
+        UserError: on the first rank that met it; the others leave without a word.
+    """
+    with StopSignals() as signals:
+        inputs = in_unison(lambda: read_inputs(config_path))
+        if in_unison(lambda: is_finished(inputs.config)):
+            return 0
+        trainer, position, difference = prepare(inputs, device)
+        outcome = train(trainer, position, signals)
+        trainer.progress.close()
+        trainer.metrics.close()
+        if not outcome.finished:
+            _logger.info("stopped by a signal at step %d; the same command goes on from there", outcome.position.step)
+            return RESUME_LATER
+        summarise(trainer, outcome, difference)
+        return 0
+
+
+def read_inputs(config_path: Path) -> Inputs:
+    """Opens and checks everything that the run reads, except for the weights themselves."""
+    config = load_config(config_path)
+    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    accumulation_steps(config.schedule, layout.dp_size)
+    deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
+    base = open_base(config.base)
+    fingerprint = load_tokenizer(config.base).fingerprint
+    training = TrainingSamples(config.data, seed=config.seed, tokenizer_fingerprint=fingerprint)
+    needed = config.schedule.steps * config.schedule.global_batch_size
+    if training.total is not None and training.total < needed:
+        raise DataError(
+            f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
+            f"token budgets end after {training.total}; at most {training.total // config.schedule.global_batch_size} steps"
+        )
+    heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
+    return Inputs(config, deepspeed_config, layout, base, fingerprint, training, heldout)
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether an earlier attempt came to the end; says so if it did."""
+    checkpoint = latest_checkpoint(config.folder / "checkpoints")
+    if checkpoint is None or not (config.folder / SUMMARY).exists():
+        return False
+    step = load_manifest(checkpoint).position.step
+    if step < config.schedule.steps:
+        return False
+    _logger.info("%s is already at step %d of %d: nothing to train", config.folder, step, config.schedule.steps)
+    return True
+
+
+def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, float]:
+    """Everything the loop drives, where it begins, and how far the widened model was from its base before any step."""
+    config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
+    torch.manual_seed(config.seed)
+    groups = ProcessGroups(layout)
+    model = in_unison(lambda: load_model(inputs, groups.tensor_parallel))
+    run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
+    engine = Engine(model, config, inputs.deepspeed_config, groups)
+    batches = TrainingBatches(inputs.training, config, layout, rank, device)
+    # Before the checkpoint is read: it also tells whether base and expansion arrived as they were.
+    difference = check_preservation(engine, next(batches.of_step(0)), str(config.upscaled_folder))
+
+    folder = config.folder / "checkpoints"
+    layout_record = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
+    checkpoints = Checkpoints(folder, run, layout_record, keep_last=config.checkpoints.keep_last)
+    position = Position(step=0, tokens_seen=0, seconds=0.0)
+    latest = in_unison(lambda: latest_checkpoint(folder))
+    if latest is not None:
+        position = checkpoints.resume(engine, latest)
+        _logger.info("goes on from %s", latest)
+    if rank == 0:
+        remove_unfinished(folder)
+    trainer = Trainer(
+        config,
+        engine,
+        batches,
+        Validation(inputs.heldout, config, layout, rank, device),
+        Metrics(config.folder, position.step, writer=rank == 0),
+        checkpoints,
+        Progress(position.step, config.schedule.steps, visible=rank == 0),
+    )
+    return trainer, position, difference
+
+
+def load_model(inputs: Inputs, tp: TensorParallel) -> Decoder:
+    """The model before its first step, on the host."""
+    started = time.perf_counter()
+    model = build_initial_model(inputs.config, inputs.base, tp, inputs.deepspeed_config.dtype)
+    _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)
+    return model
+
+
+def summarise(trainer: Trainer, outcome: Outcome, difference: float) -> None:
+    """Writes the run's figures to training.json; its presence says that the run is finished."""
+    engine, config = trainer.engine, trainer.config
+    optimizer_state_elements = engine.optimizer_state_elements()
+    if dist.get_rank() != 0:
+        return
+    checkpoint = latest_checkpoint(config.folder / "checkpoints")
+    values = {
+        "step0_max_abs_logit_difference": difference,
+        "trainable_parameters": engine.trainable_parameters,
+        "total_parameters": engine.total_parameters,
+        "optimizer_state_elements": optimizer_state_elements,
+        "steps": outcome.position.step,
+        "tokens_seen": outcome.position.tokens_seen,
+        "seconds": round(outcome.position.seconds, 3),
+        "validation": {
+            name: {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+            for name, score in outcome.scores.items()
+        },
+        "checkpoint": str(checkpoint),
+        "tensorboard": str(config.folder / "tensorboard"),
+    }
+    write_json(config.folder / SUMMARY, values)
+    for name, score in outcome.scores.items():
+        _logger.info("%s: perplexity %.3f, %.4f bits per byte", name, score.perplexity, score.bits_per_byte)
+    _logger.info("trained %d steps; wrote %s", outcome.position.step, config.folder / SUMMARY)

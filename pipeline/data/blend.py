@@ -2,8 +2,9 @@
 
 The order is made of blocks. In a block of `size` draws each corpus has a quota; position p of the block goes to slot
 `p · g mod size`, where g is near size / golden ratio and prime to it, and each corpus owns a run of slots as long as
-its quota. So every stretch of draws, however short, holds the corpora in nearly their proportions, and every draw of
-a corpus happens exactly once. When a corpus has used up its budget the others go on among themselves.
+its quota. So every stretch of draws, however short, holds the corpora in nearly their proportions, and how often a
+corpus was drawn before is a count of lattice points under a line, which needs no table and no walk through the block.
+When a corpus has used up its budget the others go on among themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -47,9 +49,22 @@ class _Segment:
     quotas: tuple[int, ...]
     drawn: tuple[int, ...]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         return sum(self.quotas)
+
+    @cached_property
+    def stride(self) -> int:
+        """A step that is prime to the block's size and spreads consecutive positions evenly over its slots."""
+        stride = max(1, round(self.block_size * _GOLDEN))
+        while math.gcd(stride, self.block_size) != 1:
+            stride += 1
+        return stride
+
+    @cached_property
+    def slot_ends(self) -> list[int]:
+        """Where the run of slots of each corpus ends."""
+        return list(accumulate(self.quotas))
 
     @property
     def stop(self) -> int | None:
@@ -91,11 +106,11 @@ class Blend:
             )
         segment = self._segments[bisect.bisect_right(self._starts, index) - 1]
         block, position = divmod(index - segment.start, segment.block_size)
-        slot = position * _stride(segment.block_size) % segment.block_size
-        ends = list(accumulate(segment.quotas))
-        corpus = bisect.bisect_right(ends, slot)
-        within = slot - (ends[corpus] - segment.quotas[corpus])
-        return Draw(self.names[corpus], segment.drawn[corpus] + block * segment.quotas[corpus] + within)
+        slot = position * segment.stride % segment.block_size
+        corpus = bisect.bisect_right(segment.slot_ends, slot)
+        quota, slot_end = segment.quotas[corpus], segment.slot_ends[corpus]
+        earlier = _count_below(slot_end, position, segment) - _count_below(slot_end - quota, position, segment)
+        return Draw(self.names[corpus], segment.drawn[corpus] + block * quota + earlier)
 
     def _lay_out(self) -> list[_Segment]:
         """At most two segments a corpus: whole blocks while budgets last, then a smaller one to use up the scarcest."""
@@ -145,9 +160,22 @@ def _left(share: Share, drawn: int) -> float:
     return math.inf if share.budget is None else share.budget - drawn
 
 
-def _stride(size: int) -> int:
-    """A step that is prime to `size` and spreads consecutive positions evenly over its slots."""
-    stride = max(1, round(size * _GOLDEN))
-    while math.gcd(stride, size) != 1:
-        stride += 1
-    return stride
+def _count_below(slot: int, position: int, segment: _Segment) -> int:
+    """How many of the first `position` positions of a block go to slots below `slot`.
+
+    x mod n is below s where floor((x + n - s) / n) is floor(x / n), and one less than floor((x + n) / n).
+    """
+    size, stride = segment.block_size, segment.stride
+    return floor_sum(position, size, stride, size) - floor_sum(position, size, stride, size - slot)
+
+
+def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
+    """The sum of floor((factor · k + offset) / modulus) over k in range(count), as quickly as Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        # Count the lattice points under the line the other way round.
+        count, offset = divmod(factor * count + offset, modulus)
+        modulus, factor = factor, modulus
+    return total

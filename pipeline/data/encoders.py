@@ -79,7 +79,7 @@ class GigatokenEncoder:
 
     It remembers every word it meets, so it is made anew after so much text: memory must not follow the corpus.
 
-    In text, `sentencepiece` takes the spelling of a special token (`</s>`) for text and gigatoken takes it for the token:
+    Where a text spells a special token (`</s>`), `sentencepiece` sees text and gigatoken the token:
     a batch with such a spelling in it goes to the reference.
     """
 

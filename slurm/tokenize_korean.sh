@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=tokenize-korean
+#SBATCH --array=0-7
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --output=slurm-%x-%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+#
+# Tokenizes every corpus that a run's configuration names, over a job array, over MPI ranks, or on one machine.
+#
+#   CONFIG=configs/….yaml sbatch slurm/tokenize_korean.sh                     eight array tasks
+#   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh           64 nodes, 32 processes each
+#   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    one job of 128 MPI ranks
+#   bash slurm/tokenize_korean.sh                                             the cores of this machine
+#
+# Kill it, lose nodes, submit it again with another array or none: units that are done stay done, and the result is the
+# same, byte for byte. The array tasks need not run at the same time: each does what it finds undone.
+set -euo pipefail
+
+cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+[[ -f slurm/common.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2; exit 2; }
+source slurm/common.sh
+load_site
+choose_config
+
+command=(python tools/preprocess_data.py --config "$CONFIG")
+if [[ -n "${MPI:-}" ]]; then
+    # srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun where it was not.
+    read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
+    command=("${launcher[@]}" "${command[@]}" --mpi)
+elif [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
+    first=${SLURM_ARRAY_TASK_MIN:-0}
+    number=$(((SLURM_ARRAY_TASK_ID - first) / ${SLURM_ARRAY_TASK_STEP:-1}))
+    command+=(--workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-1}}" --share "$number/$SLURM_ARRAY_TASK_COUNT")
+else
+    on_slurm || say "no Slurm here: tokenizing on this machine"
+    command+=(--workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}")
+fi
+
+say "corpora of $CONFIG in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
+run_stage tokenize here "${command[@]}"
+say "done"

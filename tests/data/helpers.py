@@ -1,0 +1,99 @@
+"""Small corpora and jobs for the tests of this folder."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import zstandard
+
+from pipeline.data.manifest import Manifest
+from pipeline.data.preprocess import preprocess
+from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.unit_work import Job
+from pipeline.data.workers import local_workers
+
+PROJECT = Path(__file__).parents[2]
+DEMO = PROJECT / "data" / "demo"
+STORIES260K = DEMO / "stories260K"
+TOOL = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
+
+COMPRESS = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".xz": lzma.compress,
+}
+
+
+def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
+    """Made-up texts in two scripts, all different."""
+    choice = random.Random(seed)
+    some = list("0123456789…\n") + [
+        "little",
+        "Tom",
+        "dogs",
+        "ran home",
+        "quickly",
+        "한국어",
+        "영화가",
+        "정말",
+        "재미있다",
+        "배우들",
+        "ㅋㅋ",
+    ]
+    return [f"{seed}-{number} " + " ".join(choice.choices(some, k=choice.randint(1, words))) for number in range(count)]
+
+
+def jsonl(texts: Iterable[object], key: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 7, key: text}, ensure_ascii=False).encode() + b"\n" for text in texts)
+
+
+def write_jsonl(path: Path, texts: Iterable[object]) -> Path:
+    path.write_bytes(COMPRESS["" if path.suffix == ".jsonl" else path.suffix](jsonl(texts)))
+    return path
+
+
+def job(output: Path, *inputs: Path | str, **settings: object) -> Job:
+    return Job(inputs=tuple(map(str, inputs)), tokenizer=str(STORIES260K), output=output, **settings)  # type: ignore[arg-type]
+
+
+def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: object) -> Manifest:
+    with local_workers(1) as workers:
+        return preprocess(job(output, *inputs, **settings), workers, max_bad_fraction=max_bad_fraction)
+
+
+def texts_in(folder: Path) -> list[str]:
+    """The documents of a finished corpus as text, without the tokens around them."""
+    corpus, tokenizer = TokenCorpus(folder), load_tokenizer(STORIES260K)
+    found = []
+    for number in range(corpus.manifest.documents):
+        shard, document = corpus.locate_document(number)
+        ids = shard.document(document)
+        assert (ids[0], ids[-1]) == (1, 2)
+        found.append(tokenizer.decode(ids[1:-1]))
+    return found
+
+
+def contents(*folders: Path) -> dict[str, str]:
+    """A hash of every file below `folders`."""
+    return {
+        f"{folder.name}/{path.relative_to(folder)}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def run_tool(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=PROJECT, check=False
+    )

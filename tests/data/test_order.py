@@ -1,0 +1,213 @@
+"""The order of samples is arithmetic: complete, in proportion, the same for any ranks, as quick at 10**9 as at 0."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.blend import BLOCK, Blend, Share, floor_sum
+from pipeline.data.permutation import Permutation
+from pipeline.data.samples import SampleOrder, rank_indices
+from pipeline.errors import DataError
+
+NO_LIMIT = Share(1.0, None)
+
+
+# --- permutation ---
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64), st.integers(0, 50))
+def test_a_permutation_hits_everything_once(size: int, seed: int, epoch: int):
+    permutation = Permutation(size, seed, epoch)
+    assert sorted(permutation[index] for index in range(size)) == list(range(size))
+
+
+def test_keys_make_other_permutations():
+    orders = {
+        tuple(Permutation(100, *key)[index] for index in range(100)) for key in ((1, 0), (1, 1), (2, 0), (0, 1), (1,))
+    }
+    assert len(orders) == 5
+
+
+def test_a_permutation_looks_random():
+    """Over many keys every value lands everywhere about equally often, and neighbours do not stay neighbours."""
+    size, keys = 10, 4000
+    counts = np.zeros((size, size))
+    neighbours = 0
+    for key in range(keys):
+        permutation = Permutation(size, key)
+        order = [permutation[index] for index in range(size)]
+        counts[np.arange(size), order] += 1
+        neighbours += sum(abs(a - b) == 1 for a, b in itertools.pairwise(order))
+    expected = keys / size
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 150  # 81 degrees of freedom: 81 ± 13
+    assert abs(neighbours / keys - 2 * (size - 1) / size) < 0.1
+
+
+def test_outside_is_an_error():
+    for index in (-1, 10):
+        with pytest.raises(IndexError):
+            Permutation(10, 1)[index]
+
+
+# --- blend ---
+
+
+@given(st.integers(0, 60), st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
+def test_floor_sum_is_the_sum(count: int, modulus: int, factor: int, offset: int):
+    expected = sum((factor * k + offset) // modulus for k in range(count))
+    assert floor_sum(count, modulus, factor, offset) == expected
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> dict[str, Share]:
+    count = draw(st.integers(1, 5))
+    weights = draw(st.lists(st.floats(0.01, 100), min_size=count, max_size=count))
+    budgets = draw(st.lists(st.integers(1, 700), min_size=count, max_size=count))
+    return {f"c{number}": Share(*pair) for number, pair in enumerate(zip(weights, budgets, strict=True))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(shares())
+def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share]):
+    blend = Blend(shares)
+    assert blend.total == sum(share.budget or 0 for share in shares.values())
+    draws = [blend[index] for index in range(blend.total)]
+    for name, share in shares.items():  # in order: a pass ends before the next begins
+        assert [draw.occurrence for draw in draws if draw.corpus == name] == list(range(share.budget or 0))
+    with pytest.raises(DataError, match="raise epochs or token_budget"):
+        blend[blend.total]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(0.02, 1.0), min_size=2, max_size=5), st.integers(0, 10**9), st.integers(50, 2000))
+def test_any_stretch_holds_the_proportions(weights: list[float], start: int, length: int):
+    blend = Blend({str(number): Share(weight, None) for number, weight in enumerate(weights)})
+    drawn = Counter(blend[index].corpus for index in range(start, start + length))
+    for number, weight in enumerate(weights):
+        assert abs(drawn[str(number)] - length * weight / sum(weights)) < 8
+
+
+def test_replay_is_one_in_sixteen_of_every_batch():
+    blend = Blend({"korean": NO_LIMIT, "english": Share(1.0, None, is_new=False)}, replay_fraction=1 / 16)
+    batches = [sum(blend[index].corpus == "english" for index in range(at, at + 16)) for at in range(0, 16 * 512, 16)]
+    assert abs(sum(batches) - 512) <= 1
+    assert set(batches) <= {0, 1, 2}
+
+
+def test_weights_share_out_each_role():
+    blend = Blend(
+        {"a": Share(3, None), "b": Share(1, None), "c": Share(5, None, False), "d": Share(5, None, False)},
+        replay_fraction=0.5,
+    )
+    drawn = Counter(blend[index].corpus for index in range(BLOCK))
+    assert {name: round(count / BLOCK, 3) for name, count in drawn.items()} == {
+        "a": 0.375,
+        "b": 0.125,
+        "c": 0.25,
+        "d": 0.25,
+    }
+
+
+def test_without_replay_fraction_replay_corpora_rest():
+    blend = Blend({"a": Share(1, 100), "r": Share(1, None, False)})
+    assert {blend[index].corpus for index in range(100)} == {"a"}
+    assert blend.total == 100
+
+
+def test_a_used_up_corpus_leaves_its_place_to_the_others():
+    blend = Blend({"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, False)}, replay_fraction=0.25)
+    names = [blend[index].corpus for index in range(blend.total or 0)]
+    assert Counter(names)["short"] == 30
+    assert Counter(names)["long"] == 300
+    assert abs(Counter(names)["old"] - 110) <= 3
+    assert Counter(names[:80])["short"] == pytest.approx(30, abs=2)
+    assert abs(Counter(names[-200:])["old"] - 50) <= 3
+
+
+def test_a_tiny_weight_is_still_drawn():
+    blend = Blend({"big": Share(1.0, None), "tiny": Share(1e-9, None)})
+    assert any(blend[index].corpus == "tiny" for index in range(BLOCK))
+
+
+def test_below_zero_is_an_error():
+    with pytest.raises(IndexError):
+        Blend({"a": NO_LIMIT})[-1]
+
+
+# --- the order of a run ---
+
+
+def order(seed: int = 1) -> SampleOrder:
+    blend = Blend({"ko": Share(3.0, None), "law": Share(1.0, 40), "en": Share(1.0, None, False)}, replay_fraction=0.1)
+    return SampleOrder(blend, {"ko": 37, "law": 20, "en": 11}, seed)
+
+
+def test_each_pass_over_a_corpus_reads_each_of_its_samples_once():
+    ours, passes = order(), {}
+    for index in range(2000):
+        name, number = ours[index]
+        passes.setdefault(name, []).append(number)
+    assert len(passes["law"]) == 40  # two epochs, then never again
+    for name, length in (("ko", 37), ("law", 20), ("en", 11)):
+        whole = len(passes[name]) // length * length
+        epochs = [passes[name][at : at + length] for at in range(0, whole, length)]
+        assert len(epochs) > 1
+        assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+
+
+def test_the_seed_changes_the_order_and_nothing_else_does():
+    assert [order()[index] for index in range(300)] == [order()[index] for index in range(300)]
+    assert [order(1)[index] for index in range(300)] != [order(2)[index] for index in range(300)]
+
+
+@given(
+    global_batch=st.integers(1, 48),
+    dp_size=st.integers(1, 9),
+    micro=st.integers(1, 8),
+    resumed=st.lists(st.integers(0, 6), max_size=3),
+    other_dp_size=st.integers(1, 9),
+)
+def test_any_ranks_and_resume_points_read_the_same_batches(
+    global_batch: int, dp_size: int, micro: int, resumed: list[int], other_dp_size: int
+):
+    """Six steps, resumed at some of them on another number of ranks: each reads its own batch, every sample once."""
+    for step in range(7):
+        ranks = other_dp_size if step in resumed else dp_size
+        micro_batches = [
+            rank_indices(
+                step * global_batch, global_batch_size=global_batch, micro_batch_size=micro, dp_rank=rank, dp_size=ranks
+            )
+            for rank in range(ranks)
+        ]
+        read = [index for of_rank in micro_batches for micro_batch in of_rank for index in micro_batch]
+        assert sorted(read) == list(range(step * global_batch, (step + 1) * global_batch))
+        assert all(len(micro_batch) <= micro for of_rank in micro_batches for micro_batch in of_rank)
+        if global_batch % (ranks * micro) == 0:
+            assert {len(of_rank) for of_rank in micro_batches} == {global_batch // (ranks * micro)}
+
+
+def test_far_out_it_is_as_quick_and_as_small():
+    """The sample at index 10**9 of a corpus of 60 billion tokens, without a table of anything."""
+    tracemalloc.start()
+    began = time.perf_counter()
+    samples = 60_000_000_000 // 8192
+    blend = Blend({"fineweb2": NO_LIMIT, "english": Share(1.0, None, False)}, replay_fraction=1 / 16)
+    ours = SampleOrder(blend, {"fineweb2": samples, "english": 1_000_000}, seed=1234)
+    drawn = [ours[10**9 + index] for index in range(100)]
+    elapsed = time.perf_counter() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert elapsed < 1
+    assert peak < 2**20
+    assert len(set(drawn)) == 100
+    assert all(0 <= number < samples for _, number in drawn)

@@ -1,0 +1,118 @@
+"""Our files are Megatron's, in both directions, beyond 2**32 tokens too."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.token_shards import Shard, shard_files, token_dtype, writing_shard
+from pipeline.errors import DataError
+
+# Written by megatron-core 0.16.1's IndexedDatasetBuilder: twenty documents of random ids; three of 2, 1 and 3 sequences.
+FIXTURES = Path(__file__).parent / "fixtures"
+VOCABULARIES = {"uint16": 50_277, "int32": 128_256}
+
+
+def megatron_documents(vocab_size: int) -> list[np.ndarray]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocab_size, size=int(length)) for length in random.integers(1, 40, size=20)]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_we_write_what_megatron_writes(name: str, tmp_path: Path):
+    documents = megatron_documents(VOCABULARIES[name])
+    with writing_shard(tmp_path / "ours", token_dtype(VOCABULARIES[name])) as writer:
+        for some in (documents[:7], documents[7:]):
+            writer.add(np.concatenate(some), np.array([len(document) for document in some]))
+    for ours, theirs in zip(shard_files(tmp_path / "ours"), shard_files(FIXTURES / f"megatron_{name}"), strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_we_read_what_megatron_wrote(name: str):
+    shard = Shard(FIXTURES / f"megatron_{name}")
+    documents = megatron_documents(VOCABULARIES[name])
+    assert (shard.dtype.name, shard.documents, shard.tokens) == (name, 20, sum(map(len, documents)))
+    for number, document in enumerate(documents):
+        assert np.array_equal(shard.document(number), document)
+
+
+def test_documents_of_several_sequences_are_whole():
+    shard = Shard(FIXTURES / "megatron_sentences")
+    assert [list(shard.document(number)) for number in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert list(shard.document_starts(0, 9)) == [0, 3, 4]
+    assert list(shard.document_starts(1, 4)) == [3]
+    assert list(shard.document_starts(5, 9)) == []
+
+
+def test_beyond_32_bits(tmp_path: Path):
+    """A sparse file of five billion tokens, with documents on both sides of 2**32 tokens."""
+    lengths = np.array([2**31 - 1, 2**31 - 1, 5, 7, 2**29], dtype=np.int32)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    tokens = int(lengths.sum(dtype=np.int64))
+    bin_path, idx_path = shard_files(tmp_path / "large")
+    with bin_path.open("wb") as file:
+        file.truncate(tokens * 4)
+        for document, ids in ((2, [11, 12, 13, 14, 15]), (3, [21, 22, 23, 24, 25, 26, 27])):
+            file.seek(int(starts[document]) * 4)
+            file.write(np.array(ids, np.int32).tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 5, 6)
+    idx_path.write_bytes(header + lengths.tobytes() + (starts * 4).tobytes() + np.arange(6).tobytes())
+
+    shard = Shard(tmp_path / "large")
+    assert shard.tokens == tokens > 2**32
+    assert list(shard.document(2)) == [11, 12, 13, 14, 15]
+    assert list(shard.document(3)) == [21, 22, 23, 24, 25, 26, 27]
+    assert list(shard.read(2**32 - 3, 2**32 + 5)) == [0, 11, 12, 13, 14, 15, 21, 22]
+    assert list(shard.document_starts(2**32 - 10, 2**32 + 20)) == [int(at) for at in starts[2:]]
+    assert shard.document_at(2**32 + 3) == 3
+    assert shard.document_at(tokens - 1) == 4
+
+
+def test_the_writers_own_offsets_are_64_bit(tmp_path: Path):
+    """The index of documents whose ids sum to more than 2**32, written without writing the ids."""
+    with writing_shard(tmp_path / "s", np.dtype(np.int32)) as writer:
+        writer._lengths += [np.full(3, 2**31 - 1, np.int32), np.array([9], np.int32)]
+        writer.documents = 4
+    with shard_files(tmp_path / "s")[0].open("r+b") as file:
+        file.truncate((3 * (2**31 - 1) + 9) * 4)
+    shard = Shard(tmp_path / "s")
+    assert shard.document_start(3) == 3 * (2**31 - 1)
+    assert shard.tokens == 3 * (2**31 - 1) + 9
+
+
+def test_the_type_follows_the_vocabulary():
+    assert [token_dtype(size).name for size in (512, 65_499, 65_500, 128_256)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def test_no_documents_no_files(tmp_path: Path):
+    with writing_shard(tmp_path / "empty", np.dtype(np.uint16)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path):
+    with pytest.raises(RuntimeError), writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(5), np.array([5]))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_one_line(tmp_path: Path):
+    with pytest.raises(DataError, match="no such file"):
+        Shard(tmp_path / "missing")
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(50), np.array([20, 30]))
+    bin_path, idx_path = shard_files(tmp_path / "s")
+    whole = idx_path.read_bytes()
+    for damaged, message in ((b"", "empty"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
+        idx_path.write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            Shard(tmp_path / "s")
+    idx_path.write_bytes(whole)
+    bin_path.write_bytes(bin_path.read_bytes()[:-2])
+    with pytest.raises(DataError, match="expected 50 tokens"):
+        Shard(tmp_path / "s")

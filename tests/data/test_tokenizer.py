@@ -1,0 +1,177 @@
+"""Tokenizers are found, understood, and give the reference's ids by either path."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from pipeline.data.encoders import GigatokenEncoder, agree
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import fertility, train_sentencepiece
+from pipeline.errors import DataError
+from tests.data.helpers import STORIES260K, documents
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
+    train_sentencepiece(iter(documents(300)), path, vocab_size=340, model_type="bpe")
+    return path
+
+
+def word_level(folder: Path, vocabulary: dict[str, int]) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_ids_are_those_of_transformers():
+    ours = load_tokenizer(STORIES260K)
+    theirs = transformers.AutoTokenizer.from_pretrained(STORIES260K)
+    texts = documents(50)
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    for encoder in (ours.reference, ours.fast):
+        ids, lengths = encoder.encode(texts)
+        assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == expected
+
+
+def test_a_document_begins_as_the_post_processor_says_and_ends_with_eos():
+    tokenizer = load_tokenizer(STORIES260K)
+    assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (512, (1,), (2,))
+
+
+def test_a_post_processor_that_ends_documents_is_believed(tmp_path: Path):
+    folder = word_level(tmp_path / "t", {"a": 0, "[B]": 1, "[E]": 2, "</s>": 3})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[B] $A [E]", special_tokens=[("[B]", 1), ("[E]", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(folder)
+    assert (loaded.document_start, loaded.document_end) == ((1,), (2,))
+
+
+def test_the_end_of_document_can_be_named(tmp_path: Path):
+    folder = word_level(tmp_path / "t", {"a": 0, "[END]": 1})
+    with pytest.raises(DataError, match="--end-of-document"):
+        load_tokenizer(folder)
+    assert load_tokenizer(folder, end_of_document="[END]").document_end == (1,)
+    with pytest.raises(DataError, match=r"no token '\[STOP\]'"):
+        load_tokenizer(folder, end_of_document="[STOP]")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    assert load_tokenizer(folder).document_end == (1,)
+
+
+def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
+    original = load_tokenizer(STORIES260K).fingerprint
+    described = json.loads((STORIES260K / "tokenizer.json").read_text())
+
+    def fingerprint_of(changed: dict) -> str:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+        return load_tokenizer(tmp_path, end_of_document="</s>").fingerprint
+
+    respelled = {
+        **described,
+        "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+    }
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in described["model"]["merges"]]
+    respelled["model"] = {**described["model"], "merges": merges}
+    assert fingerprint_of(respelled) == original
+    other = {**described, "model": {**described["model"], "merges": merges[:-1]}}
+    assert fingerprint_of(other) != original
+
+
+def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path):
+    described = json.loads((STORIES260K / "tokenizer.json").read_text())
+    described["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = load_tokenizer(tmp_path)
+    assert agree(tokenizer.reference, load_tokenizer(STORIES260K).reference, documents(20))
+
+
+def test_sentencepiece_models_have_both_paths(sentencepiece_model: Path):
+    tokenizer = load_tokenizer(sentencepiece_model)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    texts = [*documents(50), "ends with </s>", "<s>", "새 emoji 👩‍👧"]
+    for encoder in (tokenizer.reference, tokenizer.fast):
+        ids, lengths = encoder.encode(texts)
+        assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == library.encode(texts)
+    assert tokenizer.decode(library.encode("정말 재미있다")) == "정말 재미있다"
+    assert (tokenizer.document_start, tokenizer.document_end) == ((), (library.eos_id(),))
+
+
+def test_a_folder_with_only_a_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path):
+    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert load_tokenizer(tmp_path).document_start == (1,)
+
+
+def test_unigram_goes_to_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    train_sentencepiece(iter(documents(300)), tmp_path / "u.model", vocab_size=320, model_type="unigram")
+    with caplog.at_level("INFO", logger="pipeline"):
+        tokenizer = load_tokenizer(tmp_path / "u.model")
+    assert tokenizer.fast is None
+    assert "gigatoken does not support this tokenizer" in caplog.text
+
+
+def test_byte_fallback_leaves_nothing_unknown(sentencepiece_model: Path):
+    tokenizer = load_tokenizer(sentencepiece_model)
+    assert tokenizer.decode(tokenizer.reference.encode(["龍 Ж 🦉"]).ids) == "龍 Ж 🦉"
+
+
+def test_too_large_a_vocabulary_is_one_line(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot train 30000 pieces"):
+        train_sentencepiece(iter(documents(20)), tmp_path / "t.model", vocab_size=30_000, model_type="bpe")
+    assert not list(tmp_path.iterdir())
+
+
+def test_fertility_counts_what_was_encoded():
+    found = fertility(load_tokenizer(STORIES260K), iter(["한국", "ab"]))
+    ids = load_tokenizer(STORIES260K).reference.encode(["한국", "ab"]).ids
+    assert (found.characters, found.bytes, found.tokens) == (4, 8, len(ids))
+    assert found.tokens_per_byte == len(ids) / 8
+
+
+def test_the_fast_path_forgets_what_it_learnt(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = load_tokenizer(STORIES260K)
+    fast = tokenizer.fast
+    assert isinstance(fast, GigatokenEncoder)
+    first = fast._library
+    monkeypatch.setattr(fast, "characters_between_renewals", 100)
+    assert agree(fast, tokenizer.reference, documents(20, seed=1))
+    assert fast._library is not first
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such tokenizer"),
+        (b"{", "not a tokenizer.json"),
+        (b'{"model": {"type": "BPE"}}', "not a tokenizer.json"),
+    ],
+)
+def test_no_or_damaged_tokenizer_is_one_line(tmp_path: Path, content: bytes | None, message: str):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        load_tokenizer(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer_and_a_damaged_model(tmp_path: Path):
+    with pytest.raises(DataError, match="found neither"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "x.model").write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        load_tokenizer(tmp_path / "x.model")

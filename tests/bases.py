@@ -90,6 +90,6 @@ def save_base(name: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def reference(path: Path) -> PreTrainedModel:
+def reference(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model in `path` as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -59,8 +60,8 @@ def _read_config(path: Path) -> PretrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise BaseModelError(f"{file}: {' '.join(str(error).split())}") from None
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError, OSError) as error:
+        raise BaseModelError(f"{file}: not a {model_type} config: {' '.join(str(error).split())}") from None
 
 
 def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:

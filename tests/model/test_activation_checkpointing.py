@@ -1,0 +1,43 @@
+"""Activation checkpointing changes what is kept, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.widened import scale_settings, some_batch, trained_gradients, widened
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def step(base, variant, checkpointing):
+    """Loss and gradients of one batch, and the bytes that the graph held for it."""
+    model = widened(base, scale_settings(variant), noise=0.1, activation_checkpointing=checkpointing)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        loss, *_ = model(*some_batch(model.spec, 2, 64))
+    held_bytes = sum(size for size, _ in held.values())
+    loss.backward()
+    return loss.detach(), trained_gradients(model), held_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
+def test_loss_and_gradients_are_identical_and_less_is_held(base, name, variant):
+    loss, gradients, held = step(base(name), variant, "none")
+    for checkpointing in ("collaborative", "all"):
+        other_loss, other_gradients, other_held = step(base(name), variant, checkpointing)
+        assert torch.equal(loss, other_loss)
+        for parameter, gradient in gradients.items():
+            assert torch.equal(gradient, other_gradients[parameter]), parameter
+        nothing_to_drop = variant == "preserve" and checkpointing == "collaborative"
+        assert other_held == held if nothing_to_drop else other_held < 0.8 * held
+        held = other_held

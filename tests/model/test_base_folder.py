@@ -1,0 +1,232 @@
+"""Reading a pretrained folder: whole or in shards, in one file or several; and what is refused, in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import BaseModelError, LayoutError
+from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import load_base, open_base
+from pipeline.parallel.parameter import partition_of
+from pipeline.parallel.sharding import merge
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.plan import Widths
+from tests.bases import CONFIGS, random_model, save_base
+from tests.widened import some_tokens, unwidened
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load(path):
+    return unwidened(open_base(path))
+
+
+def change_config(path, **entries):
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def change_index(path, change):
+    file = path / INDEX_FILE
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps(change(index)))
+
+
+def move_weights_out(path):
+    shutil.move(path / "model-00001.safetensors", path.parent / "elsewhere.safetensors")
+    change_index(
+        path,
+        lambda index: {
+            "weight_map": {
+                tensor: "../elsewhere.safetensors" if file == "model-00001.safetensors" else file
+                for tensor, file in index["weight_map"].items()
+            }
+        },
+    )
+
+
+def shard(path):
+    """Spreads a folder's weights over three files, as large models come."""
+    tensors = load_file(path / SINGLE_FILE)
+    names = sorted(tensors)
+    parts = {f"model-{part:05d}.safetensors": names[part::3] for part in range(3)}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, path / file)
+    weight_map = {name: file for file, held in parts.items() for name in held}
+    (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / SINGLE_FILE).unlink()
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return save_base("llama", tmp_path / "base")
+
+
+@pytest.fixture
+def sharded(llama):
+    shard(llama)
+    return llama
+
+
+def test_several_files_load_as_one(base, sharded):
+    tokens = some_tokens(base("llama").spec, 1, 20)
+    assert torch.equal(load(sharded).logits(tokens), unwidened(base("llama")).logits(tokens))
+    assert len(open_base(sharded).hashes()) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "neox tied"])
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
+    folder = base(name)
+    whole = dict(unwidened(folder).named_parameters())
+    shards = []
+    for rank in range(tp_size):
+        tp = TensorParallel(rank=rank, size=tp_size)
+        model = Decoder(folder.spec, tp=tp)
+        load_base(model, folder, tp)
+        shards.append(dict(model.named_parameters()))
+    assert sum(shard["layers.0.ffn.up.base.weight"].numel() for shard in shards) == 48 * 32
+    for parameter, full in whole.items():
+        partition = partition_of(shards[0][parameter])
+        size = 0 if partition.dim is None else full.shape[partition.dim]
+        assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
+
+
+def test_hashes_tell_bases_apart(base, tmp_path):
+    other = tmp_path / "other"
+    random_model(CONFIGS["llama"], seed=1).save_pretrained(other)
+    assert open_base(save_base("llama", tmp_path / "same")).hashes() == base("llama").hashes()
+    assert open_base(other).hashes() != base("llama").hashes()
+
+
+CONFIG_FAULTS = {
+    "sliding window": ({"sliding_window": 64, "model_type": "mistral"}, "sliding_window 64"),
+    "rope type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
+    "architecture": ({"model_type": "gemma2"}, "model_type 'gemma2' is not among llama"),
+    "no architecture": ({"model_type": None}, "model_type None is not among llama"),
+    "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
+    "no heads": ({"num_attention_heads": 0}, "not a llama config"),
+    "heads that do not divide the width": ({"num_attention_heads": 5}, "not a llama config"),
+    "another width": (
+        {"hidden_size": 64},
+        r"embedding.base.weight has shape \(97, 32\), config.json implies \(97, 64\)",
+    ),
+    "another vocabulary": ({"vocab_size": 96}, "embedding.base.weight has shape"),
+    "too many layers": ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3"),
+    "biases that are not there": ({"attention_bias": True}, "lacks the tensor .*q_proj.bias"),
+    "other heads": ({"num_key_value_heads": 4}, "attention.key.base.weight has shape"),
+}
+
+
+def refused(path):
+    """The one line that a user reads."""
+    with pytest.raises(BaseModelError) as refusal:
+        load(path)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_a_config_that_cannot_be_run_is_refused(llama, fault):
+    entries, expected = CONFIG_FAULTS[fault]
+    change_config(llama, **entries)
+    assert re.search(expected, refused(llama))
+
+
+def test_fused_weights_of_another_shape_are_refused(tmp_path):
+    path = save_base("neox", tmp_path / "base")
+    change_config(path, hidden_size=64)
+    assert "has shape" in refused(path)
+    change_config(path, hidden_size=32)
+    tensors = load_file(path / SINGLE_FILE)
+    name = "gpt_neox.layers.0.attention.query_key_value.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, path / SINGLE_FILE)
+    assert "attention.query.base.weight has shape (95, 32)" in refused(path)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+FILE_FAULTS = {
+    "no folder": (shutil.rmtree, "config.json: no such file"),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
+    "config not JSON": (lambda path: truncate(path / "config.json"), "not a model's config"),
+    "config a list": (lambda path: (path / "config.json").write_text("[]"), "not a model's config"),
+    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "not a model's config"),
+    "a file missing": (
+        lambda path: (path / "model-00001.safetensors").unlink(),
+        "model-00001.safetensors: no such file",
+    ),
+    "a file cut off": (lambda path: truncate(path / "model-00001.safetensors"), "model-00001.safetensors: damaged"),
+    "a file emptied": (lambda path: (path / "model-00002.safetensors").write_bytes(b""), "damaged"),
+    "a pickle in its place": (
+        lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
+        "model-00000.safetensors: damaged",
+    ),
+    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "not an index"),
+    "an index without a map": (lambda path: change_index(path, lambda index: {}), "not an index"),
+    "an index that lists": (lambda path: change_index(path, lambda index: {"weight_map": ["a"]}), "not an index"),
+    "an index of numbers": (
+        lambda path: change_index(path, lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}),
+        "names files outside its folder",
+    ),
+    "an index that promises too much": (
+        lambda path: change_index(
+            path, lambda index: {"weight_map": {**index["weight_map"], "more": "model-00000.safetensors"}}
+        ),
+        "lacks more",
+    ),
+    "an index that promises too little": (
+        lambda path: change_index(path, lambda index: {"weight_map": dict(list(index["weight_map"].items())[1:])}),
+        "lacks the tensor",
+    ),
+    "an index that leads outside": (move_weights_out, "names files outside its folder"),
+}
+
+
+@pytest.mark.parametrize("fault", FILE_FAULTS)
+def test_a_damaged_folder_is_refused(sharded, fault):
+    damage, expected = FILE_FAULTS[fault]
+    damage(sharded)
+    assert expected in refused(sharded)
+
+
+def test_a_folder_without_safetensors_is_refused(llama):
+    (llama / SINGLE_FILE).rename(llama / "pytorch_model.bin")
+    assert "needs its weights as safetensors" in refused(llama)
+
+
+def test_code_in_the_folder_never_runs(llama):
+    (llama / "modeling_evil.py").write_text("raise SystemExit('ran')")
+    change_config(llama, auto_map={"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"})
+    load(llama)
+
+
+LAYOUTS = {  # heads, key/value heads, FFN width, ranks: the sizes that fit
+    "heads": ((6, 6, 48, 4), "1, 2, 3, 6"),
+    "more ranks than heads": ((4, 2, 48, 8), "1, 2, 4"),
+    "key/value heads": ((6, 3, 48, 2), "1, 3, 6"),
+    "ffn": ((8, 4, 172, 8), "1, 2, 4"),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_base_that_does_not_divide_over_the_ranks_is_refused(base, case):
+    (heads, kv_heads, inner, tp_size), sizes = LAYOUTS[case]
+    spec = replace(base("llama").spec, widths=Widths(32, inner, heads, kv_heads), head_dim=8)
+    with pytest.raises(LayoutError, match=rf"parallel.tp_size: .* over {tp_size} ranks; sizes that fit: {sizes}$"):
+        Decoder(spec, tp=TensorParallel(rank=0, size=tp_size))

@@ -1,0 +1,67 @@
+"""Padded batches and packed documents: what a token's logits may depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bases import CONFIGS
+from tests.widened import scale_settings, some_tokens, unwidened, widened
+
+TOLERANCE = 1e-5
+LENGTHS = (5, 16, 9)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def packed(lengths):
+    """positions and document_ids [1, S] of documents laid end to end."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    documents = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
+    return positions.unsqueeze(0), documents.unsqueeze(0)
+
+
+def models(base):
+    yield unwidened(base)
+    yield widened(base, scale_settings("route", collaborative_modules="both", router_threshold=0.9), noise=0.1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_equal_documents_alone(base, name):
+    tokens = some_tokens(base(name).spec, 1, sum(LENGTHS))
+    positions, documents = packed(LENGTHS)
+    for model in models(base(name)):
+        together = model.logits(tokens, positions, documents)
+        alone = torch.cat([model.logits(document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+        torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)
+        crossing = model.logits(tokens)
+        assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_a_padded_batch_equals_each_sequence_alone(base, name):
+    tokens = some_tokens(base(name).spec, len(LENGTHS), max(LENGTHS))
+    for model in models(base(name)):
+        batch = model.logits(tokens)
+        for row, length in enumerate(LENGTHS):
+            alone = model.logits(tokens[row : row + 1, :length])
+            torch.testing.assert_close(batch[row : row + 1, :length], alone, rtol=0, atol=TOLERANCE)
+
+
+def test_a_token_sees_nothing_that_comes_later(base):
+    tokens = some_tokens(base("llama").spec, 1, 20)
+    changed = tokens.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % base("llama").spec.vocab_size
+    for model in models(base("llama")):
+        before, after = model.logits(tokens), model.logits(changed)
+        torch.testing.assert_close(before[:, :12], after[:, :12], rtol=0, atol=TOLERANCE)
+        assert (before - after)[:, 12:].abs().amax(-1).min() > 0
+
+
+def test_the_loss_of_packed_documents_is_that_of_documents_alone(base):
+    spec = base("llama").spec
+    tokens, targets = some_tokens(spec, 1, sum(LENGTHS)), some_tokens(spec, 1, sum(LENGTHS), seed=1)
+    for model in models(base("llama")):
+        _, together, _ = model(tokens, targets, *packed(LENGTHS))
+        pairs = zip(tokens.split(LENGTHS, dim=1), targets.split(LENGTHS, dim=1), strict=True)
+        alone = torch.cat([model(*pair)[1] for pair in pairs], dim=1)
+        torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)

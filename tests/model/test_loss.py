@@ -1,0 +1,162 @@
+"""The chunked loss: plain cross-entropy and its gradients, without ever holding the logits of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pipeline.model.output as output
+from pipeline.parallel.parameter import named_trained_parameters
+from tests.widened import balance_router, scale_settings, some_batch, some_tokens, trained_gradients, unwidened, widened
+
+METHODS = ("preserve", "adapt", "route", "fft")
+# Sums of some hundred terms of size 1, in another order: a few hundred roundings of 2^-24 of the largest.
+TOLERANCE = 200 * 2**-24
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def model_of(base, method):
+    if method == "fft":
+        return unwidened(base)
+    changes = {} if method == "preserve" else {"collaborative_modules": "both"}
+    model = widened(base, scale_settings(method, **changes), noise=0.1)
+    if method == "route":
+        balance_router(model, some_tokens(base.spec, 2, 24))
+    return model
+
+
+def plain_logits(model, hidden):
+    """Every token's logits at once, by autograd's own rules."""
+    z = F.linear(hidden.x, model.output.base)
+    if hidden.x_up is None:
+        return z
+    x_up = hidden.x_up
+    if hidden.preserved_x is not None:
+        z_p = F.linear(hidden.preserved_x, model.output.base)
+        preserved = (F.cosine_similarity(z_p, z) > model.output.threshold).unsqueeze(1)
+        assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
+        z = torch.where(preserved, (z_p + z) / 2, z)
+        x_up = torch.where(preserved, hidden.preserved_x_up, x_up)
+    return z + F.linear(x_up, model.output.expansion)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox tied"])
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, method, monkeypatch):
+    model = model_of(base(name), method)
+    tokens, targets = some_batch(model.spec, 2, 24)
+    logits = plain_logits(model, model.hidden_states(tokens))
+    expected_nll = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+    (3.0 * expected_nll.sum()).backward()
+    expected = trained_gradients(model)
+    for rows in (1, 7, 48, 1000):
+        model.zero_grad()
+        monkeypatch.setattr(output, "CHUNK_ELEMENTS", rows * model.spec.vocab_size)
+        total, nll, _ = model(tokens, targets)
+        torch.testing.assert_close(nll, expected_nll, rtol=0, atol=1e-5)
+        assert torch.equal(nll[targets == -100], torch.zeros(2))
+        torch.testing.assert_close(total, expected_nll.sum(), rtol=1e-6, atol=0)
+        (3.0 * total).backward()
+        for parameter, gradient in trained_gradients(model).items():
+            scale = float(expected[parameter].abs().max())
+            assert scale > 0, f"{parameter} is not reached"
+            torch.testing.assert_close(
+                gradient, expected[parameter], rtol=0, atol=TOLERANCE * scale, msg=lambda text: f"{parameter}: {text}"
+            )
+
+
+class TallestLogits(TorchDispatchMode):
+    """Watches every tensor that torch makes for the most rows among those with a column for each vocabulary entry."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.rows = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        results = function(*arguments, **(keywords or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor) and result.dim() and result.shape[-1] == self.vocab_size:
+                self.rows = max(self.rows, result.numel() // self.vocab_size)
+        return results
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_logits_of_a_batch_are_never_held(base, method, monkeypatch):
+    model = model_of(base("llama"), method)
+    vocab_size, chunk = model.spec.vocab_size, 16
+    monkeypatch.setattr(output, "CHUNK_ELEMENTS", chunk * vocab_size)
+    saved = []
+    with (
+        TallestLogits(vocab_size) as watch,
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda t: t),
+    ):
+        model(*some_batch(model.spec, 2, 64))[0].backward()
+    # Hidden widths among the rows of W: [V, D].T has V columns and D rows.
+    assert chunk <= watch.rows <= max(chunk, model.spec.widths.hidden_size)
+    assert saved
+    assert not [shape for shape in saved if vocab_size in shape[1:]]
+
+
+def test_a_batch_with_nothing_to_predict_gives_zero(base):
+    model = model_of(base("llama"), "adapt")
+    tokens, targets = some_batch(model.spec, 2, 8)
+    total, _, _ = model(tokens, torch.full_like(targets, -100))
+    total.backward()
+    assert total == 0
+    assert not any(gradient.any() for gradient in trained_gradients(model).values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_computes_no_gradient(base, method):
+    model = model_of(base("llama"), method)
+    batch = some_batch(model.spec, 2, 24)
+    made = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            result = function(*arguments, **(keywords or {}))
+            if function is torch.ops.aten.mm.default:
+                made.append(result.shape)
+            return result
+
+    expected, *_ = model(*batch)
+    with torch.no_grad(), Products():
+        total, *_ = model(*batch)
+    assert not total.requires_grad
+    assert torch.equal(total, expected)
+    weights = {tuple(weight.shape) for weight in (model.output.base, model.output.expansion) if weight is not None}
+    assert made
+    assert not weights & {tuple(shape) for shape in made}
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss(base):
+    model = model_of(base("llama"), "fft")
+    with torch.no_grad():
+        model.output.base.mul_(1e4)
+    tokens, targets = some_batch(model.spec, 1, 16)
+    expected = F.cross_entropy(model.logits(tokens)[0].double(), targets[0], reduction="none")
+    total, nll, _ = model(tokens, targets)
+    total.backward()
+    torch.testing.assert_close(nll[0].double(), expected, rtol=1e-5, atol=1e-5)
+    assert all(gradient.isfinite().all() for gradient in trained_gradients(model).values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sixteen_bit_gradients_follow_the_exact_ones(base, method):
+    """The weights' gradients are summed in fp32: a sum in sixteen bits would stop growing."""
+    exact, rounded = model_of(base("llama"), method), model_of(base("llama"), method).bfloat16()
+    batch = some_batch(exact.spec, 2, 24)
+    exact(*batch)[0].backward()
+    total, nll, _ = rounded(*batch)
+    assert total.dtype == nll.dtype == torch.float32
+    total.backward()
+    parameters = dict(named_trained_parameters(exact))
+    for name, parameter in named_trained_parameters(rounded):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.bfloat16
+        cosine = F.cosine_similarity(parameter.grad.float().flatten(), parameters[name].grad.flatten(), dim=0)
+        assert cosine > 0.9, name

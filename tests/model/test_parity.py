@@ -1,0 +1,81 @@
+"""Our decoder without an expansion computes what transformers computes, on every kind of base."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pipeline.model.from_hf import open_base
+from tests.bases import CONFIGS, STORIES, reference, save_base
+from tests.widened import some_tokens, unwidened
+
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@torch.no_grad()
+def assert_parity(base, tokens):
+    expected = reference(base.path)(tokens).logits
+    assert expected.std() > 0.5, "logits too small to tell one model from another"
+    torch.testing.assert_close(unwidened(base).logits(tokens), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("length", [1, 37, 128])
+def test_logits_equal_transformers(base, name, length):
+    assert_parity(base(name), some_tokens(base(name).spec, 2, length))
+
+
+def test_a_pretrained_model_equals_transformers_and_predicts_english():
+    base = open_base(STORIES)
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    from transformers import AutoTokenizer
+
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(STORIES)(text).input_ids])
+    assert_parity(base, tokens)
+    _, nll, _ = unwidened(base)(tokens[:, :-1], tokens[:, 1:])
+    assert nll.mean().exp() < 4, "perplexity of a story by the model's own domain"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "llama3 rope", "neox"])
+def test_sixteen_bits_equal_transformers_within_their_precision(base, name):
+    tokens = some_tokens(base(name).spec, 2, 37)
+    expected = reference(base(name).path, torch.bfloat16)(tokens).logits.float()
+    epsilon = torch.finfo(torch.bfloat16).eps
+    found = unwidened(base(name)).bfloat16().logits(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=epsilon * float(expected.abs().max()))
+
+
+LEGACY_CONFIGS = {
+    "Pythia's names": ("neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "rope_scaling": None}),
+    "Llama 3.2's names": (
+        "llama3 rope",
+        {"rope_theta": 500000.0, "rope_scaling": {**CONFIGS["llama3 rope"].rope_parameters}},
+    ),
+    "Llama 2's names": (
+        "llama linear rope",
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("style", LEGACY_CONFIGS)
+def test_configs_written_by_older_libraries_mean_the_same(tmp_path, style):
+    name, entries = LEGACY_CONFIGS[style]
+    save_base(name, tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    file.write_text(json.dumps({**config, **entries}))
+    base = open_base(tmp_path)
+    assert base.spec == open_base(save_base(name, tmp_path / "new")).spec
+    assert_parity(base, some_tokens(base.spec, 2, 37))
+
+
+def test_a_theta_other_than_the_default_reaches_the_rotation(tmp_path):
+    base = open_base(save_base("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 300.0}))
+    assert base.spec.rotary.theta == 300.0
+    assert_parity(base, some_tokens(base.spec, 1, 64))

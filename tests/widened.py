@@ -1,0 +1,98 @@
+"""Widened models for tests: built as a run builds them, small, and shaken where zeros would hide faults."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.config import ScaleMethod
+from pipeline.methods.method import ActivationCheckpointing
+from pipeline.methods.scale import Scale
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
+from pipeline.parallel.sharding import split
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.upscale import initial_expansion
+
+SEED = 7
+
+
+def scale_settings(variant: str, **changes: Any) -> ScaleMethod:
+    """Settings that fit every model of `bases.CONFIGS`; `l_fp` 1 where the variant wants one."""
+    l_fp = {} if variant == "preserve" else {"l_fp": 1}
+    widths = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
+    return ScaleMethod.model_validate({"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes})
+
+
+@torch.no_grad()
+def widened(
+    base: BaseFolder,
+    settings: ScaleMethod,
+    *,
+    tp: TensorParallel = SINGLE,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    noise: float = 0.0,
+) -> Decoder:
+    """`base` widened, at its initial expansion plus `noise` (a standard deviation) on all that trains."""
+    method = Scale(settings, Path("unread"), SEED)
+    model = method.build(base.spec, tp, activation_checkpointing)
+    load_base(model, base, tp)
+    parameters = dict(model.named_parameters())
+    names = {name for name in parameters if not is_base(name)}
+    for name, full in initial_expansion(model, names, base.read, settings.initialisers, SEED):
+        parameters[name].copy_(split(full, partition_of(parameters[name]), tp.rank, tp.size))
+    shake(model, noise)
+    return model
+
+
+def unwidened(base: BaseFolder, tp: TensorParallel = SINGLE) -> Decoder:
+    """The base alone; all of it trains."""
+    model = Decoder(base.spec, tp=tp)
+    load_base(model, base, tp)
+    return model
+
+
+@torch.no_grad()
+def shake(model: Decoder, noise: float, seed: int = 0) -> None:
+    """Adds the same noise to every trained parameter, however the model is split."""
+    for name, parameter in named_trained_parameters(model):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        full = noise * torch.randn(full_shape_of(parameter), generator=generator)
+        parameter.add_(split(full, partition_of(parameter), model.tp.rank, model.tp.size))
+
+
+def balance_router(model: Decoder, tokens: Tensor) -> None:
+    """Sets the router's threshold so that half of `tokens` take either path."""
+    with torch.no_grad():
+        hidden = model.hidden_states(tokens)
+        assert hidden.preserved_x is not None
+        z_a, z_p = (F.linear(x, model.output.base) for x in (hidden.x, hidden.preserved_x))
+        model.output.threshold = float(F.cosine_similarity(z_p, z_a).median())
+
+
+def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:
+    """Random tokens of a vocabulary."""
+    return torch.randint(0, spec.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_batch(spec: DecoderSpec, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens and targets, a few of them not to be predicted."""
+    tokens, targets = some_tokens(spec, *shape, seed=seed), some_tokens(spec, *shape, seed=seed + 1)
+    targets[..., 3] = -100
+    return tokens, targets
+
+
+def trained_gradients(model: Decoder) -> dict[str, Tensor]:
+    """The gradient of everything that trains."""
+    gradients = {name: parameter.grad for name, parameter in named_trained_parameters(model)}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    assert not missing, f"no gradient: {missing}"
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}

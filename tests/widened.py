@@ -70,12 +70,15 @@ def shake(model: Decoder, noise: float, seed: int = 0) -> None:
 
 
 def balance_router(model: Decoder, tokens: Tensor) -> None:
-    """Sets the router's threshold so that half of `tokens` take either path."""
+    """Sets the router's threshold so that some of `tokens` take either path, and none stands at the threshold."""
     with torch.no_grad():
         hidden = model.hidden_states(tokens)
         assert hidden.preserved_x is not None
         z_a, z_p = (F.linear(x, model.output.base) for x in (hidden.x, hidden.preserved_x))
-        model.output.threshold = float(F.cosine_similarity(z_p, z_a).median())
+        cosines = F.cosine_similarity(z_p, z_a).sort().values
+        middle = cosines[len(cosines) // 4 : -len(cosines) // 4]
+        widest = int(middle.diff().argmax())
+        model.output.threshold = float(middle[widest : widest + 2].mean())
 
 
 def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:

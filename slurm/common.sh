@@ -79,14 +79,14 @@ forward() {
 # The work so far is safe and not finished: ask Slurm for another turn, unless somebody asked for the end.
 resume_later() {
     local restarts=${SLURM_RESTART_COUNT:-0} most=${MAX_RESTARTS:-100}
+    trap '' USR1 TERM INT # a requeue begins with SIGTERM, which has nothing to tell here
     if ! on_slurm || [[ "$stop_signal" == TERM ]]; then
         say "stopped during $1; the same command goes on from there"
     elif ((restarts >= most)); then
         die "stopped during $1 after $restarts restarts, and MAX_RESTARTS is $most; submit again to go on"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
-        say "stopped during $1; job $SLURM_JOB_ID is queued again (restart $((restarts + 1)))"
     else
-        say "stopped during $1, and Slurm does not requeue job $SLURM_JOB_ID; submit again to go on"
+        say "stopped during $1; queueing job $SLURM_JOB_ID again (restart $((restarts + 1)))"
+        scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not requeue this job; submit again to go on"
     fi
     exit "$RESUME_LATER"
 }

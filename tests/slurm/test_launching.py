@@ -100,7 +100,8 @@ def test_the_time_limit_leads_to_a_save_and_another_turn(slurm_cluster: Cluster,
     job = slurm_cluster.sbatch(
         stage_script(tmp_path, TRAINING, *options), env={"SAVE": str(tmp_path / "saved")}, cwd=tmp_path
     )
-    slurm_cluster.wait_for_output(job, "is queued again (restart 1)", timeout=90)
+    slurm_cluster.wait_for_output(job, "queueing job", timeout=90)
+    assert "(restart 1)" in slurm_cluster.output(job)
     assert {"rank 0 saved", "rank 1 saved"} <= set(slurm_cluster.output(job).splitlines())
     assert "converted" not in slurm_cluster.output(job)
     slurm_cluster.start_now(job)

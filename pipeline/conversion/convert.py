@@ -1,0 +1,131 @@
+"""From a checkpoint to a folder that others can load: choose the format, write, verify, publish."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pipeline import log
+from pipeline.conversion.export import Export
+from pipeline.conversion.hf_folder import write_hf_folder
+from pipeline.conversion.ordinary import ordinary_export
+from pipeline.conversion.probe import Probe
+from pipeline.conversion.scale_format import scale_export
+from pipeline.conversion.stock import stock_export, why_not_stock
+from pipeline.conversion.trained_model import MANIFEST, TrainedModel, check_hashes, open_trained
+from pipeline.conversion.verify import verify
+from pipeline.errors import ConversionError
+from pipeline.files import file_hash, published_folder, write_json
+from pipeline.scale.expansion_folder import write_expansion
+
+Format = Literal["auto", "stock", "scale", "expansion"]
+MakeProbe = Callable[[TrainedModel], Probe]
+RECORD = "conversion.json"
+VERIFICATION = "verification.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is asked for. `dtype` None takes the base's own."""
+
+    checkpoint: Path
+    base: Path
+    output: Path
+    format: Format = "auto"
+    dtype: torch.dtype | None = None
+
+
+def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
+    """Writes `asked.output`, verified, at once or not at all; returns False where it is there already.
+
+    Raises:
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+        ConversionError: the format cannot express the model, or what was written differs from it.
+    """
+    request = _request(asked)
+    if _is_done(asked.output, request):
+        return False
+    model = open_trained(asked.checkpoint, asked.base)
+    check_hashes(asked.checkpoint, model.manifest)
+    _refuse_foreign(asked.output)
+    record = {**request, **_facts(model)}
+    asked.output.parent.mkdir(parents=True, exist_ok=True)
+    if asked.format == "expansion":
+        _write_expansion(asked.output, model, record)
+        return True
+    export = choose_export(model, asked.format, asked.dtype or model.base_dtype)
+    _logger.info("writing %s, format %s, %s", asked.output, export.format, export.config["dtype"])
+    with published_folder(asked.output) as folder:
+        write_hf_folder(folder, export, model.base.path)
+        report = verify(model, folder, make_probe(model), export.dtype)
+        write_json(folder / VERIFICATION, report.as_json())
+        written = {"written_format": export.format, "written_dtype": export.config["dtype"]}
+        write_json(folder / RECORD, {**record, **written})
+    _logger.info(
+        "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
+        report.max_abs, report.kl, 100 * report.top1_agreement,
+    )  # fmt: skip
+    return True
+
+
+def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
+    """The folder's contents; `auto` takes the ordinary format wherever it can express the model.
+
+    Raises:
+        ConversionError: `format` cannot.
+    """
+    if model.plan is None and format in ("auto", "stock"):
+        return ordinary_export(model, dtype)
+    if format == "stock" or (format == "auto" and why_not_stock(model) is None):
+        return stock_export(model, dtype)
+    return scale_export(model, dtype)
+
+
+def _write_expansion(output: Path, model: TrainedModel, record: Mapping[str, Any]) -> None:
+    if model.plan is None:
+        raise ConversionError(f"{model.checkpoint}: full fine-tuning has no expansion; use --format stock")
+    origin = {"base": str(model.base.path), "base_hashes": model.base.hashes(), **record}
+    write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)
+
+
+def _request(asked: Conversion) -> dict[str, Any]:
+    """What decides the output; equal requests need no second conversion."""
+    manifest = asked.checkpoint / MANIFEST
+    return {
+        "checkpoint_manifest": file_hash(manifest) if manifest.exists() else None,
+        "format": asked.format,
+        "dtype": None if asked.dtype is None else str(asked.dtype).removeprefix("torch."),
+    }
+
+
+def _facts(model: TrainedModel) -> dict[str, Any]:
+    return {
+        "checkpoint": str(model.checkpoint),
+        "base": str(model.base.path),
+        "position": model.manifest.get("position"),
+        "method": model.manifest["run"]["method"],
+    }
+
+
+def _is_done(output: Path, request: Mapping[str, Any]) -> bool:
+    for name in (RECORD, MANIFEST):
+        try:
+            found = json.loads((output / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and all(found.get(key) == value for key, value in request.items()):
+            return True
+    return False
+
+
+def _refuse_foreign(output: Path) -> None:
+    """A folder that we did not make is not replaced."""
+    if output.exists() and any(output.iterdir()) and not any((output / name).exists() for name in (RECORD, MANIFEST)):
+        raise ConversionError(f"{output}: is there already and was not made by a conversion; name another --output")

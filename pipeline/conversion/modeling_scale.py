@@ -1,0 +1,390 @@
+"""A language model widened by SCALE, for `transformers`: this file travels with the weights.
+
+It needs torch and transformers alone:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+Beside a frozen base of width D stands an expansion of width U: the residual stream is two tensors, `x` and `x_up`, and
+every linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Language Models", Eq. 1):
+
+    [ Y    ]   [ base               expansion_to_base      ] [ X    ]
+    [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
+
+`expansion_to_base` exists only in collaborative layers. A routed model runs the layers above `l_fp` twice, with and
+without those blocks, and takes per token the path that the router chooses (Eq. 5).
+
+Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
+    """The base's sizes under their usual names, and what was added to each as `expansion_…`."""
+
+    model_type = "scale"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 512,
+        hidden_size: int = 64,
+        intermediate_size: int = 172,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int = 8,
+        head_dim: int = 8,
+        max_position_embeddings: int = 512,
+        expansion_hidden_size: int = 32,
+        expansion_intermediate_size: int = 86,
+        expansion_num_attention_heads: int = 4,
+        expansion_num_key_value_heads: int = 4,
+        l_fp: int = 2,
+        collaborative_modules: list[str] | None = None,
+        routed: bool = False,
+        router_threshold: float = 0.5,
+        norm: str = "rmsnorm",
+        norm_eps: float = 1e-5,
+        norm_statistics: str = "separate",
+        hidden_act: str = "silu",
+        gated_ffn: bool = True,
+        query_key_value_bias: bool = False,
+        output_bias: bool = False,
+        ffn_bias: bool = False,
+        parallel_residual: bool = False,
+        rotary: dict[str, Any] | None = None,
+        use_cache: bool = True,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.expansion_hidden_size = expansion_hidden_size
+        self.expansion_intermediate_size = expansion_intermediate_size
+        self.expansion_num_attention_heads = expansion_num_attention_heads
+        self.expansion_num_key_value_heads = expansion_num_key_value_heads
+        self.l_fp = l_fp
+        self.collaborative_modules = collaborative_modules or []
+        self.routed = routed
+        self.router_threshold = router_threshold
+        self.norm = norm
+        self.norm_eps = norm_eps
+        self.norm_statistics = norm_statistics
+        self.hidden_act = hidden_act
+        self.gated_ffn = gated_ffn
+        self.query_key_value_bias = query_key_value_bias
+        self.output_bias = output_bias
+        self.ffn_bias = ffn_bias
+        self.parallel_residual = parallel_residual
+        self.rotary = rotary or {"theta": 10000.0}
+        self.use_cache = use_cache
+        super().__init__(**kwargs)
+
+    def is_collaborative(self, layer: int, module: str) -> bool:
+        """Whether `module` of `layer` has blocks that lead from the expansion into the base."""
+        return layer >= self.l_fp and module in self.collaborative_modules
+
+
+class Path(NamedTuple):
+    """The streams x [B, S, D] and x_up [B, S, U] on their way; `masked` leaves every expansion_to_base out."""
+
+    x: Tensor
+    x_up: Tensor
+    masked: bool = False
+
+    def plus(self, y: Tensor, y_up: Tensor) -> Path:
+        return Path(self.x + y, self.x_up + y_up, self.masked)
+
+
+class WidenedLinear(nn.Module):
+    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base, expansion) pairs."""
+
+    def __init__(self, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool, collaborative: bool) -> None:
+        super().__init__()
+        (size_in, up_in), (size_out, up_out) = sizes_in, sizes_out
+        self.base = nn.Linear(size_in, size_out, bias=bias)
+        self.expansion_to_base = nn.Linear(up_in, size_out, bias=False) if collaborative else None
+        self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
+        self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
+
+    def forward(self, x: Tensor, x_up: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
+        y = self.base(x)
+        if self.expansion_to_base is not None and not masked:
+            y = y + self.expansion_to_base(x_up)
+        return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
+
+
+class StreamNorm(nn.Module):
+    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be taken of the other one."""
+
+    def __init__(self, kind: str, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
+
+    def forward(self, x: Tensor, statistics_of: Tensor) -> Tensor:
+        source = statistics_of.float()
+        if self.bias is None:
+            scale = torch.rsqrt(source.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * (x.float() * scale).to(x.dtype)
+        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
+        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
+        return self.weight * normal.to(x.dtype) + self.bias
+
+
+class WidenedNorm(nn.Module):
+    """Both streams normalised: the base by its own statistics, the expansion by its own or by the base's."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.shared = config.norm_statistics == "base"
+        self.base = StreamNorm(config.norm, config.hidden_size, config.norm_eps)
+        self.expansion = StreamNorm(config.norm, config.expansion_hidden_size, config.norm_eps)
+
+    def forward(self, path: Path) -> Path:
+        x, x_up, masked = path
+        return Path(self.base(x, x), self.expansion(x_up, x if self.shared else x_up), masked)
+
+
+class Rotary:
+    """Rotary position embedding: cos and sin for positions [B, S]; a fraction of each head turns."""
+
+    def __init__(self, config: ScaleConfig, positions: Tensor, dtype: torch.dtype) -> None:
+        angles = positions.float().unsqueeze(-1) * self._frequencies(config).to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @staticmethod
+    def _frequencies(config: ScaleConfig) -> Tensor:
+        rotary = config.rotary
+        rotated = int(config.head_dim * rotary.get("fraction", 1.0))
+        frequencies = 1.0 / rotary["theta"] ** (torch.arange(0, rotated, 2, device="cpu").float() / rotated)
+        scaling = rotary.get("scaling", "default")
+        if scaling == "linear":
+            return frequencies / rotary["factor"]
+        if scaling == "llama3":  # long wavelengths are stretched, short ones kept, those between blended
+            low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
+            turns = rotary["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+            blend = ((turns - low) / (high - low)).clamp(0, 1)
+            return (1 - blend) * frequencies / rotary["factor"] + blend * frequencies
+        return frequencies
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """heads: [B, H, S, K]."""
+        width = self.cos.shape[-1]
+        turned, rest = heads[..., :width], heads[..., width:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+        return torch.cat([turned, rest], dim=-1)
+
+
+class ScaleAttention(nn.Module):
+    """Causal attention. The expansion adds heads beside the base's, and each path has all of them once more."""
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        hidden = (config.hidden_size, config.expansion_hidden_size)
+        heads = self._sizes(config.num_attention_heads, config.expansion_num_attention_heads)
+        kv_heads = self._sizes(config.num_key_value_heads, config.expansion_num_key_value_heads)
+        bias, collaborative = config.query_key_value_bias, config.is_collaborative(layer, "attention")
+        self.base_width = heads[0]
+        self.query = WidenedLinear(hidden, heads, bias, collaborative)
+        self.key = WidenedLinear(hidden, kv_heads, bias, collaborative)
+        self.value = WidenedLinear(hidden, kv_heads, bias, collaborative)
+        self.output = WidenedLinear(heads, hidden, config.output_bias, collaborative)
+
+    def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
+        return heads * self.head_dim, expansion_heads * self.head_dim
+
+    def forward(
+        self,
+        paths: list[Path],
+        rotary: Rotary,
+        mask: Tensor | None,
+        cache: Any,  # noqa: ANN401
+    ) -> list[tuple[Tensor, Tensor]]:
+        query = rotary.turn(self._heads(self.query, paths))
+        key = rotary.turn(self._heads(self.key, paths))
+        value = self._heads(self.value, paths)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        causal = mask is None and query.shape[2] > 1
+        grouped = query.shape[1] != key.shape[1]
+        heads = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+        attended = heads.transpose(1, 2).flatten(2).chunk(len(paths), dim=-1)
+        return [
+            self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
+            for flat, path in zip(attended, paths, strict=True)
+        ]
+
+    def _heads(self, projection: WidenedLinear, paths: list[Path]) -> Tensor:
+        """All heads of all paths side by side, which keeps every group of query heads beside its key/value head."""
+        flat = torch.cat([part for path in paths for part in projection(*path)], dim=-1)
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class ScaleFeedForward(nn.Module):
+    """Gated (Llama) or plain (GPT-NeoX)."""
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        hidden = (config.hidden_size, config.expansion_hidden_size)
+        inner = (config.intermediate_size, config.expansion_intermediate_size)
+        bias, collaborative = config.ffn_bias, config.is_collaborative(layer, "ffn")
+        self.activation = ACT2FN[config.hidden_act]
+        self.gate = WidenedLinear(hidden, inner, bias, collaborative) if config.gated_ffn else None
+        self.up = WidenedLinear(hidden, inner, bias, collaborative)
+        self.down = WidenedLinear(inner, hidden, bias, collaborative)
+
+    def forward(self, path: Path) -> tuple[Tensor, Tensor]:
+        inner, inner_up = self.up(*path)
+        if self.gate is None:
+            inner, inner_up = self.activation(inner), self.activation(inner_up)
+        else:
+            gate, gate_up = self.gate(*path)
+            inner, inner_up = self.activation(gate) * inner, self.activation(gate_up) * inner_up
+        fed: tuple[Tensor, Tensor] = self.down(inner, inner_up, path.masked)
+        return fed
+
+
+class ScaleLayer(nn.Module):
+    """One decoder layer, with sequential or parallel residual, on one path or on the router's two."""
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.attention_norm = WidenedNorm(config)
+        self.attention = ScaleAttention(config, layer)
+        self.ffn_norm = WidenedNorm(config)
+        self.ffn = ScaleFeedForward(config, layer)
+
+    def forward(self, paths: list[Path], rotary: Rotary, mask: Tensor | None, cache: Any) -> list[Path]:  # noqa: ANN401
+        attended = self.attention([self.attention_norm(path) for path in paths], rotary, mask, cache)
+        summed = [path.plus(*change) for path, change in zip(paths, attended, strict=True)]
+        fed = [self.ffn(self.ffn_norm(path)) for path in (paths if self.parallel_residual else summed)]
+        return [path.plus(*change) for path, change in zip(summed, fed, strict=True)]
+
+
+class ScaleEmbedding(nn.Module):
+    """The base's token embedding, and the columns from which the expansion stream starts."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.base = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+
+    def forward(self, tokens: Tensor) -> Path:
+        return Path(self.base(tokens), self.expansion(tokens))
+
+
+class ScaleOutput(nn.Module):
+    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.threshold = config.router_threshold
+        tied = config.tie_word_embeddings
+        self.base = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+
+    def forward(self, paths: list[Path], embedding: Tensor) -> Tensor:
+        """Logits [B, S, V] in fp32. Of two paths the first is the preserved, the second the adapted one."""
+        base = embedding if self.base is None else self.base
+        z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
+        if len(paths) == 2:
+            z_p = F.linear(paths[0].x, base).float()
+            preserved = (z_p * z).sum(-1, keepdim=True) > self.threshold * (
+                z_p.square().sum(-1, keepdim=True) * z.square().sum(-1, keepdim=True)
+            ).sqrt()
+            z = torch.where(preserved, (z_p + z) / 2, z)
+            x_up = torch.where(preserved, paths[0].x_up, x_up)
+        return z + F.linear(x_up, self.expansion)
+
+
+class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A decoder-only language model widened by SCALE."""
+
+    config_class = ScaleConfig
+    base_model_prefix = ""
+    _no_split_modules = ("ScaleLayer",)
+    _supports_sdpa = True
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__(config)
+        self.embedding = ScaleEmbedding(config)
+        self.layers = nn.ModuleList(ScaleLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.final_norm = WidenedNorm(config)
+        self.output = ScaleOutput(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.base
+
+    def get_output_embeddings(self) -> None:
+        """None: the output projection is two matrices, and a tied one is used from its place in the embedding."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CausalLMOutputWithPast:
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all)."""
+        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache()
+        streams = self.embedding(input_ids)
+        if position_ids is None:
+            position_ids = self._positions(input_ids, attention_mask, past_key_values)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=streams.x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        rotary = Rotary(self.config, position_ids, streams.x.dtype)
+        paths = [streams]
+        for index, layer in enumerate(self.layers):
+            if self.config.routed and index == self.config.l_fp:
+                paths = [paths[0]._replace(masked=True), paths[0]]
+            paths = layer(paths, rotary, mask, past_key_values)
+        kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+        paths = [self.final_norm(Path(path.x[:, kept], path.x_up[:, kept])) for path in paths]
+        logits = self.output(paths, self.embedding.base.weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    @staticmethod
+    def _positions(input_ids: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+        """Positions count from the first token that is not padding."""
+        length = input_ids.shape[1]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        seen = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(seen, seen + length, device=input_ids.device).unsqueeze(0)

@@ -1,0 +1,41 @@
+"""Where a run of this project keeps what conversion needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipeline.config import RunConfig, load_config
+from pipeline.conversion.convert import Conversion, Format
+from pipeline.errors import CheckpointError
+
+HF_FOLDER = "hf"
+
+
+def latest_conversion(config_path: Path, format: Format, dtype: torch.dtype | None) -> Conversion:
+    """The conversion of a run's newest checkpoint into its own `hf` folder.
+
+    Raises:
+        CheckpointError: the run has saved none, or `latest` names none.
+    """
+    config = load_config(config_path)
+    return Conversion(newest_checkpoint(config), config.base, config.folder / HF_FOLDER, format=format, dtype=dtype)
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    """The checkpoint that `checkpoints/latest` names."""
+    pointer = config.folder / "checkpoints" / "latest"
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise CheckpointError(f"{pointer}: no such file; the run has no checkpoint yet: train it first") from None
+    if Path(name).name != name or not (pointer.parent / name).is_dir():
+        raise CheckpointError(f"{pointer}: names {name!r}, which is no checkpoint there; write the name of one that is")
+    return pointer.parent / name
+
+
+def run_texts(config_path: Path) -> dict[str, list[str]]:
+    """The text files of each corpus that the run has not trained on, or else its inputs, by the corpus's name."""
+    corpora = load_config(config_path).data.corpora
+    return {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}

@@ -1,0 +1,58 @@
+"""Opening files that `torch.save` wrote, without running any code that they may contain."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckpointError
+
+
+class _Inert:
+    """Stands where DeepSpeed's files name one of its own classes: takes the fields and does nothing with them."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+# What DeepSpeed's files hold beside tensors and plain containers. Nothing of DeepSpeed is imported: an enumeration is
+# read as its number, a class as an object with the same fields.
+_STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+]
+
+
+def open_torch_file(path: Path) -> Any:  # noqa: ANN401
+    """What `path` holds. Tensors stay on disk until they are touched (mmap).
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds more than tensors, plain values and DeepSpeed's records.
+    """
+    try:
+        with torch.serialization.safe_globals(_STANDINS):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: {_refusal(error)}") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
+
+
+def _refusal(error: pickle.UnpicklingError) -> str:
+    """torch explains at length; the user needs what was found, and that it did not run."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return f"names {found[1]}, which no checkpoint needs; nothing in it was run. Do not trust this file"
+    return f"damaged, or not a checkpoint ({_first_line(error)}); use another one"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

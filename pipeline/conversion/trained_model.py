@@ -1,0 +1,167 @@
+"""The model that a checkpoint and its base make together, readable one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from pipeline.config import Method, ScaleMethod
+from pipeline.conversion.checkpoint_reader import CheckpointReader
+from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.files import file_hash
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import full_shape_of
+from pipeline.scale.plan import ExpansionPlan, plan_expansion
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint beside its base.
+
+    Attributes:
+        checkpoint, base: where the two halves lie.
+        manifest: what the trainer wrote about the checkpoint.
+        plan: what was added to the base; None where the base itself trained.
+    """
+
+    checkpoint: Path
+    base: BaseFolder
+    manifest: Mapping[str, Any]
+    plan: ExpansionPlan | None
+    reader: CheckpointReader
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The base's architecture."""
+        return self.base.spec
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter with its whole shape. A tied output projection is not one of its own."""
+        return {name: full_shape_of(parameter) for name, parameter in skeleton(self.spec, self.plan).named_parameters()}
+
+    def read(self, name: str) -> Tensor:
+        """The whole parameter: trained ones in fp32, the base's in the type they were published in."""
+        return self.reader.read(name) if name in self.trained else self.base.read(name)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The parameters that the checkpoint holds."""
+        return frozenset(self.reader.names)
+
+    @cached_property
+    def base_dtype(self) -> torch.dtype:
+        """The type that the base was published in."""
+        return self.base.read("final_norm.base.weight").dtype
+
+    @torch.no_grad()
+    def decoder(self) -> Decoder:
+        """The training model itself, in fp32 on the host."""
+        model = skeleton(self.spec, self.plan).to_empty(device="cpu")
+        if self.spec.tie_word_embeddings:
+            model.output.base = model.embedding.base.weight
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self.read(name))
+        return model.eval()
+
+
+def skeleton(spec: DecoderSpec, plan: ExpansionPlan | None) -> Decoder:
+    """The decoder without values: it gives names, shapes and partitions."""
+    with torch.device("meta"):
+        return Decoder(spec, plan)
+
+
+def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
+    """Opens a checkpoint folder beside the base that it was trained on.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or does not fit the base's architecture.
+        BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
+    """
+    manifest = read_manifest(checkpoint)
+    base = open_base(base_path)
+    method = _method(manifest, checkpoint)
+    promised = _field(manifest, checkpoint, "run", "base", "hashes")
+    if base.hashes() != promised:
+        raise BaseModelError(
+            f"{base_path}: other weights than the base that {checkpoint} was trained on "
+            f"({_field(manifest, checkpoint, 'run', 'base', 'path')}); give that model's folder"
+        )
+    plan = plan_expansion(method, base.spec.widths, base.spec.num_layers) if isinstance(method, ScaleMethod) else None
+    model = TrainedModel(checkpoint, base, manifest, plan, CheckpointReader(checkpoint, skeleton(base.spec, plan)))
+    _check_whole(model)
+    return model
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's description of the checkpoint in the folder `checkpoint`.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; expected a checkpoint folder such as step_00000500") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged ({error}); use another checkpoint") from None
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{path}: expected an object, found {type(manifest).__name__}; use another checkpoint")
+    return manifest
+
+
+def check_hashes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a file is not, byte for byte, what the trainer wrote."""
+    for name, record in _field(manifest, checkpoint, "files").items():
+        path = checkpoint / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{checkpoint / MANIFEST}: names files outside its folder; do not use it")
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one")
+        if file_hash(path) != record["sha256"]:
+            raise CheckpointError(f"{path}: its content changed since it was written; use another checkpoint")
+
+
+def _check_whole(model: TrainedModel) -> None:
+    """Everything that the base does not hold must have been trained."""
+    from_base = {name for name in model.shapes if ".base." in name or name == "output.base"}
+    missing = sorted(set(model.shapes) - model.trained - (from_base if model.plan else set()))
+    if missing:
+        raise CheckpointError(
+            f"{model.checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
+            "use another checkpoint"
+        )
+
+
+def _method(manifest: Mapping[str, Any], checkpoint: Path) -> Method:
+    try:
+        method: Method = TypeAdapter(Method).validate_python(_field(manifest, checkpoint, "run", "method"))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST}: run.method is none that this version knows "
+            f"({error.errors()[0]['msg']}); convert it with the version that wrote it"
+        ) from None
+    return method
+
+
+def _field(manifest: Mapping[str, Any], checkpoint: Path, *path: str) -> Any:  # noqa: ANN401
+    value: Any = manifest
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            raise CheckpointError(f"{checkpoint / MANIFEST}: lacks {'.'.join(path)}; use another checkpoint")
+        value = value[key]
+    return value

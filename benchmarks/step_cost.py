@@ -113,7 +113,7 @@ def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], float]]:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.sequence_length), device=size.device)
 
     def loss() -> Tensor:

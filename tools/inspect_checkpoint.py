@@ -1,0 +1,27 @@
+"""Says what a checkpoint is: its method, widths, base, step, tokens, trained share, and the norms of its blocks.
+
+python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.conversion.inspection import as_text, describe_checkpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
+    parser.add_argument("--base", type=Path, help="where the base lies, if not where the checkpoint says")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    arguments = parser.parse_args()
+    facts = describe_checkpoint(arguments.checkpoint, arguments.base)
+    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -45,7 +45,7 @@ def block_norms(model: TrainedModel) -> dict[str, list[float]]:
             continue
         kind = "base" if is_base(name) else next((block for block in BLOCKS if f".{block}." in name), None)
         if kind is not None:
-            squares[kind][int(name.split(".")[1])] += float(model.read(name).float().square().sum())
+            squares[kind][int(name.split(".")[1])] += float(model.read(name).detach().float().square().sum())
     return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
 
 

@@ -1,0 +1,128 @@
+"""SCALE-Route against a slow, literal transcription of the paper's Eq. 5, which runs the two models apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.router import preserved_tokens
+from tests.widened import (
+    balance_router,
+    scale_settings,
+    some_batch,
+    some_tokens,
+    trained_gradients,
+    widened,
+)
+
+NAMES = ("llama", "llama tied", "neox", "stories260K")
+# One product serves both paths' W_out^up x_up: the transcription's two may round their sums otherwise.
+LOGIT_TOLERANCE = 1e-5
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def three_models(base, modules="both"):
+    """Route, and the Preserve and Adapt models that it is made of, at the same values."""
+    changes = {"collaborative_modules": modules}
+    route, adapt = (widened(base, scale_settings(variant, **changes), noise=0.1) for variant in ("route", "adapt"))
+    preserve = widened(base, scale_settings("preserve"), noise=0.1)
+    balance_router(route, some_tokens(base.spec, 2, 24))
+    return route, preserve, adapt
+
+
+def equation_5(preserve, adapt, tokens, threshold):
+    """Token by token: (Z_p + Z_a)/2 + Z_p^up where cos(Z_p, Z_a) > τ, else Z_a + Z_a^up."""
+    paths = []
+    for model in (preserve, adapt):
+        hidden = model.hidden_states(tokens)
+        paths.append((F.linear(hidden.x, model.output.base), F.linear(hidden.x_up, model.output.expansion)))
+    (z_p, z_p_up), (z_a, z_a_up) = paths
+    rows, sides = [], []
+    for token in range(tokens.numel()):
+        cosine = torch.dot(z_p[token], z_a[token]) / (z_p[token].norm() * z_a[token].norm())
+        sides.append(cosine.item() > threshold)
+        if sides[-1]:
+            rows.append((z_p[token] + z_a[token]) / 2 + z_p_up[token])
+        else:
+            rows.append(z_a[token] + z_a_up[token])
+    return torch.stack(rows), torch.tensor(sides)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_choices_and_gradients_are_those_of_equation_5(base, name):
+    route, preserve, adapt = three_models(base(name))
+    tokens, targets = some_batch(route.spec, 2, 24)
+    logits, sides = equation_5(preserve, adapt, tokens, route.output.threshold)
+    assert sides.any()
+    assert not sides.all()
+    torch.testing.assert_close(route.logits(tokens).flatten(0, 1), logits, rtol=0, atol=LOGIT_TOLERANCE)
+
+    expected_loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    loss, _, chosen = route(tokens, targets)
+    assert torch.equal(chosen.flatten(), sides)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    loss.backward()
+    expected_loss.backward()
+    of_preserve, of_adapt = trained_gradients(preserve), trained_gradients(adapt)
+    for parameter, gradient in trained_gradients(route).items():
+        expected = of_adapt[parameter] + of_preserve.get(parameter, torch.zeros(()))
+        assert expected.any(), parameter
+        # Sums of the same terms in another order: roundings of 2^-24 of the largest, some hundred of them.
+        assert (gradient - expected).abs().max() <= 200 * 2**-24 * float(expected.abs().max()), parameter
+
+
+def test_training_and_inference_follow_the_same_rule(base):
+    route, _, _ = three_models(base("llama"))
+    tokens, targets = some_batch(route.spec, 2, 24)
+    expected = F.cross_entropy(route.logits(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+    with torch.no_grad():
+        evaluated = route(tokens, targets)
+    trained = route(tokens, targets)
+    for found, same in zip(trained, evaluated, strict=True):
+        assert torch.equal(found, same)
+    torch.testing.assert_close(trained[1].flatten(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("l_fp", [0, 1, 2])
+def test_layers_up_to_l_fp_run_once_and_the_others_twice(base, l_fp):
+    model = widened(base("llama"), scale_settings("route", l_fp=l_fp))
+    calls = Counter()
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, index=index: calls.update([index]))
+    model(*some_batch(model.spec, 1, 8))
+    assert calls == {index: 1 if index < l_fp else 2 for index in range(3)}
+
+
+def test_no_gradient_passes_through_the_choice(base):
+    route, _, _ = three_models(base("llama"))
+    hidden = route.hidden_states(some_tokens(route.spec, 2, 24))
+    assert hidden.x.requires_grad
+    assert not hidden.preserved_x.requires_grad
+    z_a = F.linear(hidden.x, route.output.base)
+    assert not preserved_tokens(z_a, z_a, 0.5, SINGLE).requires_grad
+
+
+def test_the_thresholds_ends_send_every_token_one_way(base):
+    route, preserve, adapt = three_models(base("llama"), modules="attention")
+    tokens = some_tokens(route.spec, 2, 24)
+    route.output.threshold = 1.0
+    assert torch.equal(route.logits(tokens), adapt.logits(tokens))
+    route.output.threshold = -1.0
+    logits, sides = equation_5(preserve, adapt, tokens, -1.0)
+    assert sides.all()
+    torch.testing.assert_close(route.logits(tokens).flatten(0, 1), logits, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("threshold", [-0.9, 0.0, 0.5, 0.99])
+def test_the_router_compares_the_cosine(threshold):
+    generator = torch.Generator().manual_seed(0)
+    z_p = torch.randn(1000, 8, generator=generator)
+    z_a = z_p + 2 * torch.randn(1000, 8, generator=generator) * torch.rand(1000, 1, generator=generator)
+    found = preserved_tokens(z_p, z_a, threshold, SINGLE)
+    expected = F.cosine_similarity(z_p.double(), z_a.double()) > threshold
+    assert found.sum() > 0
+    assert torch.equal(found, expected)

@@ -1,0 +1,49 @@
+"""Before the first step the widened model is the base model, bit for bit, however its expansion starts."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from pipeline.parallel.parameter import named_trained_parameters
+from tests.bases import CONFIGS
+from tests.widened import scale_settings, some_tokens, unwidened, widened
+
+KINDS = ("zero", "random", "svd")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
+@pytest.mark.parametrize("name", [*CONFIGS, "stories260K"])
+def test_logits_equal_the_base_models(base, name, variant):
+    tokens = some_tokens(base(name).spec, 2, 32)
+    changes = {} if variant == "preserve" else {"collaborative_modules": "both"}
+    model = widened(base(name), scale_settings(variant, **changes))
+    assert torch.equal(model.logits(tokens), unwidened(base(name)).logits(tokens))
+
+
+@pytest.mark.parametrize("norm", ["separate", "base"])
+@pytest.mark.parametrize("pair", list(product(KINDS, KINDS)), ids="-".join)
+def test_every_pair_of_initialisers_starts_at_the_base(base, pair, norm):
+    tokens = some_tokens(base("llama").spec, 2, 32)
+    initialisers = dict(zip(("base_to_expansion", "expansion_to_expansion"), pair, strict=True))
+    model = widened(base("llama"), scale_settings("adapt", norm=norm, initialisers=initialisers))
+    assert torch.equal(model.logits(tokens), unwidened(base("llama")).logits(tokens))
+    for name, parameter in named_trained_parameters(model):
+        starts_at_zero = (
+            "expansion_to_base" in name
+            or name == "output.expansion"
+            or ("base_to_expansion" in name and pair[0] == "zero")
+            or ("expansion_to_expansion" in name and pair[1] == "zero")
+        )
+        assert bool(parameter.any()) != starts_at_zero, name
+
+
+def test_the_new_gains_start_at_the_mean_of_the_bases(base):
+    model = widened(base("neox"), scale_settings("adapt"))
+    norm = model.layers[1].ffn_norm
+    expected = norm.base.weight.mean().expand(12)
+    torch.testing.assert_close(norm.expansion.weight.detach(), expected.detach())
+    assert not norm.expansion.bias.any()

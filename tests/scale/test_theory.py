@@ -1,0 +1,147 @@
+"""The paper's theorems, as equalities where it proves equality and as trends where it bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.parallel.parameter import named_trained_parameters
+from tests.widened import balance_router, scale_settings, shake, some_batch, some_tokens, unwidened, widened
+
+NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def base_streams(model, tokens, path="model"):
+    """The base stream behind every layer and behind the last norm, and its logits."""
+    streams = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: streams.append(out[0])) for layer in model.layers]
+    with torch.no_grad():
+        x = model.hidden_states(tokens, path=path).x
+    for hook in hooks:
+        hook.remove()
+    return [*streams, x, F.linear(x, model.output.base)]
+
+
+def assert_same_streams(found, expected):
+    assert len(found) == len(expected) > 2
+    for layer, (stream, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(stream, other), f"the base stream differs behind layer {layer}"
+
+
+def train(model, steps=4):
+    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    for step in range(steps):
+        loss, *_ = model(*some_batch(model.spec, 2, 32, seed=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("norm", ["separate", "base"])
+@pytest.mark.parametrize("name", NAMES)
+def test_theorem_3_1_preserve_keeps_the_base_stream_to_the_bit_through_training(base, name, norm):
+    tokens = some_tokens(base(name).spec, 2, 32, seed=9)
+    expected = base_streams(unwidened(base(name)), tokens)
+    model = widened(base(name), scale_settings("preserve", norm=norm))
+    assert_same_streams(base_streams(model, tokens), expected)
+
+    before = {key: parameter.detach().clone() for key, parameter in named_trained_parameters(model)}
+    train(model)
+    unchanged = [key for key, parameter in named_trained_parameters(model) if torch.equal(parameter, before[key])]
+    assert not unchanged, "training left blocks of the expansion where they were"
+    assert_same_streams(base_streams(model, tokens), expected)
+    shift = model.logits(tokens).flatten(0, 1) - expected[-1]
+    assert shift.abs().mean() > 1e-2, "the expansion stream does not reach the logits"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_corollary_3_2_any_w21_and_w22_preserve(base, name):
+    tokens = some_tokens(base(name).spec, 2, 32)
+    expected = base_streams(unwidened(base(name)), tokens)
+    model = widened(base(name), scale_settings("preserve"))
+    for seed in range(3):
+        shake(model, 1.0, seed)
+        assert_same_streams(base_streams(model, tokens), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_preserved_and_base_paths_of_a_trained_model_are_the_base(base, name):
+    tokens = some_tokens(base(name).spec, 2, 32)
+    expected = base_streams(unwidened(base(name)), tokens)
+    model = widened(base(name), scale_settings("adapt", collaborative_modules="both"), noise=0.1)
+    assert_same_streams(base_streams(model, tokens, "preserved"), expected)
+    assert_same_streams(base_streams(model, tokens, "base"), expected)
+    assert torch.equal(model.logits(tokens, path="base").flatten(0, 1), expected[-1])
+    adapted = base_streams(model, tokens)
+    assert_same_streams([*adapted[:1], *expected[1:]], expected)
+    assert not torch.equal(adapted[1], expected[1]), "W12 leaves the first collaborative layer as it was"
+
+
+@pytest.mark.parametrize("modules", ["attention", "ffn", "both"])
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_masking_every_w12_turns_adapt_into_preserve_to_the_bit(base, name, modules):
+    tokens = some_tokens(base(name).spec, 2, 32)
+    adapt = widened(base(name), scale_settings("adapt", collaborative_modules=modules), noise=0.1)
+    preserve = widened(base(name), scale_settings("preserve"), noise=0.1)
+    assert not torch.equal(adapt.logits(tokens), preserve.logits(tokens))
+    assert torch.equal(adapt.logits(tokens, path="preserved"), preserve.logits(tokens))
+    with torch.no_grad():
+        for key, parameter in adapt.named_parameters():
+            if "expansion_to_base" in key:
+                parameter.zero_()
+    assert torch.equal(adapt.logits(tokens), preserve.logits(tokens))
+
+
+def test_proposition_3_3_more_preservation_layers_shift_the_base_less(base):
+    """The same perturbation of W12 in every collaborative layer, averaged over eight draws."""
+    stories = base("stories260K")
+    tokens = some_tokens(stories.spec, 2, 64)
+    mean_shifts = []
+    for l_fp in range(stories.spec.num_layers):
+        model = widened(stories, scale_settings("adapt", l_fp=l_fp))
+        z_p = base_streams(model, tokens)[-1]
+        shifts = []
+        for seed in range(8):
+            perturb_w12(model, 0.05, seed)
+            shifts.append(float((base_streams(model, tokens)[-1] - z_p).detach().norm()))
+        mean_shifts.append(sum(shifts) / len(shifts))
+    assert mean_shifts == sorted(mean_shifts, reverse=True)
+    assert mean_shifts[0] > 2 * mean_shifts[-1] > 0
+
+
+def perturb_w12(model, noise, seed):
+    """Every W12 drawn anew; the same for the same layer, seed and noise in any model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("expansion_to_base" in name)
+        if parameter.requires_grad:
+            torch.nn.init.zeros_(parameter)
+    shake(model, noise, seed)
+
+
+@pytest.mark.parametrize("variant", ["adapt", "route"])
+def test_lemma_d_8_preserved_logits_give_no_gradient_to_w12(base, variant):
+    model = widened(base("llama"), scale_settings(variant, collaborative_modules="both"), noise=0.1)
+    tokens, targets = some_batch(model.spec, 2, 32)
+    loss, *_ = model.output(model.hidden_states(tokens, path="preserved"), targets.flatten())
+    loss.backward()
+    parameters = list(named_trained_parameters(model))
+    w12 = [parameter for key, parameter in parameters if "expansion_to_base" in key]
+    assert len(w12) == 2 * 7
+    assert all(parameter.grad is None for parameter in w12)
+    assert all(parameter.grad.any() for key, parameter in parameters if "expansion_to_base" not in key)
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 1.0])
+def test_route_sends_preserved_tokens_the_bits_of_the_base(base, threshold):
+    """Z_p within Route is the base model's, whatever is trained."""
+    tokens = some_tokens(base("llama").spec, 2, 32)
+    model = widened(base("llama"), scale_settings("route", router_threshold=threshold), noise=0.1)
+    hidden = model.hidden_states(tokens)
+    assert torch.equal(hidden.preserved_x, base_streams(unwidened(base("llama")), tokens)[-2])
+    balance_router(model, tokens)
+    train(model)
+    trained = model.hidden_states(tokens)
+    assert torch.equal(trained.preserved_x, hidden.preserved_x)
+    assert not torch.equal(trained.x, hidden.x)

@@ -14,6 +14,10 @@ from datetime import timedelta
 
 import torch
 
+# Before there is a group: its functions take the default group of their import as a default argument, and a group that
+# is still referred to after `finish` keeps gloo's threads, which now and then abort the process at its end.
+import torch.distributed.nn
+
 from pipeline.errors import LayoutError
 
 # Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before

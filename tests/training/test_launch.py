@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +123,25 @@ def test_each_rank_of_a_node_takes_a_gpu_of_its_own():
     assert device_index(3, 1, bound=True) == 0
     with pytest.raises(LayoutError, match="rank 1 of this node has no GPU, 1 are visible"):
         device_index(1, 1, bound=False)
+
+
+def test_no_thread_of_the_group_outlives_it():
+    """They abort the process now and then; the import stands for transformers', which brings it in after the start."""
+    program = """
+import os, pathlib, sys
+from pipeline.training import launch
+
+def threads():
+    return [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+
+launch.initialise(launch.read_launch({}))
+import torch.distributed.nn.functional
+assert any("gloo" in name for name in threads()), threads()
+launch.finish()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

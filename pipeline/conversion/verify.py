@@ -88,8 +88,8 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     # Written so that a NaN fails.
     if not (report.max_abs <= tolerance.max_abs and report.kl <= tolerance.kl):
         raise ConversionError(
-            f"{folder}: the exported model differs from the trained one by up to {report.max_abs:.3g} in a logit "
-            f"(at most {tolerance.max_abs:g}) and {report.kl:.3g} nats a token (at most {tolerance.kl:g}): not published"
+            f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in a logit "
+            f"(at most {tolerance.max_abs:g}) and {report.kl:.3g} nats a token (at most {tolerance.kl:g}); not kept"
         )
     return report
 

@@ -1,0 +1,1 @@
+"""What a model knows and what it has forgotten: perplexity on any corpora, and the summary of a run."""

@@ -1,0 +1,168 @@
+"""The end of a run: what it learned, what it forgot, what it cost, and where everything lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig, ScaleMethod
+from pipeline.errors import CheckpointError, ConversionError
+from pipeline.evaluation.folder import score_folder
+from pipeline.evaluation.heldout import heldout_corpora
+from pipeline.evaluation.perplexity import Score
+from pipeline.evaluation.table import readable, table
+from pipeline.files import write_json
+
+SUMMARY = "summary.json"
+COMPARISON_SUFFIX = "-fft"
+# What the trainer measured and the summary passes on.
+_FROM_TRAINING = (
+    "step0_max_abs_logit_difference",
+    "trainable_parameters",
+    "total_parameters",
+    "optimizer_state_elements",
+    "steps",
+    "tokens_seen",
+    "seconds",
+    "checkpoint",
+    "tensorboard",
+)
+
+Scores = Mapping[str, Score]
+"""By the corpus's name."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A trained and converted run: its folder, the trainer's figures, and how its export was verified."""
+
+    folder: Path
+    training: Mapping[str, Any]
+    verification: Mapping[str, Any]
+
+    @property
+    def hf_folder(self) -> Path:
+        """The exported model."""
+        return self.folder / "hf"
+
+    @property
+    def trained_share(self) -> float:
+        """How much of the model trained."""
+        return float(self.training["trainable_parameters"]) / float(self.training["total_parameters"])
+
+
+def open_run(folder: Path) -> FinishedRun:
+    """The finished run in `folder`.
+
+    Raises:
+        CheckpointError: it has not been trained to its end.
+        ConversionError: it has not been converted.
+    """
+    try:
+        training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}/training.json: no such file; the run must be trained to its end first"
+        ) from None
+    try:
+        verification = json.loads((folder / "hf" / "verification.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{folder}/hf: no verified model; run tools/convert_checkpoint.py first") from None
+    return FinishedRun(folder, training, verification)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Everything that the table and summary.json show; `comparison` is full fine-tuning's run, where there is one."""
+
+    config: RunConfig
+    run: FinishedRun
+    before: Scores
+    after: Scores
+    comparison: tuple[FinishedRun, Scores] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The contents of summary.json."""
+        values: dict[str, Any] = {key: self.run.training[key] for key in _FROM_TRAINING if key in self.run.training}
+        values["trained_fraction"] = self.run.trained_share
+        values |= _flat(self.before, "before") | _flat(self.after, "after")
+        values["export_max_abs_logit_difference"] = self.run.verification["max_abs"]
+        values["hf_folder"] = str(self.run.hf_folder)
+        values["scores"] = {"before": _as_json(self.before), "after": _as_json(self.after)}
+        if self.comparison:
+            other, scores = self.comparison
+            values["comparison"] = {
+                "method": "fft",
+                "trainable_parameters": other.training["trainable_parameters"],
+                **_flat(scores, "after"),
+                "hf_folder": str(other.hf_folder),
+            }
+        return values
+
+    def as_text(self) -> str:
+        """The table, and where things lie."""
+        rows = [self._row("base", None, self.before), self._row(_method_name(self.config), self.run, self.after)]
+        if self.comparison:
+            rows.append(self._row("full fine-tuning", *self.comparison))
+        header = ["", "trained"]
+        for name in self.before:
+            header += [f"{name}: perplexity", "bits per byte"]
+        places = [
+            ("TensorBoard", self.run.training.get("tensorboard")),
+            ("checkpoint", self.run.training.get("checkpoint")),
+            ("Hugging Face folder", self.run.hf_folder),
+            ("these figures", self.run.folder / SUMMARY),
+        ]
+        listed = "\n".join(f"{what:<20} {where}" for what, where in places)
+        return f"{table(header, rows)}\n\n{listed}"
+
+    def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> Sequence[str]:
+        cells = [label, f"{run.trained_share:.1%}" if run else ""]
+        for name in self.before:
+            cells += [readable(scores[name].perplexity), f"{scores[name].bits_per_byte:.3f}"]
+        return cells
+
+
+def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary:
+    """Scores the base and the exported model on the run's held-out texts, and writes `summary.json` into its folder.
+
+    A run in `<folder>-fft` is scored beside it. `max_tokens` limits what is scored of each corpus; None takes twice
+    what validation during the run takes, 0 everything.
+    """
+    run = open_run(config.folder)
+    if max_tokens is None:
+        max_tokens = 2 * config.validation.max_sequences * config.data.sequence_length
+
+    def scores(folder: Path) -> Scores:
+        context = config.data.sequence_length
+        return score_folder(folder, heldout_corpora(config), context=context, max_tokens=max_tokens or None)
+
+    comparison = None
+    other_folder = config.folder.with_name(config.folder.name + COMPARISON_SUFFIX)
+    if (other_folder / "hf").exists():
+        other = open_run(other_folder)
+        comparison = other, scores(other.hf_folder)
+    summary = RunSummary(config, run, scores(config.base), scores(run.hf_folder), comparison)
+    write_json(config.folder / SUMMARY, summary.as_json())
+    return summary
+
+
+def _method_name(config: RunConfig) -> str:
+    if isinstance(config.method, ScaleMethod):
+        return f"SCALE-{config.method.variant.capitalize()}"
+    return "full fine-tuning"
+
+
+def _flat(scores: Scores, when: str) -> dict[str, float]:
+    flat = {}
+    for name, score in scores.items():
+        flat[f"{name}_perplexity_{when}"] = score.perplexity
+        flat[f"{name}_bits_per_byte_{when}"] = score.bits_per_byte
+    return flat
+
+
+def _as_json(scores: Scores) -> dict[str, Any]:
+    return {name: score.as_json() for name, score in scores.items()}

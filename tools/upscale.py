@@ -31,7 +31,9 @@ def main() -> None:
         return
     base = open_base(config.base)
     if (output / MANIFEST).exists():
-        open_expansion(output).check_origin(base.hashes(), origin_of(config.method), config.seed)
+        expansion = open_expansion(output)
+        expansion.check_origin(base.hashes(), origin_of(config.method), config.seed)
+        expansion.check_files()
         logger.info("%s is there already", output)
         return
     upscale(config.method, base, output, config.seed)

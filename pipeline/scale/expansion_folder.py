@@ -77,6 +77,15 @@ class ExpansionFolder:
                 "remove this folder to make it again"
             )
 
+    def check_files(self) -> None:
+        """Raises CheckpointError where a file's content is not what was written. Reads every byte."""
+        for name, expected in self.manifest["hashes"].items():
+            file = self.path / name
+            if not file.exists() or file_hash(file) != expected:
+                raise CheckpointError(
+                    f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"
+                )
+
 
 def open_expansion(path: Path) -> ExpansionFolder:
     """Opens a folder that `write_expansion` made.

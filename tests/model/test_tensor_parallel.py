@@ -1,0 +1,204 @@
+"""The decoder over several ranks computes what it computes on one: logits, loss and every trained gradient.
+
+Splitting a sum over ranks only reorders it, so results may differ by roundings: a sum of n terms in fp32 by about
+sqrt(n) · 2^-24 of its largest term, with n up to some thousand here (tokens × width), carried through three layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.parameter import named_trained_parameters, partition_of
+from pipeline.parallel.sharding import Partition, merge
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
+from tests.distributed import run_ranks
+from tests.widened import balance_router, scale_settings, some_batch, some_tokens, trained_gradients, unwidened, widened
+
+TOLERANCE = 1e-5
+BOTH = {"collaborative_modules": "both"}
+ONE_KV_HEAD = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 2}}
+ONE_KV_HEAD_IN_FOUR = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to run on several ranks."""
+
+    base: str
+    method: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    activation_checkpointing: str = "none"
+
+    def __str__(self) -> str:
+        return " ".join((self.base, self.method, *self.changes, self.activation_checkpointing))
+
+    def build(self, path: Path, tp: TensorParallel) -> Decoder:
+        """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
+        base = open_base(path)
+        if self.method == "fft":
+            return unwidened(base, tp)
+        settings = scale_settings(self.method, **self.changes)
+
+        def build(tp: TensorParallel) -> Decoder:
+            return widened(base, settings, tp=tp, noise=0.1, activation_checkpointing=self.activation_checkpointing)
+
+        model = build(tp)
+        if self.method == "route":
+            whole = build(SINGLE)
+            balance_router(whole, some_tokens(base.spec, 2, 24))
+            model.output.threshold = whole.output.threshold
+        return model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank, or the only one, computed of a batch."""
+
+    logits: Tensor
+    loss: Tensor
+    nll: Tensor
+    preserved: Tensor
+    gradients: dict[str, Tensor]
+    partitions: dict[str, Partition]
+    squared_norm: float
+    """Of the gradients that this rank counts in the global norm, by DeepSpeed's rule."""
+
+
+def outcome(model: Decoder) -> Outcome:
+    tokens, targets = some_batch(model.spec, 2, 24)
+    loss, nll, preserved = model(tokens, targets)
+    loss.backward()
+    parameters = dict(named_trained_parameters(model))
+    gradients = trained_gradients(model)
+    counted = [name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel]
+    return Outcome(
+        logits=model.logits(tokens),
+        loss=loss.detach(),
+        nll=nll,
+        preserved=preserved,
+        gradients=gradients,
+        partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
+        squared_norm=sum(float(gradients[name].double().square().sum()) for name in counted),
+    )
+
+
+def all_ranks() -> TensorParallel:
+    """This rank's place among all of them as one tensor-parallel group."""
+    return ProcessGroups(Layout(dist.get_world_size(), dist.get_world_size())).tensor_parallel
+
+
+def outcomes_of_rank(cases: list[tuple[Case, Path]]) -> dict[str, Outcome]:
+    tp = all_ranks()
+    return {str(case): outcome(case.build(path, tp)) for case, path in cases}
+
+
+EVERY_METHOD = [
+    Case(base, method, BOTH if method in ("adapt", "route") else {})
+    for base in ("llama", "neox")
+    for method in ("preserve", "adapt", "route", "fft")
+]
+CASES = {
+    2: [
+        *EVERY_METHOD,
+        Case("llama", "adapt", ONE_KV_HEAD),
+        Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
+        Case("llama biases", "fft"),
+        Case("qwen2", "adapt", {"norm": "base"}),
+        Case("neox sequential", "adapt", {"collaborative_modules": "ffn"}),
+        Case("llama tied", "fft"),
+        Case("neox tied", "fft"),
+        Case("llama tied", "route", BOTH),
+        Case("llama one kv head", "fft"),
+        Case("llama", "route", BOTH, "all"),
+        Case("llama", "adapt", BOTH, "collaborative"),
+    ],
+    4: [
+        *EVERY_METHOD,
+        Case("llama", "route", {**BOTH, **ONE_KV_HEAD}),
+        Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
+        Case("llama tied", "fft"),
+        Case("neox tied", "adapt", BOTH),
+    ],
+    # One new key/value head among four new query heads, as Llama-3.2-1B's.
+    8: [
+        Case("llama eight heads", "adapt", {**BOTH, "l_fp": 0, **ONE_KV_HEAD_IN_FOUR}),
+        Case("neox eight heads", "route", {**BOTH, "l_fp": 0}),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(base):
+    """The ranks' outcomes of every case at a tensor-parallel size, computed by one start of the ranks."""
+    known: dict[int, list[dict[str, Outcome]]] = {}
+
+    def of(tp_size: int, case: Case) -> list[Outcome]:
+        if tp_size not in known:
+            cases = [(each, base(each.base).path) for each in CASES[tp_size]]
+            known[tp_size] = run_ranks(outcomes_of_rank, tp_size, cases)
+        return [rank[str(case)] for rank in known[tp_size]]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "case"), [(size, case) for size, cases in CASES.items() for case in cases], ids=str
+)
+def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
+    ranks = outcomes(tp_size, case)
+    whole = outcome(case.build(base(case.base).path, SINGLE))
+    columns = torch.cat([rank.logits for rank in ranks], dim=-1)[..., : whole.logits.shape[-1]]
+    assert_near(columns, whole.logits, "logits")
+    for rank in ranks:
+        assert_near(rank.loss, whole.loss, "loss")
+        assert_near(rank.nll, whole.nll, "nll")
+        assert torch.equal(rank.preserved, whole.preserved)
+    if case.method == "route":
+        assert whole.preserved.any()
+        assert not whole.preserved.all()
+
+    for name, expected in whole.gradients.items():
+        partition = ranks[0].partitions[name]
+        shards = [rank.gradients[name] for rank in ranks]
+        replicas = partition.replicas(tp_size)
+        for first in range(0, tp_size, replicas):
+            for shard in shards[first : first + replicas]:
+                assert torch.equal(shard, shards[first]), f"{name}: holders of the same shard would drift apart"
+        size = 0 if partition.dim is None else expected.shape[partition.dim]
+        assert expected.any(), f"{name} is not reached"
+        assert_near(merge(shards, partition, size), expected, name)
+    norm, expected_norm = sum(rank.squared_norm for rank in ranks) ** 0.5, whole.squared_norm**0.5
+    assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
+
+
+def assert_near(found: Tensor, expected: Tensor, what: str) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error <= TOLERANCE, f"{what}: off by {error:.1e} of the largest"
+
+
+def base_streams_of_rank(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    tp = all_ranks()
+    base = open_base(path)
+    tokens = some_tokens(base.spec, 2, 24)
+    model = widened(base, scale_settings("preserve"), tp=tp, noise=0.1)
+    with torch.no_grad():
+        paths = [model.hidden_states(tokens, path=path).x for path in ("model", "base")]
+        return (*paths, unwidened(base, tp).hidden_states(tokens).x)
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_preserve_keeps_the_base_stream_to_the_bit_over_two_ranks(base, name):
+    """Two ranks' sums have one order only; over more, a long message may be summed otherwise than a short one."""
+    for found, masked, expected in run_ranks(base_streams_of_rank, 2, base(name).path):
+        assert torch.equal(found, expected)
+        assert torch.equal(masked, expected)

@@ -1,0 +1,88 @@
+"""What the method saves: below the first collaborative layer the base stream has no graph and keeps nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.widened import scale_settings, some_batch, unwidened, widened
+
+# Widths of stories260K and of this expansion are all different, so that a tensor's last dimension names its stream.
+WIDTHS = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2}
+RESIDUAL, INNER = 64, 172
+VARIANTS = [("preserve", {}), ("adapt", {"l_fp": 3}), ("route", {"l_fp": 3, "collaborative_modules": "both"})]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def model_of(base, variant, changes):
+    return widened(base("stories260K"), scale_settings(variant, expansion=WIDTHS, **changes), noise=0.1)
+
+
+@pytest.mark.parametrize(("variant", "changes"), VARIANTS, ids=[name for name, _ in VARIANTS])
+def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(base, variant, changes):
+    model = model_of(base, variant, changes)
+    calls = []
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda _, inputs, out, index=index: calls.append((index, inputs[-1], *out)))
+    model(*some_batch(model.spec, 2, 32))
+    for index, masked, x, x_up in calls:
+        depends_on_w12 = not masked and index >= changes.get("l_fp", 5)
+        assert x.requires_grad == depends_on_w12
+        assert (x.grad_fn is not None) == depends_on_w12
+        assert x_up.requires_grad
+
+
+def kept_tensors(model, batch):
+    """What autograd keeps for the backward pass: tensors, one a storage, and the names of parameters."""
+    parameters = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+    kept, kept_parameters = {}, set()
+
+    def keep(tensor):
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in parameters:
+            kept_parameters.add(parameters[pointer])
+        else:
+            kept[pointer] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(*batch)
+    return list(kept.values()), kept_parameters
+
+
+def test_preserve_keeps_of_the_base_stream_the_inputs_of_w21_alone(base):
+    model = model_of(base, "preserve", {})
+    kept, parameters = kept_tensors(model, some_batch(model.spec, 2, 32))
+    layers = model.spec.num_layers
+    # A layer's W21 read four tensors: the two norms' outputs, the attended base heads, the FFN's inner activations.
+    assert sum(tensor.shape[-1] == RESIDUAL for tensor in kept) == 3 * layers
+    assert sum(tensor.shape[-1] == INNER for tensor in kept) == layers
+    assert not [name for name in parameters if ".base." in name or name == "output.base"]
+
+
+def test_preserve_keeps_less_than_half_of_what_full_fine_tuning_keeps(base):
+    """At these toy widths the expansion's own activations weigh more than they do at the paper's."""
+    batch = some_batch(base("stories260K").spec, 2, 32)
+    sizes = [
+        sum(tensor.untyped_storage().nbytes() for tensor in kept_tensors(model, batch)[0])
+        for model in (model_of(base, "preserve", {}), unwidened(base("stories260K")))
+    ]
+    assert 0 < sizes[0] < sizes[1] / 2
+
+
+def flops(model, batch):
+    with FlopCounterMode(display=False) as forward:
+        loss, *_ = model(*batch)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_the_backward_pass_computes_for_the_expansion_alone(base):
+    batch = some_batch(base("stories260K").spec, 2, 128)
+    _, fft = flops(unwidened(base("stories260K")), batch)
+    _, preserve = flops(model_of(base, "preserve", {}), batch)
+    _, adapt = flops(model_of(base, "adapt", {"l_fp": 3}), batch)
+    assert 0 < preserve < 0.15 * fft
+    assert preserve < adapt < 0.4 * fft

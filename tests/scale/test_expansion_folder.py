@@ -1,0 +1,184 @@
+"""The expansion on disk: what was written is what a run reads, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.methods.scale import Scale, upscale
+from pipeline.model.from_hf import is_base, open_base
+from pipeline.parallel.sharding import Partition
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale import expansion_folder
+from pipeline.scale.expansion_folder import MANIFEST, open_expansion, write_expansion
+from tests.bases import CONFIGS, random_model
+from tests.widened import SEED, scale_settings, widened
+
+ADAPT = scale_settings("adapt", collaborative_modules="both")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def folder(base, tmp_path):
+    path = tmp_path / "run" / "upscaled"
+    upscale(ADAPT, base("llama"), path, SEED)
+    return path
+
+
+def load(base_folder, folder, settings=ADAPT, seed=SEED):
+    method = Scale(settings, folder, seed)
+    model = method.build(base_folder.spec, SINGLE, "none")
+    method.load(model, base_folder, SINGLE)
+    return model
+
+
+def weights_file(folder):
+    return folder / "expansion-00001.safetensors"
+
+
+def change_manifest(folder, change):
+    file = folder / MANIFEST
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+def test_a_run_loads_what_was_computed(base, folder):
+    loaded = dict(load(base("llama"), folder).named_parameters())
+    for name, parameter in widened(base("llama"), ADAPT).named_parameters():
+        assert torch.equal(loaded[name], parameter), name
+
+
+def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made(base, folder, tmp_path):
+    names = open_expansion(folder).names
+    assert names
+    assert not [name for name in names if is_base(name)]
+    upscale(ADAPT, base("llama"), tmp_path / "again", SEED)
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["upscaled"]
+
+
+def test_large_expansions_are_spread_over_files(base, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
+    upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
+    assert len(list((tmp_path / "spread").glob("*.safetensors"))) > 3
+    whole = dict(load(base("llama"), folder).named_parameters())
+    for name, parameter in load(base("llama"), tmp_path / "spread").named_parameters():
+        assert torch.equal(whole[name], parameter), name
+
+
+def test_a_rank_reads_its_shard(folder):
+    name = "layers.0.ffn.up.base_to_expansion.weight"
+    expansion = open_expansion(folder)
+    whole = expansion.read(name, (8, 32))
+    assert torch.equal(expansion.read(name, (8, 32), Partition(dim=0, units=8), 1, 2), whole[4:])
+
+
+def test_a_router_and_norm_may_change_after_the_expansion_is_made(base, folder):
+    load(base("llama"), folder, scale_settings("adapt", collaborative_modules="both", norm="base"))
+
+
+REFUSED_SETTINGS = {
+    "variant": (scale_settings("route", collaborative_modules="both"), SEED, "made with another method"),
+    "l_fp": (scale_settings("adapt", collaborative_modules="both", l_fp=0), SEED, "made with another method"),
+    "seed": (ADAPT, SEED + 1, "made with another seed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_SETTINGS)
+def test_an_expansion_made_by_other_settings_is_refused(base, folder, case):
+    settings, seed, message = REFUSED_SETTINGS[case]
+    with pytest.raises(CheckpointError, match=message):
+        load(base("llama"), folder, settings, seed)
+
+
+def test_an_expansion_of_another_base_is_refused(base, folder, tmp_path):
+    random_model(CONFIGS["llama"], seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(BaseModelError, match=r"made of the base .* with other weights than the run's base"):
+        load(open_base(tmp_path / "other"), folder)
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def misshape(folder):
+    tensors = load_file(weights_file(folder))
+    tensors["output.expansion"] = tensors["output.expansion"][:1].clone()  # would be broadcast
+    save_file(tensors, weights_file(folder))
+
+
+def lead_outside(folder):
+    shutil.copy(weights_file(folder), folder.parent / "outside.safetensors")
+    change_manifest(
+        folder, lambda values: {**values, "tensors": dict.fromkeys(values["tensors"], "../outside.safetensors")}
+    )
+
+
+DAMAGE = {
+    "no folder": (shutil.rmtree, "holds no expansion; make one with tools/upscale.py"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no expansion"),
+    "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: damaged"),
+    "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "expected the format"),
+    "another format": (
+        lambda folder: change_manifest(folder, lambda values: {**values, "format": "2"}),
+        "expected the",
+    ),
+    "manifest without entries": (
+        lambda folder: change_manifest(folder, lambda values: {"format": values["format"]}),
+        "manifest.json: damaged",
+    ),
+    "tensors not named": (
+        lambda folder: change_manifest(folder, lambda values: {**values, "tensors": ["a"]}),
+        "manifest.json: damaged",
+    ),
+    "tensors in no file": (
+        lambda folder: change_manifest(folder, lambda values: {**values, "tensors": {"output.expansion": 5}}),
+        "names files outside its folder",
+    ),
+    "a tensor not listed": (
+        lambda folder: change_manifest(
+            folder, lambda values: {**values, "tensors": dict(list(values["tensors"].items())[1:])}
+        ),
+        "manifest.json: lists no",
+    ),
+    "a tensor of another shape": (misshape, "output.expansion has shape"),
+    "weights missing": (lambda folder: weights_file(folder).unlink(), "damaged or missing"),
+    "weights cut off": (lambda folder: cut_off(weights_file(folder)), "damaged or missing"),
+    "a pickle in their place": (
+        lambda folder: torch.save({"a": torch.zeros(1)}, weights_file(folder)),
+        "damaged or missing",
+    ),
+    "files outside": (lead_outside, "names files outside its folder; do not use it"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
+    damage, message = DAMAGE[fault]
+    damage(folder)
+    with pytest.raises(CheckpointError) as refusal:
+        load(base("llama"), folder)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_failure_leaves_nothing_half_written(tmp_path):
+    def tensors():
+        yield "a", torch.zeros(3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_expansion(tmp_path / "out", tensors(), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_holds_something_else_is_left_alone(base, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="exists and holds no expansion; name another place"):
+        upscale(ADAPT, base("llama"), tmp_path, SEED)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"

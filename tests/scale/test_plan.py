@@ -1,0 +1,105 @@
+"""From a variant to blocks: where W12 exists, and which sizes are refused with the nearest that would do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ConfigError
+from pipeline.scale.plan import Widths, check_tensor_parallel, plan_expansion
+from tests.widened import scale_settings
+
+LLAMA_1B = Widths(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
+
+
+def widths(heads=4, inner=1024):
+    return {"hidden_size": 256, "intermediate_size": inner, "num_attention_heads": heads}
+
+
+def plan(variant="preserve", base=LLAMA_1B, num_layers=16, heads=4, inner=1024, **changes):
+    return plan_expansion(scale_settings(variant, expansion=widths(heads, inner), **changes), base, num_layers)
+
+
+def test_the_papers_widening_of_llama_1b():
+    added = plan("adapt", l_fp=3).expansion
+    assert (LLAMA_1B.hidden_size + added.hidden_size, 8192 + added.intermediate_size) == (2304, 9216)
+    assert (32 + added.num_attention_heads, 8 + added.num_key_value_heads) == (36, 9)
+
+
+@pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
+@pytest.mark.parametrize("modules", ["attention", "ffn", "both"])
+def test_w12_exists_where_the_variant_says(variant, modules):
+    changes = {} if variant == "preserve" else {"l_fp": 3, "collaborative_modules": modules}
+    found = plan(variant, **changes)
+    for layer in range(16):
+        for module in ("attention", "ffn"):
+            expected = variant != "preserve" and layer >= 3 and modules in (module, "both")
+            assert found.has_expansion_to_base(layer, module) == expected
+    assert found.routed == (variant == "route")
+
+
+@pytest.mark.parametrize("l_fp", [16, 17])
+def test_an_l_fp_that_leaves_no_collaborative_layer_is_refused(l_fp):
+    with pytest.raises(ConfigError, match=rf"method.l_fp: {l_fp} leaves none .* use 0 to 15, or variant preserve"):
+        plan("adapt", l_fp=l_fp)
+
+
+@pytest.mark.parametrize(("heads", "nearest"), [(6, "4, 8"), (3, "4"), (5, "4, 8")])
+def test_heads_that_break_the_grouping_are_refused(heads, nearest):
+    with pytest.raises(ConfigError, match=rf"num_attention_heads: {heads} .* nearest that do: {nearest}$"):
+        plan(heads=heads)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
+def test_one_new_key_value_head_lies_on_any_power_of_two(tp_size):
+    check_tensor_parallel(plan(), tp_size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp_size", "message"),
+    [
+        (
+            {"inner": 1023},
+            2,
+            "intermediate_size: 1023 does not divide by parallel.tp_size 2; nearest that do: 1022, 1024",
+        ),
+        ({"inner": 3}, 4, "intermediate_size: 3 does not divide by parallel.tp_size 4; nearest that do: 4"),
+        ({"heads": 12}, 2, "num_attention_heads: 12, with 3 key/value heads, .*tp_size 2; nearest that can: 8, 16"),
+        ({"heads": 12}, 8, "num_attention_heads: 12, with 3 key/value heads, .*tp_size 8; nearest that can: 8, 16"),
+    ],
+)
+def test_widths_that_do_not_divide_over_the_ranks_are_refused(sizes, tp_size, message):
+    with pytest.raises(ConfigError, match=rf"method.expansion.{message}$"):
+        check_tensor_parallel(plan(**sizes), tp_size)
+
+
+@given(
+    ratio=st.integers(1, 8),
+    kv_heads=st.integers(1, 8),
+    added=st.integers(1, 64),
+    inner=st.integers(1, 64),
+    tp_size=st.integers(1, 16),
+)
+def test_a_size_named_as_near_is_itself_accepted(ratio, kv_heads, added, inner, tp_size):
+    base = Widths(64, 64, ratio * kv_heads, kv_heads)
+
+    def attempt(heads, inner):
+        check_tensor_parallel(plan(base=base, heads=heads, inner=inner), tp_size)
+
+    try:
+        attempt(added, inner)
+    except ConfigError as error:
+        message = str(error)
+        assert "\n" not in message
+        named = [int(size) for size in re.search(r"nearest that (?:do|can): ([\d, ]+)$", message).group(1).split(", ")]
+        assert named
+        for size in named:
+            # The refused setting mended, what is wrong with another one may still be found.
+            heads, width = (added, size) if "intermediate_size" in message else (size, inner)
+            try:
+                attempt(heads, width)
+            except ConfigError as later:
+                assert str(later).split(":")[0] != message.split(":")[0] or "per key/value head" in message

@@ -1,0 +1,125 @@
+"""`tools/upscale.py` as a user runs it."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.scale.expansion_folder import MANIFEST, open_expansion
+from tests.bases import STORIES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a run's YAML file, with some of its settings changed, and gives its path."""
+
+    def write(**changes):
+        values = {
+            "name": "test",
+            "folder": str(tmp_path / "run"),
+            "base": str(STORIES),
+            "method": {
+                "name": "scale",
+                "variant": "preserve",
+                "expansion": {"hidden_size": 16, "intermediate_size": 44, "num_attention_heads": 2},
+            },
+            "data": {
+                "folder": str(tmp_path / "tokens"),
+                "sequence_length": 64,
+                "corpora": {"korean": {"input": ["unread.jsonl"]}},
+            },
+            "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-3},
+            "deepspeed": "ds_configs/unread.json",
+            **changes,
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+def run_upscale(config):
+    command = [sys.executable, str(ROOT / "tools" / "upscale.py"), "--config", str(config)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return result.returncode, result.stderr
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """The same in this process, which has imported everything already."""
+    logger = logging.getLogger("pipeline")
+    before = logger.handlers[:], logger.level, logger.propagate
+
+    def run(config):
+        monkeypatch.setattr(sys, "argv", ["upscale.py", "--config", str(config)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "tools" / "upscale.py"), run_name="__main__")
+        return end.value.code, capsys.readouterr().err
+
+    yield run
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_the_first_run_writes_and_the_second_skips(config, tmp_path, run_here):
+    code, said = run_upscale(config())
+    assert code == 0, said
+    assert "wrote the initial expansion to" in said.splitlines()[-1]
+    manifest = tmp_path / "run" / "upscaled" / MANIFEST
+    assert "embedding.expansion.weight" in open_expansion(manifest.parent).names
+    written = manifest.stat().st_mtime_ns
+    code, said = run_here(config())
+    assert code == 0
+    assert "is there already" in said
+    code, said = run_here(config(seed=99))
+    assert code == 1
+    assert "made with another seed" in said
+    assert manifest.stat().st_mtime_ns == written
+
+
+def test_a_bit_that_fell_over_on_disk_is_not_skipped_over(config, tmp_path, run_here):
+    run_here(config())
+    weights = tmp_path / "run" / "upscaled" / "expansion-00001.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, said = run_here(config())
+    assert code == 1
+    assert "expansion-00001.safetensors: damaged" in said
+
+
+METHOD_OF_THREE_HEADS = {
+    "name": "scale",
+    "variant": "preserve",
+    "expansion": {"hidden_size": 16, "intermediate_size": 44, "num_attention_heads": 3},
+}
+FAULTS = {
+    "no base": ({"base": "/nowhere"}, 1, "error: /nowhere/config.json: no such file"),
+    "heads": ({"method": METHOD_OF_THREE_HEADS}, 2, "error: method.expansion.num_attention_heads: 3"),
+    "unknown key": ({"lerning_rate": 1}, 2, "lerning_rate: unknown key"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_users_fault_is_one_line_and_leaves_nothing(config, tmp_path, run_here, fault):
+    changes, expected, message = FAULTS[fault]
+    code, said = run_here(config(**changes))
+    assert code == expected
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_full_fine_tuning_has_nothing_to_upscale(config, tmp_path, run_here):
+    code, said = run_here(config(method={"name": "fft"}))
+    assert code == 0
+    assert "nothing to upscale" in said
+    assert not (tmp_path / "run").exists()

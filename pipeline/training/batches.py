@@ -1,6 +1,6 @@
 """What a rank reads in a step: pure arithmetic on sample indices, then tensors on its device.
 
-Every rank of a tensor-parallel group reads the same samples. Which samples a step is made of depends on its number only.
+Every rank of a tensor-parallel group reads the same samples. Which ones a step is made of depends on its number only.
 """
 
 from __future__ import annotations

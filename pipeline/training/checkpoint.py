@@ -1,7 +1,7 @@
 """Checkpoints: the base by reference, whole or not there, the newest named by `latest`.
 
-A checkpoint is written to a hidden folder and renamed when every file of every rank is on the disk and hashed; only then
-does `latest` name it, and only after that do older ones go. A run killed at any instant finds a whole one.
+A checkpoint is written to a hidden folder and renamed when every file of every rank is on the disk and hashed; only
+then does `latest` name it, and only after that do older ones go. A run killed at any instant finds a whole one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pipeline.training.unison import in_unison
 
 LATEST = "latest"
 _PREFIX = "step_"
+_USE_ANOTHER = "remove this checkpoint, and write the name of another into the file `latest` beside it"
 _logger = log.get_logger(__name__)
 
 
@@ -69,11 +70,9 @@ class Checkpoints:
         for name in self._share(sorted(manifest.files)):
             path = checkpoint / name
             if not path.exists() or path.stat().st_size != manifest.files[name].bytes:
-                raise CheckpointError(
-                    f"{path}: missing or cut short; remove {checkpoint} and point `latest` at another"
-                )
+                raise CheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
             if file_hash(path) != manifest.files[name].sha256:
-                raise CheckpointError(f"{path}: its content changed; remove {checkpoint} and point `latest` at another")
+                raise CheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
         return manifest
 
     def _hash(self, paths: list[Path]) -> dict[str, FileRecord]:

@@ -105,9 +105,7 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            f"deepspeed: {path}: no such file; those that come with the project are in ds_configs/"
-        ) from None
+        raise ConfigError(f"deepspeed: {path}: no such file; the project's own are in ds_configs/") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"deepspeed: {path}: not a JSON file: {error}") from None
     faults = _faults(values, layout)
@@ -143,12 +141,10 @@ def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
         faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r}")
     if zero.get("zero_quantized_nontrainable_weights"):
         faults.append(
-            "zero_optimization.zero_quantized_nontrainable_weights: it destroys a base frozen at start; remove it"
+            "zero_optimization.zero_quantized_nontrainable_weights: it destroys a base that is frozen; remove it"
         )
     if zero.get("leaf_module"):
-        faults.append(
-            "zero_optimization.leaf_module: modules with frozen and trained parameters fail in backward; remove it"
-        )
+        faults.append("zero_optimization.leaf_module: with a frozen base the backward pass fails; remove it")
     if layout.tp_size > 1:
         for name in ("zero_hpz_partition_size", "mics_shard_size"):
             if zero.get(name, 0) > 1:

@@ -48,10 +48,9 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     """Trains from `position` to the last step, or to the step during which a signal came; the work is saved then."""
     config, engine, schedule = trainer.config, trainer.engine, trainer.config.schedule
     tokens_per_step = schedule.global_batch_size * config.data.sequence_length
-    scores = {}
-    if position.step in (0, schedule.steps):
-        scores = trainer.validation.run(engine)
-        trainer.metrics.write(position.step, validation_figures(scores))
+    scores = trainer.validation.run(engine) if position.step in (0, schedule.steps) else {}
+    if position.step == 0:
+        trainer.metrics.write(0, validation_figures(scores))
 
     for step in range(position.step, schedule.steps):
         started = time.perf_counter()

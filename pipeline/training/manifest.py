@@ -20,6 +20,7 @@ from pipeline.parallel.topology import Layout
 
 NAME = "manifest.json"
 FORMAT = "scale-cpt checkpoint 1"
+_WHERE_DATA_LIES = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
 
 
 class _Part(BaseModel):
@@ -46,8 +47,8 @@ class LayoutRecord(_Part):
 class RunRecord(_Part):
     """What stays the same over a run.
 
-    `method` and `data` are those sections of the run configuration; `expansion` the added widths, None where nothing is
-    added.
+    `method` and `data` are those sections of the run configuration, without paths; `expansion` is the added widths, None
+    where nothing is added.
     """
 
     name: str
@@ -55,7 +56,7 @@ class RunRecord(_Part):
     method: dict[str, Any]
     expansion: dict[str, int] | None
     data: dict[str, Any]
-    schedule: dict[str, Any]
+    global_batch_size: int
     seed: int
     tokenizer_fingerprint: str
 
@@ -97,8 +98,8 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         base=BaseRecord(path=str(config.base), hashes=base.hashes()),
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),
-        data=config.data.model_dump(mode="json"),
-        schedule=config.schedule.model_dump(mode="json"),
+        data=config.data.model_dump(mode="json", exclude=_WHERE_DATA_LIES),
+        global_batch_size=config.schedule.global_batch_size,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
     )
@@ -141,29 +142,23 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, layout: LayoutRecord) -> None:
-    """Raises CheckpointError where a checkpoint cannot be gone on from: it is of another base, method, data or layout."""
+    """Raises CheckpointError where a run cannot go on from a checkpoint: another base, method, data or layout."""
     saved = manifest.run
     if saved.base.hashes != run.base.hashes:
         raise CheckpointError(
             f"{folder}: its base {saved.base.path} had other weights than {run.base.path} has; "
             "point `base` at that model, or start a run in another folder"
         )
-    for name in ("method", "expansion", "data", "seed", "tokenizer_fingerprint"):
+    for name in ("method", "expansion", "data", "global_batch_size", "seed", "tokenizer_fingerprint"):
         if getattr(saved, name) != getattr(run, name):
             raise CheckpointError(
                 f"{folder}: was trained with another {name} ({_difference(getattr(saved, name), getattr(run, name))}); "
                 "set it back, or start a run in another folder"
             )
-    for name in ("global_batch_size",):
-        if saved.schedule[name] != run.schedule[name]:
-            raise CheckpointError(
-                f"{folder}: was trained with schedule.{name} {saved.schedule[name]}, found {run.schedule[name]}; "
-                "set it back, or start a run in another folder"
-            )
     if manifest.layout != layout:
         raise CheckpointError(
-            f"{folder}: was written by another layout ({_difference(manifest.layout.model_dump(), layout.model_dump())}); "
-            "start with that one"
+            f"{folder}: was written by another layout "
+            f"({_difference(manifest.layout.model_dump(), layout.model_dump())}); start with that one"
         )
 
 

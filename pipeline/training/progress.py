@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ class Progress:
         self._first_step = step
         self._started = self._last_line = time.monotonic()
         self._visible = visible
-        self._bar: tqdm[None] | None = None
+        self._bar: Any = None  # tqdm's stubs know no bar without an iterable
         if visible and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
 

@@ -1,4 +1,4 @@
-"""One training run from its configuration to its summary: puts the parts together, goes on where an earlier attempt stopped."""
+"""One training run, from its configuration to its summary; it goes on where an earlier attempt stopped."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def read_inputs(config_path: Path) -> Inputs:
     if training.total is not None and training.total < needed:
         raise DataError(
             f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
-            f"token budgets end after {training.total}; at most {training.total // config.schedule.global_batch_size} steps"
+            f"token budgets end after {training.total}; "
+            f"use at most {training.total // config.schedule.global_batch_size} steps"
         )
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     return Inputs(config, deepspeed_config, layout, base, fingerprint, training, heldout)

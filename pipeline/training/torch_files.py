@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import os
 import pickle
 from pathlib import Path
@@ -24,18 +24,18 @@ def write_torch_file(path: Path, value: Any) -> None:  # noqa: ANN401
     Raises:
         OSError: the disk is full, or cannot be written.
     """
-    with path.open("wb") as file:
-        watched = _Watched(file)
-        try:
-            torch.save(value, watched)
+    file = _Writer(io.FileIO(path, "wb"))
+    try:
+        with file:
+            torch.save(value, file)
             file.flush()
-        except (RuntimeError, OSError) as error:
-            # torch's writer reports every failure as one of its own.
-            if watched.error is None and not isinstance(error, OSError):
-                raise
-            fault = watched.error or error
-            raise OSError(getattr(fault, "errno", errno.EIO), str(fault), str(path)) from None
-        os.fsync(file.fileno())
+            os.fsync(file.fileno())
+    except (RuntimeError, OSError) as error:
+        # torch reports every failed write as an error of its own.
+        cause = error if isinstance(error, OSError) else file.error
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:  # noqa: ANN401
@@ -55,22 +55,17 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:  # noqa: ANN4
         raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
 
 
-class _Watched:
+class _Writer(io.BufferedWriter):
     """A file that remembers why a write failed."""
 
-    def __init__(self, file: Any) -> None:  # noqa: ANN401
-        self._file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:  # noqa: ANN401
         try:
-            return int(self._file.write(data))
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _first_line(error: Exception) -> str:

@@ -23,31 +23,59 @@ class Line(NamedTuple):
     size: int
 
 
+class _OpenLine:
+    """A line of which the end has not been read yet. Beyond `limit` only its beginning is kept."""
+
+    def __init__(self, offset: int, limit: int) -> None:
+        self._offset = offset
+        self._limit = limit
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def extend(self, piece: bytes) -> None:
+        """Goes on with `piece`."""
+        fitted = self._size <= self._limit
+        self._size += len(piece)
+        if fitted:
+            self._pieces.append(piece)
+            if self._size > self._limit:
+                self._pieces = [b"".join(self._pieces)[:EXCERPT_BYTES]]
+
+    def end(self) -> Line:
+        """The line, now that its end is known."""
+        return Line(self._offset, b"".join(self._pieces), self._size)
+
+
 def lines(stream: Stream, start: int, stop: int, *, limit: int = MAX_RECORD_BYTES) -> Iterator[Line]:
     """The lines that begin in the bytes [start, stop), in memory bounded by `limit` whatever their length."""
-    at = line_start = max(start - 1, 0)
-    pending, dropped = b"", 0  # the beginning of a line, and how much of it was let go
     skip = start > 0  # the line that covers byte start - 1 belongs to the range before
-    while line_start < stop or skip:
-        block = stream.read_at(at, min(_BLOCK, stop - at) if at < stop else _BLOCK_PAST_END)
+    at = start - 1 if skip else 0
+    if at >= stop:
+        return
+    line = _OpenLine(at, 0 if skip else limit)
+    while block := stream.read_at(at, min(_BLOCK, stop - at) if at < stop else _BLOCK_PAST_END):
         at += len(block)
         first, *rest = block.split(b"\n")
-        for following in rest:
-            line = Line(line_start, pending + first, len(pending) + dropped + len(first))
-            line_start += line.size + 1
-            if not skip:
-                yield line
-            if line_start >= stop:
+        line.extend(first)
+        if not rest:
+            continue
+        if not skip:
+            yield line.end()
+        skip = False
+        *whole, last = rest
+        offset = at - sum(map(len, rest)) - len(whole)
+        for content in whole:
+            if offset >= stop:
                 return
-            pending, dropped, skip, first = b"", 0, False, following
-        pending += first
-        if len(pending) > limit:
-            dropped += len(pending) - EXCERPT_BYTES
-            pending = pending[:EXCERPT_BYTES]
-        if not block:
-            if pending and not skip:
-                yield Line(line_start, pending, len(pending) + dropped)
+            yield Line(offset, content, len(content))
+            offset += len(content) + 1
+        if offset >= stop:
             return
+        line = _OpenLine(offset, limit)
+        line.extend(last)
+    final = line.end()
+    if final.size and not skip:
+        yield final
 
 
 def line_records(stream: Stream, start: int, stop: int, *, text_key: str | None) -> Iterator[Record]:

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -85,11 +84,11 @@ def mpi_workers() -> Iterator[Workers | None]:
 
 def _end_with_parent() -> None:
     """A worker whose parent was killed must not go on alone."""
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        if parent is not None:
+            parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import zstandard
@@ -18,6 +19,7 @@ from pipeline.data.manifest import Manifest
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import local_workers
 
@@ -37,20 +39,15 @@ COMPRESS = {
 def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
     """Made-up texts in two scripts, all different."""
     choice = random.Random(seed)
-    some = list("0123456789…\n") + [
-        "little",
-        "Tom",
-        "dogs",
-        "ran home",
-        "quickly",
-        "한국어",
-        "영화가",
-        "정말",
-        "재미있다",
-        "배우들",
-        "ㅋㅋ",
-    ]
+    some = ["little", "Tom", "dogs", "ran home", "3.14", "한국어", "영화가", "정말", "재미있다", "ㅋㅋ", "\n", "…"]
     return [f"{seed}-{number} " + " ".join(choice.choices(some, k=choice.randint(1, words))) for number in range(count)]
+
+
+def stories(count: int) -> list[str]:
+    """Real English and Korean documents."""
+    return [
+        text for name in ("stories", "reviews") for text in islice(texts([f"{DEMO}/{name}.heldout.jsonl.zst"]), count)
+    ]
 
 
 def jsonl(texts: Iterable[object], key: str = "text") -> bytes:

@@ -16,13 +16,13 @@ from pipeline.data.encoders import GigatokenEncoder, agree
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import fertility, train_sentencepiece
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents
+from tests.data.helpers import STORIES260K, documents, stories
 
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
-    train_sentencepiece(iter(documents(300)), path, vocab_size=340, model_type="bpe")
+    train_sentencepiece(iter(stories(20)), path, vocab_size=2000, model_type="bpe")
     return path
 
 
@@ -116,7 +116,7 @@ def test_a_folder_with_only_a_sentencepiece_model(sentencepiece_model: Path, tmp
 
 
 def test_unigram_goes_to_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    train_sentencepiece(iter(documents(300)), tmp_path / "u.model", vocab_size=320, model_type="unigram")
+    train_sentencepiece(iter(stories(20)), tmp_path / "u.model", vocab_size=2000, model_type="unigram")
     with caplog.at_level("INFO", logger="pipeline"):
         tokenizer = load_tokenizer(tmp_path / "u.model")
     assert tokenizer.fast is None

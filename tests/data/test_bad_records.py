@@ -1,0 +1,195 @@
+"""Bad records are set aside with file, offset and reason; too many of them stop the job."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from pipeline.data.preprocess import QUARANTINE
+from pipeline.errors import DataError
+from tests.data.helpers import documents, job, jsonl, run_tool, texts_in, tokenize, write_jsonl
+
+GOOD = documents(40)
+BAD = {
+    "malformed_json": b'{"text": "cut',
+    "not_an_object": b'["text"]',
+    "no_text_key": b'{"content": "here"}',
+    "text_not_string": b'{"text": 17}',
+    "invalid_utf8": b'{"text": "\xff\xfe"}',
+    "empty_text": b'{"text": " \\n\\t "}',
+    "nul_character": b'{"text": "a\\u0000b"}',
+}
+
+
+def quarantined(folder: Path) -> list[dict]:
+    path = folder / QUARANTINE
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def with_bad_lines() -> tuple[bytes, dict[str, int]]:
+    """Good documents with one bad line of each kind among them, and where those are."""
+    parts, offsets = [], {}
+    for number, (reason, line) in enumerate(BAD.items()):
+        parts.append(jsonl(GOOD[number * 5 : number * 5 + 5]))
+        offsets[reason] = sum(map(len, parts))
+        parts.append(line + b"\n")
+    parts.append(b"\n   \n" + jsonl(GOOD[len(BAD) * 5 :]))
+    return b"".join(parts), offsets
+
+
+@pytest.mark.parametrize("unit_bytes", [500, 10**9])
+def test_every_kind_is_set_aside(tmp_path: Path, unit_bytes: int):
+    content, offsets = with_bad_lines()
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes)
+    assert texts_in(tmp_path / "out") == GOOD
+    assert made.rejected == dict.fromkeys(sorted(BAD), 1)
+    records = quarantined(tmp_path / "out")
+    assert {record["reason"]: record["offset"] for record in records} == offsets
+    assert {record["file"] for record in records} == {str(path)}
+    assert all(record["excerpt"] for record in records)
+
+
+def test_no_bad_record_no_quarantine(tmp_path: Path):
+    made = tokenize(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", GOOD))
+    assert made.rejected == {}
+    assert not (tmp_path / "out" / QUARANTINE).exists()
+
+
+def test_bad_rows_of_parquet(tmp_path: Path):
+    raw = [b"fine", None, b"\xff\xfe", b"", b"a\0b", "좋다".encode()]
+    column = pa.array(raw, pa.binary())
+    column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet", row_group_size=2)
+    made = tokenize(tmp_path / "out", tmp_path / "x.parquet")
+    assert texts_in(tmp_path / "out") == ["fine", "좋다"]
+    assert made.rejected == {"empty_text": 1, "invalid_utf8": 1, "nul_character": 1, "text_not_string": 1}
+    assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
+
+
+def test_a_column_that_is_no_text(tmp_path: Path):
+    pq.write_table(pa.table({"text": [1, 2, 3]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="no usable document in 3 records"):
+        tokenize(tmp_path / "out", tmp_path / "x.parquet")
+
+
+COMPRESSED = {
+    "gz": lambda data: gzip.compress(data, 1),
+    "xz": lambda data: lzma.compress(data, preset=0),
+    "zst": zstandard.ZstdCompressor(level=1).compress,
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [300_000, 10**9])
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_truncated_file_keeps_what_came_before(tmp_path: Path, kind: str, unit_bytes: int):
+    texts = documents(8_000, words=20)
+    path = tmp_path / f"x.jsonl.{kind}"
+    whole = COMPRESSED[kind](jsonl(texts))
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes)
+    assert made.rejected == {"truncated_file": 1}
+    kept = texts_in(tmp_path / "out")
+    assert 1000 < len(kept) < len(texts)
+    assert kept == texts[: len(kept)]
+    (record,) = quarantined(tmp_path / "out")
+    assert record["offset"] == len(jsonl(kept))
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_file_damaged_in_the_middle(tmp_path: Path, kind: str):
+    texts = documents(12_000, words=20)
+    path = tmp_path / f"x.jsonl.{kind}"
+    whole = bytearray(COMPRESSED[kind](jsonl(texts)))
+    middle = len(whole) // 2
+    whole[middle : middle + 64] = bytes(64)
+    path.write_bytes(whole)
+    made = tokenize(tmp_path / "out", path)
+    kept = texts_in(tmp_path / "out")
+    assert made.rejected["corrupt_file"] == 1
+    assert 1000 < len(kept) < len(texts)
+    assert kept[:1000] == texts[:1000]
+
+
+def test_a_file_that_is_not_compressed_at_all(tmp_path: Path):
+    (tmp_path / "x.jsonl.gz").write_bytes(b"plain text, whatever its name says")
+    with pytest.raises(DataError, match="no usable document"):
+        tokenize(tmp_path / "out", tmp_path / "x.jsonl.gz")
+
+
+def test_a_document_of_200_mb_costs_no_memory(tmp_path: Path):
+    """Plain and, as a bomb of a few kilobytes, compressed; beside it the good documents are kept."""
+    huge = b'{"text": "' + b"a" * 200_000_000 + b'"}\n'
+    content = jsonl(GOOD[:5]) + huge + jsonl(GOOD[5:])
+    (tmp_path / "plain.jsonl").write_bytes(content)
+    (tmp_path / "bomb.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+    assert (tmp_path / "bomb.jsonl.zst").stat().st_size < 50_000
+    for name in ("plain.jsonl", "bomb.jsonl.zst"):
+        code = (
+            "import re, sys; from tests.data.helpers import tokenize; from pathlib import Path\n"
+            "made = tokenize(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+            "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
+            "print(made.documents, dict(made.rejected), peak)"
+        )
+        output = _python(code, tmp_path / f"out-{name}", tmp_path / name)
+        assert output.startswith("40 {'too_large': 1} ")
+        assert int(output.split()[-1]) < 500 * 1024  # KiB
+        (record,) = quarantined(tmp_path / f"out-{name}")
+        assert (record["offset"], len(record["excerpt"])) == (len(jsonl(GOOD[:5])), 200)
+
+
+def test_too_many_bad_records_stop_the_job(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(jsonl(GOOD) + b"nonsense\n" * 3 + b"{}\n")
+    with pytest.raises(DataError) as error:
+        tokenize(tmp_path / "out", path, max_bad_fraction=0.05)
+    message = str(error.value)
+    assert "4 of 44 records are bad, more than --max-bad-fraction 0.05 allows" in message
+    assert message.count(f"{path} at ") == 3
+    assert "malformed_json 'nonsense'" in message
+    assert "\n" not in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    made = tokenize(tmp_path / "out", path, max_bad_fraction=0.1)  # what was done is kept
+    assert made.documents == 40
+
+
+def test_a_bad_file_stops_the_job_long_before_its_end(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"nonsense\n" * 60_000)
+    with pytest.raises(DataError, match=r"of 1\d{4} records are bad"):
+        tokenize(tmp_path / "out", path, max_bad_fraction=0.01, unit_bytes=100_000)
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path):
+    (tmp_path / "x.jsonl").write_bytes(b"nonsense\n" * 5)
+    done = run_tool(
+        "--input",
+        tmp_path / "x.jsonl",
+        "--tokenizer",
+        job(tmp_path).tokenizer,
+        "--output",
+        tmp_path / "out",
+        "--workers",
+        "2",
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("error: 5 of 5 records are bad")
+    assert "Traceback" not in done.stderr
+
+
+def _python(code: str, *arguments: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,186 @@
+"""Every format gives the same documents, however it is cut into units."""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data import lines as lines_module
+from pipeline.data.lines import lines
+from pipeline.data.records import Document
+from pipeline.data.streams import DecompressedStream, open_stream, text_length
+from pipeline.data.units import input_files, split_file, unit_records
+from pipeline.errors import DataError
+from tests.data.helpers import COMPRESS, documents, jsonl, texts_in, tokenize, write_jsonl
+
+TEXTS = documents(60)
+
+
+def units_text(path: Path, unit_bytes: int, text_key: str = "text") -> list[str]:
+    records = [record for unit in split_file(path, 0, text_key, unit_bytes) for record in unit_records(unit, text_key)]
+    assert all(isinstance(record, Document) for record in records)
+    return [record.text for record in records]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("unit_bytes", [1, 97, 1000, 10**9])
+def test_jsonl_in_any_compression_and_any_units(tmp_path: Path, compression: str, unit_bytes: int):
+    path = write_jsonl(tmp_path / f"x.jsonl{compression}", TEXTS)
+    assert units_text(path, unit_bytes) == TEXTS
+
+
+def test_members_and_frames_in_a_row_are_one_text(tmp_path: Path):
+    for suffix, compress in COMPRESS.items():
+        path = tmp_path / f"y.jsonl{suffix}"
+        path.write_bytes(compress(jsonl(TEXTS[:20])) + compress(b"") + compress(jsonl(TEXTS[20:])))
+        assert units_text(path, 500) == TEXTS
+
+
+def test_plain_text_has_a_document_a_line(tmp_path: Path):
+    (tmp_path / "x.txt").write_text("하나\n\n  \ntwo words\r\nlast", encoding="utf-8")
+    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words\r", "last"]
+
+
+@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 3), (10**9, 1)])
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string()])
+def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type_: pa.DataType):
+    """FineWeb2's layout: `text` beside other columns, nested ones among them."""
+    columns = {
+        "id": list(range(60)),
+        "nested": [{"a": [1], "b": {"text": "no"}}] * 60,
+        "text": pa.array(TEXTS, type_),
+        "language_score": [0.9] * 60,
+    }
+    path = tmp_path / "000_00000.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=7)
+    assert len(split_file(path, 0, "text", unit_bytes)) == units
+    assert units_text(path, unit_bytes) == TEXTS
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 10**9])
+def test_folders_saved_by_datasets(tmp_path: Path, unit_bytes: int):
+    whole = datasets.Dataset.from_dict({"n": list(range(60)), "content": TEXTS})
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"a": whole.select(range(20)), "b": whole.select(range(20, 60))}).save_to_disk(
+        tmp_path / "two"
+    )
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        files = input_files([str(folder)])
+        assert [text for file in files for text in units_text(file, unit_bytes, "content")] == TEXTS
+
+
+def test_all_formats_make_the_same_corpus(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl.zst", TEXTS)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    for number, source in enumerate(("a.jsonl.zst", "a.parquet", "saved")):
+        made = tokenize(tmp_path / f"out{number}", tmp_path / source)
+        assert (made.documents, made.characters) == (60, sum(map(len, TEXTS)))
+        assert made.bytes == sum(len(text.encode()) for text in TEXTS)
+        assert texts_in(tmp_path / f"out{number}") == TEXTS
+
+
+def test_patterns_are_sorted(tmp_path: Path):
+    for name in ("b", "a", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [name])
+    assert [path.name for path in input_files([str(tmp_path / "*.jsonl")])] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["missing.jsonl"], "no such file"),
+        (["*.nothing"], "no such file"),
+        (["table.csv"], "unknown format"),
+        (["table.parquet.gz"], "unknown format"),
+        (["empty.jsonl"], "is empty"),
+        (["a.jsonl", "*.jsonl"], "is named twice"),
+        (["folder"], "was not saved by `datasets`"),
+    ],
+)
+def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: str):
+    for name in ("table.csv", "table.parquet.gz", "a.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "folder").mkdir()
+    if inputs == ["empty.jsonl"]:
+        (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=message) as error:
+        input_files([str(tmp_path / name) for name in inputs])
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_column_names_those_there_are(tmp_path: Path):
+    pq.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "x.parquet")
+    datasets.Dataset.from_dict({"content": ["a"]}).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
+        with pytest.raises(DataError, match=r"no column 'text'; set --text-key to one of: content"):
+            split_file(path, 0, "text", 100)
+
+
+def test_a_cut_parquet_file_is_one_line(tmp_path: Path):
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
+    (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
+    with pytest.raises(DataError, match="not a whole Parquet file") as error:
+        split_file(tmp_path / "x.parquet", 0, "text", 100)
+    assert "\n" not in str(error.value)
+
+
+class Bytes:
+    """A stream over bytes in memory."""
+
+    fault = None
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        return self.content[offset : offset + size]
+
+
+@given(st.lists(st.sampled_from([b"", b"a", b"bb", b"c" * 30]), max_size=12), st.booleans(), st.data())
+def test_ranges_share_out_the_lines(pieces: list[bytes], ended: bool, data: st.DataObject):
+    """Each line belongs to the range it begins in, wherever the cuts and the reading blocks fall."""
+    content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
+    edges = [0, *cuts, len(content)]
+    blocks = lines_module._BLOCK, lines_module._BLOCK_PAST_END
+    lines_module._BLOCK = lines_module._BLOCK_PAST_END = data.draw(st.integers(1, 40))
+    try:
+        found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
+    finally:
+        lines_module._BLOCK, lines_module._BLOCK_PAST_END = blocks
+    assert [line.content for line in found] == content.split(b"\n")[
+        : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
+    ]
+    assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 400)), min_size=1, max_size=20))
+def test_a_compressed_file_can_be_read_anywhere(reads: list[tuple[int, int]]):
+    content = bytes(range(256)) * 20
+    stream = DecompressedStream.__new__(DecompressedStream)
+    stream.fault = None
+    stream._decompressed = lambda: iter([content[at : at + 300] for at in range(0, len(content), 300)] + [b""])  # type: ignore[method-assign]
+    stream._restart()
+    for offset, size in reads:
+        part = stream.read_at(offset, size)
+        assert content[offset : offset + size].startswith(part)
+        assert bool(part) == (offset < len(content))
+
+
+def test_going_back_further_than_the_window(tmp_path: Path):
+    content = b"".join(b"%09d\n" % number for number in range(600_000))
+    (tmp_path / "x.txt.xz").write_bytes(lzma.compress(content, preset=0))
+    stream = open_stream(tmp_path / "x.txt.xz")
+    for offset in (5_000_000, 5_999_990, 10, 3_000_000, 2_900_000, 0):
+        assert stream.read_at(offset, 10) == content[offset : offset + 10]
+    assert stream.read_at(6_000_000, 10) == b""
+    assert text_length(tmp_path / "x.txt.xz") == len(content)

@@ -1,0 +1,399 @@
+"""A corpus depends on its job alone: not on who worked on it, how often they were killed, or in which order."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.data import unit_work
+from pipeline.data.encoders import Encoded, GigatokenEncoder
+from pipeline.data.manifest import load_manifest
+from pipeline.data.preprocess import preprocess
+from pipeline.data.streams import sha256_of
+from pipeline.data.unit_work import is_heldout
+from pipeline.data.workers import local_workers
+from pipeline.errors import DataError
+from tests.data.helpers import (
+    DEMO,
+    PROJECT,
+    STORIES260K,
+    TOOL,
+    contents,
+    documents,
+    job,
+    run_tool,
+    texts_in,
+    tokenize,
+    write_jsonl,
+)
+
+REVIEWS, STORIES = DEMO / "reviews.jsonl.zst", DEMO / "stories.jsonl.zst"
+# 50 units of a quarter of a MiB, of two compressed files.
+ARGUMENTS = ["--input", REVIEWS, STORIES, "--tokenizer", STORIES260K, "--heldout-fraction", "0.1", "--unit-mib", "0.25"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one process makes of it that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "corpus"
+    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
+    made = contents(folder, folder.with_name("corpus.heldout"))
+    assert len(made) > 150
+    return made
+
+
+def corpus_contents(folder: Path) -> dict[str, str]:
+    return contents(folder, folder.with_name("corpus.heldout"))
+
+
+class Running:
+    """The tool at work in the background, in a process group of its own."""
+
+    def __init__(self, output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        command = [*launcher, *TOOL, *map(str, ARGUMENTS), "--output", str(output), *arguments]
+        self.state = output / ".units"
+        self.process = subprocess.Popen(
+            command, cwd=PROJECT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def units_done(self) -> int:
+        return len(list(self.state.glob("*-*[0-9].json")))
+
+    def wait_for_units(self, count: int) -> bool:
+        """Waits until so many units are done; False if the job ended before."""
+        while self.units_done() < count:
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def finish(self) -> str:
+        output, errors = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, errors
+        return output
+
+
+def kill_everything(running: Running) -> None:
+    os.killpg(running.process.pid, signal.SIGKILL)
+
+
+def kill_the_parent(running: Running) -> None:
+    running.process.kill()
+
+
+def kill_a_worker(running: Running) -> None:
+    random.choice(worker_processes(running)).kill()
+
+
+def worker_processes(running: Running) -> list[psutil.Process]:
+    """The workers: children of the process that forks them, which is a child of the job's own."""
+    return [worker for server in psutil.Process(running.process.pid).children() for worker in server.children()]
+
+
+@pytest.mark.parametrize("kill", [kill_everything, kill_the_parent, kill_a_worker])
+def test_killed_at_random_instants(tmp_path: Path, undisturbed: dict[str, str], kill: Callable[[Running], None]):
+    """Killed again and again, each time a little further on, and started again with other workers."""
+    chance = random.Random(kill.__name__)
+    kills = 0
+    for workers in (2, 3, 2):
+        running = Running(tmp_path / "corpus", "--workers", str(workers))
+        if running.wait_for_units(running.units_done() + chance.randint(1, 8)):
+            time.sleep(chance.uniform(0, 0.03))
+            kill(running)
+            kills += 1
+        _, errors = running.process.communicate(timeout=60)
+        assert "Traceback" not in errors
+        assert not (tmp_path / "corpus" / "manifest.json").exists()
+    assert kills == 3
+    assert Running(tmp_path / "corpus", "--workers", "1").finish()
+    assert corpus_contents(tmp_path / "corpus") == undisturbed
+
+
+def test_killed_before_its_first_unit(tmp_path: Path, undisturbed: dict[str, str]):
+    for delay in (0.3, 1.0):
+        running = Running(tmp_path / "corpus", "--workers", "2")
+        time.sleep(delay)
+        kill_everything(running)
+        running.process.communicate()
+    Running(tmp_path / "corpus", "--workers", "2").finish()
+    assert corpus_contents(tmp_path / "corpus") == undisturbed
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path):
+    running = Running(tmp_path / "corpus", "--workers", "2")
+    assert running.wait_for_units(3)
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(family) >= 3  # the fork server, which needs a tracker, and two workers
+    running.process.kill()
+    running.process.communicate()
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    assert len(gone) == len(family)
+
+
+def test_a_lost_worker_is_one_line(tmp_path: Path):
+    running = Running(tmp_path / "corpus", "--workers", "2")
+    assert running.wait_for_units(2)
+    kill_a_worker(running)
+    _, errors = running.process.communicate(timeout=60)
+    assert running.process.returncode == 1
+    assert "error: a worker process was killed" in errors
+    assert "Traceback" not in errors
+
+
+def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undisturbed: dict[str, str]):
+    """As in a job array: three at the same time, of which one dies; then a corpus that one of three makes alone."""
+    together = [Running(tmp_path / "a" / "corpus", "--workers", "1", "--share", f"{k}/3") for k in range(3)]
+    assert together[1].wait_for_units(4)
+    kill_everything(together[1])
+    for survivor in (together[0], together[2]):
+        survivor.finish()
+    assert corpus_contents(tmp_path / "a" / "corpus") == undisturbed
+    Running(tmp_path / "b" / "corpus", "--workers", "1", "--share", "2/3").finish()
+    assert corpus_contents(tmp_path / "b" / "corpus") == undisturbed
+
+
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: nothing was tried on MPI (make slurm)"
+)
+def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str]):
+    running = Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "3"))
+    assert running.wait_for_units(3)
+    kill_everything(running)
+    running.process.communicate()
+    Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "2")).finish()
+    assert corpus_contents(tmp_path / "corpus") == undisturbed
+
+
+def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path):
+    environment = {**os.environ, "SLURM_NTASKS": "4"}
+    command = [*TOOL, *map(str, ARGUMENTS), "--output", str(tmp_path / "out"), "--mpi"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROJECT, check=False)
+    assert done.returncode == 1
+    assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
+
+
+def test_a_finished_corpus_is_left_alone(tmp_path: Path):
+    source = write_jsonl(tmp_path / "x.jsonl", documents(20))
+    tokenize(tmp_path / "corpus", source)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
+    tokenize(tmp_path / "corpus", source)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("inputs", {}),
+        ("text_key", {"text_key": "body"}),
+        ("heldout_fraction", {"heldout_fraction": 0.5}),
+        ("document_end", {"end_of_document": "<unk>"}),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_job_does_not_go_on_in_the_same_folder(tmp_path: Path, finished: bool, name: str, change: dict):
+    source = write_jsonl(tmp_path / "x.jsonl", documents(20))
+    output = tmp_path / "corpus"
+    if finished:
+        tokenize(output, source)
+    else:
+        with pytest.raises(DataError, match="bad"):
+            tokenize(output, write_jsonl(source, [*documents(20), 7]), max_bad_fraction=0)
+    if not change:
+        write_jsonl(source, documents(30))
+    before = contents(output)
+    with pytest.raises(
+        DataError, match=f"holds a corpus made with another {name}: expected .*, found .*; remove the folder"
+    ):
+        tokenize(output, source, **change)
+    assert contents(output) == before
+
+
+def test_held_out_documents_are_chosen_by_their_hash(tmp_path: Path):
+    texts = documents(400)
+    write_jsonl(tmp_path / "a.jsonl", texts[:200])
+    write_jsonl(tmp_path / "b.jsonl", [*texts[200:], texts[0], texts[1]])
+    tokenize(tmp_path / "corpus", tmp_path / "a.jsonl", tmp_path / "b.jsonl", heldout_fraction=0.2)
+    train, heldout = texts_in(tmp_path / "corpus"), texts_in(tmp_path / "corpus.heldout")
+    assert sorted(train + heldout) == sorted([*texts, texts[0], texts[1]])
+    assert not set(train) & set(heldout)
+    assert 50 < len(heldout) < 110
+    assert all(is_heldout(text, 0.2) for text in heldout)
+    # A larger fraction only adds to a smaller one.
+    assert all(is_heldout(text, 0.3) for text in heldout)
+
+
+def test_the_manifest_tells_what_there_is(tmp_path: Path):
+    texts = documents(50)
+    source = write_jsonl(tmp_path / "x.jsonl.gz", [*texts, 5])
+    made = tokenize(tmp_path / "corpus", source, heldout_fraction=0.3)
+    heldout = load_manifest(tmp_path / "corpus.heldout")
+    assert (made.part, heldout.part) == ("train", "heldout")
+    assert made.documents + heldout.documents == 50
+    assert made.characters + heldout.characters == sum(map(len, texts))
+    assert made.bytes + heldout.bytes == sum(len(text.encode()) for text in texts)
+    assert made.rejected == heldout.rejected == {"text_not_string": 1}
+    assert made.tokens_per_character == pytest.approx(made.tokens / made.characters, abs=1e-6)
+    (file,) = made.inputs
+    assert (file.path, file.bytes, file.sha256) == (str(source), source.stat().st_size, sha256_of(source))
+    assert made.tokenizer.backend == "gigatoken"
+    assert (made.tokenizer.vocab_size, made.token_dtype) == (512, "uint16")
+    assert not (tmp_path / "corpus" / ".units").exists()
+    written = json.loads((tmp_path / "corpus" / "manifest.json").read_text())
+    assert written["documents"] == made.documents
+
+
+def test_a_fast_path_that_errs_is_replaced_for_the_whole_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It goes wrong in the last file only; what it encoded rightly before is encoded again."""
+    for name, texts in (
+        ("a", documents(60)),
+        ("b", documents(60, seed=1)),
+        ("c", ["거짓 " + text for text in documents(9)]),
+    ):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
+    honest = GigatokenEncoder.encode
+
+    def erring(self: GigatokenEncoder, texts: list[str]) -> Encoded:
+        encoded = honest(self, texts)
+        return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
+
+    monkeypatch.setattr(GigatokenEncoder, "encode", erring)
+    unit_work._tokenizer.cache_clear()
+    with caplog.at_level("WARNING", logger="pipeline"):
+        made = tokenize(tmp_path / "erring", tmp_path / "?.jsonl", unit_bytes=1000)
+    assert "gigatoken and tokenizers differ on '거짓" in caplog.text
+    assert made.tokenizer.backend == "tokenizers"
+
+    monkeypatch.setattr("pipeline.data.tokenizer.fast_encoder", lambda *_: None)
+    unit_work._tokenizer.cache_clear()
+    tokenize(tmp_path / "reference", tmp_path / "?.jsonl", unit_bytes=1000)
+    assert list(contents(tmp_path / "erring").values()) == list(contents(tmp_path / "reference").values())
+    unit_work._tokenizer.cache_clear()
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = unit_work._tokenizer(str(STORIES260K), None)
+    object.__setattr__(tokenizer, "vocab_size", 300)
+    try:
+        with pytest.raises(DataError, match="but has a vocabulary of 300"):
+            tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(20)))
+    finally:
+        unit_work._tokenizer.cache_clear()
+    assert not list((tmp_path / "corpus").glob("*.bin"))
+
+
+def test_memory_does_not_follow_the_corpus(tmp_path: Path):
+    """Four times the text, the same memory."""
+    content = write_jsonl(tmp_path / "small.jsonl", documents(3000, words=200)).read_bytes()
+    (tmp_path / "small.jsonl").write_bytes(content * 4)
+    (tmp_path / "large.jsonl").write_bytes(content * 16)
+    assert (tmp_path / "large.jsonl").stat().st_size > 30e6
+    peaks = {}
+    for name in ("small", "large"):
+        running = Running(tmp_path / name, "--workers", "1", "--input", str(tmp_path / f"{name}.jsonl"))
+        peak = 0
+        while running.process.poll() is None:
+            status = Path(f"/proc/{running.process.pid}/status").read_text()
+            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
+            time.sleep(0.01)
+        running.finish()
+        peaks[name] = peak / 1024
+    assert peaks["large"] < peaks["small"] + 20
+
+
+def test_every_corpus_of_a_configuration(tmp_path: Path):
+    config = {
+        "name": "t",
+        "folder": str(tmp_path),
+        "base": str(STORIES260K),
+        "method": {"name": "fft"},
+        "data": {
+            "folder": str(tmp_path / "tokens"),
+            "sequence_length": 64,
+            "replay_fraction": 0.1,
+            "corpora": {
+                "korean": {"input": [str(write_jsonl(tmp_path / "k.jsonl", documents(30)))], "heldout_fraction": 0.3},
+                "english": {
+                    "input": [str(write_jsonl(tmp_path / "e.jsonl", documents(10, seed=1)))],
+                    "heldout_input": [str(write_jsonl(tmp_path / "h.jsonl", documents(5, seed=2)))],
+                    "role": "replay",
+                },
+            },
+        },
+        "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
+        "deepspeed": "none.json",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    done = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
+        "english", "english.heldout", "korean", "korean.heldout",
+    ]  # fmt: skip
+    assert load_manifest(tmp_path / "tokens" / "english.heldout").part == "heldout"
+    assert texts_in(tmp_path / "tokens" / "english.heldout") == documents(5, seed=2)
+    made = contents(tmp_path / "tokens")
+    again = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    assert again.returncode == 0
+    assert again.stderr.count("there already") == 3
+    assert contents(tmp_path / "tokens") == made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "x.jsonl"], "give --config, or all of --input, --tokenizer and --output"),
+        (["--config", "missing.yaml"], "missing.yaml: no such configuration file"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments: list[str], message: str):
+    done = run_tool(*arguments)
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("A FULL DISK WAS NOT TRIED: mounting a small one needs root")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Path, workers: str):
+    output = small_disk / "corpus"
+    done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
+    assert done.returncode == 1
+    assert "error: no space left on the disk" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (output / "manifest.json").exists()
+    subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
+    done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
+    assert done.returncode == 0
+    assert not list(output.rglob("*.tmp"))
+
+
+def test_workers_in_other_processes_say_what_is_wrong(tmp_path: Path):
+    write_jsonl(tmp_path / "x.jsonl", [1, 2, 3])
+    with local_workers(2) as workers, pytest.raises(DataError, match="no usable document"):
+        preprocess(job(tmp_path / "corpus", tmp_path / "x.jsonl"), workers, max_bad_fraction=1.0)

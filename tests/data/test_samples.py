@@ -1,0 +1,197 @@
+"""What training reads, from corpora on the disk."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import Data
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.packing import IGNORED
+from pipeline.data.preprocess import preprocess
+from pipeline.data.samples import TrainingSamples, load_heldout
+from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.workers import local_workers
+from pipeline.errors import DataError
+from tests.data.helpers import STORIES260K, documents, tokenize, write_jsonl
+
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokens")
+
+
+def described(folder: Path, **changes: object) -> Data:
+    corpora = {
+        "korean": {"input": [str(folder / "korean.jsonl")], "heldout_fraction": 0.2},
+        "english": {
+            "input": [str(folder / "english.jsonl")],
+            "heldout_input": [str(folder / "english.heldout.jsonl")],
+            "role": "replay",
+        },
+    }
+    settings = {"folder": folder / "tokens", "sequence_length": LENGTH, "corpora": corpora, "replay_fraction": 0.25}
+    return Data.model_validate({**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Data:
+    for seed, name in enumerate(("korean", "english", "english.heldout")):
+        write_jsonl(folder / f"{name}.jsonl", documents(150, seed))
+    made = described(folder)
+    with local_workers(1) as workers:
+        for job in corpus_jobs(made, STORIES260K):
+            preprocess(replace(job, unit_bytes=2000), workers)
+    return made
+
+
+def training(data: Data, seed: int = 1) -> TrainingSamples:
+    return TrainingSamples(data, seed=seed, tokenizer_fingerprint=load_tokenizer(STORIES260K).fingerprint)
+
+
+def pass_of(samples: TrainingSamples, corpus: str, count: int) -> list[np.ndarray]:
+    """The tokens of the first `count` samples that come from `corpus`."""
+    found = []
+    index = 0
+    while len(found) < count:
+        if samples.corpus_of(index) == corpus:
+            found.append(samples[index].tokens)
+        index += 1
+    return found
+
+
+def test_a_pass_reads_each_token_of_the_corpus_once(data: Data):
+    for name in ("korean", "english"):
+        corpus = TokenCorpus(data.folder / name)
+        assert len(corpus.manifest.shards) > 3
+        stored = corpus.read(0, corpus.tokens)
+        count = -(-corpus.tokens // LENGTH)
+        windows = Counter(tuple(stored[at : at + LENGTH]) for at in range(0, corpus.tokens, LENGTH))
+        read = Counter(tuple(tokens) for tokens in pass_of(training(data), name, count))
+        last = tuple(stored[(count - 1) * LENGTH :])
+        padded = last + (2,) * (LENGTH - len(last))
+        assert windows - read == Counter({last: 1} if last != padded else {})
+        assert read - windows == Counter({padded: 1} if last != padded else {})
+
+
+def test_a_sample_is_a_pure_function_of_its_index(data: Data):
+    ours, again = training(data), training(data)
+    forward = [ours[index] for index in range(60)]
+    for index in reversed(range(60)):
+        assert all(np.array_equal(a, b) for a, b in zip(forward[index], again[index], strict=True))
+    other = training(data, seed=2)
+    assert any(not np.array_equal(forward[index].tokens, other[index].tokens) for index in range(60))
+    far = ours[10**9]
+    assert far.tokens.shape == (LENGTH,)
+
+
+def test_samples_travel_to_other_processes(data: Data):
+    ours = training(data)
+    assert ours[3] is not None
+    there = pickle.loads(pickle.dumps(ours))
+    assert np.array_equal(there[5].tokens, ours[5].tokens)
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says(data: Data):
+    for index in range(40):
+        sample = training(data)[index]
+        begins = np.flatnonzero(np.diff(sample.document_ids)) + 1
+        assert np.all(np.isin(sample.tokens[begins], (1, 2)))  # BOS, or padding, which is EOS
+        assert np.all(sample.targets[begins - 1] == IGNORED)
+        assert np.all(sample.tokens[begins - 1] == 2)
+
+
+def test_document_mask_off(folder: Path, data: Data):
+    masked, run_on = training(data), training(described(folder, document_mask=False))
+    assert np.array_equal(masked[0].tokens, run_on[0].tokens)
+    joined = [run_on[index] for index in range(20)]
+    assert all(
+        np.array_equal(sample.positions, np.arange(LENGTH)) for sample in joined if sample.document_ids.max() == 0
+    )
+    assert any(masked[index].document_ids.max() > 0 for index in range(20))
+
+
+def test_held_out_parts(data: Data):
+    parts = load_heldout(data, tokenizer_fingerprint=None)
+    assert list(parts) == ["korean", "english"]
+    for name, part in parts.items():
+        corpus = TokenCorpus(data.folder / f"{name}.heldout")
+        assert part.tokens == corpus.tokens
+        assert (part.bytes, part.characters) == (corpus.manifest.bytes, corpus.manifest.characters)
+        samples = list(part)
+        assert len(samples) == len(part) == -(-corpus.tokens // LENGTH)
+        read = np.concatenate([sample.tokens[sample.targets != IGNORED] for sample in samples])
+        stored = corpus.read(0, corpus.tokens)
+        without_ends = stored[stored != 2]
+        assert Counter(read.tolist()) == Counter(without_ends.tolist())
+        assert np.array_equal(part[1].tokens, samples[1].tokens)
+    assert parts["english"].bytes == sum(len(text.encode()) for text in documents(150, 2))
+
+
+def test_budgets(folder: Path, data: Data):
+    def total(**limits: object) -> int | None:
+        corpora = {name: corpus.model_dump() for name, corpus in data.corpora.items()}
+        corpora["korean"].update(limits)
+        return training(described(folder, corpora=corpora, replay_fraction=0.0)).total
+
+    samples = -(-TokenCorpus(data.folder / "korean").tokens // LENGTH)
+    assert total() is None
+    assert total(epochs=1) == samples
+    assert total(epochs=2.5) == int(2.5 * samples)
+    assert total(token_budget=10 * LENGTH + 1) == 11
+
+
+def test_another_tokenizers_corpus_is_refused(data: Data):
+    with pytest.raises(
+        DataError, match="was tokenized with another tokenizer than the base model's: expected .*, found"
+    ) as error:
+        TrainingSamples(data, seed=1, tokenizer_fingerprint="tokenizers:0123")
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match="another tokenizer"):
+        load_heldout(data, tokenizer_fingerprint="tokenizers:0123")
+
+
+def test_a_missing_or_unfinished_or_damaged_corpus_is_refused(folder: Path, data: Data, tmp_path: Path):
+    elsewhere = described(folder, folder=tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        training(elsewhere)
+    (tmp_path / "korean" / ".units").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"is unfinished: start tools/preprocess_data.py again"):
+        training(elsewhere)
+    (tmp_path / "korean" / "manifest.json").write_text('{"documents": "many"}')
+    with pytest.raises(DataError, match="not a manifest of this project"):
+        training(elsewhere)
+
+
+def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path: Path):
+    tokenize(tmp_path / "a", write_jsonl(tmp_path / "a.jsonl", documents(5)))
+    manifest = tmp_path / "a" / "manifest.json"
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace('"name": "00000-000000"', '"name": "../../etc/passwd"'))
+    with pytest.raises(DataError, match="outside the folder"):
+        TokenCorpus(tmp_path / "a").check()
+    manifest.write_text(whole)
+    tokenize(tmp_path / "b", write_jsonl(tmp_path / "b.jsonl", documents(6)))
+    for suffix in ("bin", "idx"):
+        (tmp_path / "b" / f"00000-000000.{suffix}").replace(tmp_path / "a" / f"00000-000000.{suffix}")
+    with pytest.raises(DataError, match="as in the manifest"):
+        TokenCorpus(tmp_path / "a").check()
+
+
+def test_many_shards_do_not_stay_open(tmp_path: Path):
+    tokenize(tmp_path / "a", write_jsonl(tmp_path / "a.jsonl", documents(200)), unit_bytes=100)
+    corpus = TokenCorpus(tmp_path / "a")
+    assert len(corpus.manifest.shards) > 100
+    everything = corpus.read(0, corpus.tokens)
+    assert len(everything) == corpus.tokens
+    assert len(corpus._open) == 64
+    assert np.array_equal(corpus.read(50, 900), everything[50:900])
+    assert len(corpus.document_starts(0, corpus.tokens)) == 200

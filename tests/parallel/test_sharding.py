@@ -1,0 +1,122 @@
+"""Splitting and merging are exact inverses, for any tensor, partition and number of ranks that fit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.parallel.parameter import full_shape_of, partition_of, sharded_parameter, shared_by_neighbours
+from pipeline.parallel.sharding import REPLICATED, Partition, local_shape, merge, split
+from pipeline.parallel.topology import SINGLE, TensorParallel
+
+
+@st.composite
+def split_tensors(draw):
+    """A tensor of distinct numbers, a partition of it, and a number of ranks on which it lies."""
+    tp_size = draw(st.integers(1, 12))
+    dims = draw(st.integers(1, 3))
+    dim = draw(st.none() | st.integers(0, dims - 1))
+    shape = [draw(st.integers(1, 5)) for _ in range(dims)]
+    partition = REPLICATED
+    if dim is not None:
+        padded = draw(st.booleans())
+        if padded:
+            shape[dim] = draw(st.integers(1, 30))
+            partition = Partition(dim=dim, padded=True)
+        else:
+            divisors = [units for units in range(1, tp_size + 1) if tp_size % units == 0]
+            units = draw(st.sampled_from(divisors) | st.integers(1, 4).map(lambda runs: runs * tp_size))
+            shape[dim] = units * draw(st.integers(1, 4))
+            partition = Partition(dim=dim, units=units)
+    tensor = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
+    return tensor, partition, tp_size
+
+
+def shards_of(tensor, partition, tp_size):
+    return [split(tensor, partition, rank, tp_size) for rank in range(tp_size)]
+
+
+@given(split_tensors())
+def test_merge_undoes_split(case):
+    tensor, partition, tp_size = case
+    size = 0 if partition.dim is None else tensor.shape[partition.dim]
+    assert torch.equal(merge(shards_of(tensor, partition, tp_size), partition, size), tensor)
+
+
+@given(split_tensors())
+def test_every_shard_has_the_shape_that_a_rank_allots(case):
+    tensor, partition, tp_size = case
+    for shard in shards_of(tensor, partition, tp_size):
+        assert tuple(shard.shape) == local_shape(tensor.shape, partition, tp_size)
+
+
+@given(split_tensors())
+def test_each_number_lies_on_as_many_ranks_as_hold_replicas(case):
+    tensor, partition, tp_size = case
+    held = torch.cat([shard.flatten() for shard in shards_of(tensor, partition, tp_size)])
+    counts = torch.bincount(held, minlength=tensor.numel() + 1)
+    assert (counts[1:] == partition.replicas(tp_size)).all()
+    padding = int(counts[0])
+    assert padding == 0 or partition.padded
+
+
+@given(split_tensors())
+def test_holders_of_the_same_shard_are_neighbours(case):
+    tensor, partition, tp_size = case
+    shards = shards_of(tensor, partition, tp_size)
+    replicas = partition.replicas(tp_size)
+    assert tp_size % replicas == 0
+    for rank, shard in enumerate(shards):
+        assert torch.equal(shard, shards[rank - rank % replicas])
+
+
+@given(split_tensors())
+def test_bounds_cover_the_dimension_in_rank_order(case):
+    tensor, partition, tp_size = case
+    if partition.dim is None:
+        return
+    size = tensor.shape[partition.dim]
+    bounds = [partition.bounds(size, rank, tp_size) for rank in range(0, tp_size, partition.replicas(tp_size))]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] >= size
+    assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+
+
+@given(split_tensors())
+def test_a_parameter_is_marked_once_for_every_shard(case):
+    """DeepSpeed counts a marked parameter, or else rank 0's, in the gradient norm: each number must count once."""
+    tensor, partition, tp_size = case
+    counted = 0
+    for rank in range(tp_size):
+        parameter = sharded_parameter(tuple(tensor.shape), partition, TensorParallel(rank=rank, size=tp_size))
+        assert partition_of(parameter) == partition
+        assert full_shape_of(parameter) == tuple(tensor.shape)
+        if parameter.tensor_model_parallel or rank == 0:
+            counted += int((split(tensor, partition, rank, tp_size) != 0).sum())
+    assert counted == tensor.numel()
+
+
+@pytest.mark.parametrize(
+    ("units", "tp_size", "replicas"), [(8, 1, 1), (8, 8, 1), (8, 4, 1), (1, 8, 8), (9, 3, 1), (4, 8, 2), (2, 12, 6)]
+)
+def test_units_are_shared_where_there_are_fewer_than_ranks(units, tp_size, replicas):
+    assert Partition(dim=0, units=units).replicas(tp_size) == replicas
+    assert REPLICATED.replicas(tp_size) == tp_size
+    assert Partition(dim=0, padded=True).replicas(tp_size) == 1
+
+
+def test_a_vocabulary_is_filled_up_with_zeros():
+    rows = torch.arange(1.0, 8.0).view(7, 1)
+    shards = shards_of(rows, Partition(dim=0, padded=True), 3)
+    assert [shard.flatten().tolist() for shard in shards] == [[1, 2, 3], [4, 5, 6], [7, 0, 0]]
+
+
+def test_a_parameter_that_nobody_split_is_whole_everywhere():
+    parameter = torch.nn.Parameter(torch.zeros(3, 2))
+    assert partition_of(parameter) is REPLICATED
+    assert full_shape_of(parameter) == (3, 2)
+    assert shared_by_neighbours(parameter, SINGLE) is parameter

@@ -1,0 +1,97 @@
+"""Which rank stands where: arithmetic over any world, and the groups that real ranks make of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import LayoutError
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from tests.distributed import run_ranks
+
+layouts = st.builds(lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size), st.integers(1, 8), st.integers(1, 8))
+
+
+@given(layouts)
+def test_every_rank_stands_at_one_place(layout):
+    places = {(layout.dp_rank(rank), layout.tp_rank(rank)) for rank in range(layout.world_size)}
+    assert places == {(dp, tp) for dp in range(layout.dp_size) for tp in range(layout.tp_size)}
+
+
+@given(layouts)
+def test_groups_are_what_their_names_say(layout):
+    ranks = list(range(layout.world_size))
+    for groups in (layout.tp_groups(), layout.dp_groups()):
+        assert sorted(rank for group in groups for rank in group) == ranks
+    for group in layout.tp_groups():
+        assert group == list(range(group[0], group[0] + layout.tp_size)), "neighbours share a node"
+        assert len({layout.dp_rank(rank) for rank in group}) == 1
+    for group in layout.dp_groups():
+        assert len({layout.tp_rank(rank) for rank in group}) == 1
+        assert len(group) == layout.dp_size
+
+
+@given(layouts, st.integers(1, 8))
+def test_replica_groups_stay_within_tensor_parallel_groups(layout, replicas):
+    if layout.tp_size % replicas:
+        return
+    groups = layout.replica_groups(replicas)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    assert all(len(group) == replicas and len({layout.dp_rank(rank) for rank in group}) == 1 for group in groups)
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_a_world_that_does_not_divide_is_refused_with_the_sizes_that_do(world_size, tp_size):
+    if world_size % tp_size == 0:
+        assert Layout(world_size, tp_size).dp_size == world_size // tp_size
+        return
+    with pytest.raises(LayoutError, match=f"tp_size {tp_size} does not divide the world of {world_size}") as refusal:
+        Layout(world_size, tp_size)
+    sizes = [int(size) for size in str(refusal.value).split("sizes that do: ")[1].split(", ")]
+    assert sizes[0] == 1
+    assert sizes[-1] == world_size
+    assert all(world_size % size == 0 for size in sizes)
+
+
+def seen_by_a_rank(tp_size):
+    """Sums of the rank numbers over each group that a rank stands in, and what DeepSpeed is told."""
+    groups = ProcessGroups(Layout(dist.get_world_size(), tp_size))
+    tp = groups.tensor_parallel
+
+    def total(group):
+        number = torch.tensor([2 ** dist.get_rank()])
+        dist.all_reduce(number, group=group)
+        return int(number)
+
+    told = (
+        groups.get_model_parallel_rank(),
+        groups.get_tensor_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_src_rank(),
+        groups.get_data_parallel_rank(),
+        groups.get_data_parallel_world_size(),
+        groups.get_data_parallel_group_ranks(),
+    )
+    replicas = {size: total(tp.replica_group(size)) for size in (2, 4) if size <= tp_size}
+    return total(tp.group), total(groups.get_data_parallel_group()), replicas, told
+
+
+def mask(*ranks):
+    return sum(2**rank for rank in ranks)
+
+
+def test_real_groups_hold_the_ranks_that_the_layout_says():
+    first, second, third, fourth = run_ranks(seen_by_a_rank, 4, 2)
+    assert first == (mask(0, 1), mask(0, 2), {2: mask(0, 1)}, (0, 2, 0, 0, 2, [0, 2]))
+    assert second == (mask(0, 1), mask(1, 3), {2: mask(0, 1)}, (1, 2, 0, 0, 2, [1, 3]))
+    assert third == (mask(2, 3), mask(0, 2), {2: mask(2, 3)}, (0, 2, 2, 1, 2, [0, 2]))
+    assert fourth == (mask(2, 3), mask(1, 3), {2: mask(2, 3)}, (1, 2, 2, 1, 2, [1, 3]))
+    whole = run_ranks(seen_by_a_rank, 4, 4)
+    assert [rank[2] for rank in whole] == [{2: mask(0, 1), 4: 15}] * 2 + [{2: mask(2, 3), 4: 15}] * 2
+
+
+def test_a_single_process_needs_no_group():
+    assert SINGLE.group is None
+    assert SINGLE.replica_group(1) is None

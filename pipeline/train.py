@@ -31,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    launch.leave_after(lambda: command_line.run(main))

@@ -145,3 +145,22 @@ assert not any("gloo" in name for name in threads()), threads()
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("sys.exit()", 0), ("pass", 0), ("1 / 0", 1)])
+def test_a_process_leaves_with_its_code_its_last_words_and_no_clean_up(end, code):
+    program = f"""
+import atexit, sys
+from pipeline.training import launch
+
+def program():
+    print("last words")
+    {end}
+
+atexit.register(print, "cleaned up")
+launch.leave_after(program)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert result.stdout == "last words\n" + ("cleaned up\n" if "/" in end else "")
+    assert ("ZeroDivisionError" in result.stderr) == ("/" in end)

@@ -14,6 +14,7 @@
 #   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh           64 nodes, 32 processes each
 #   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    one job of 128 MPI ranks
 #   bash slurm/tokenize_korean.sh                                             the cores of this machine
+#   … slurm/tokenize_korean.sh --max-bad-fraction 0.05                        further flags go to tools/preprocess_data.py
 #
 # Kill it, lose nodes, submit it again with another array or none: units that are done stay done, and the result is the
 # same, byte for byte. The array tasks need not run at the same time: each does what it finds undone.
@@ -25,7 +26,7 @@ source slurm/common.sh
 load_site
 choose_config
 
-command=(python tools/preprocess_data.py --config "$CONFIG")
+command=(python tools/preprocess_data.py --config "$CONFIG" "$@")
 if [[ -n "${MPI:-}" ]]; then
     # srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun where it was not.
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.command_line import run
@@ -33,9 +34,10 @@ def main() -> None:
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
+    unit_bytes = int(options.unit_mib * 2**20)
     if options.config:
         config = load_config(options.config)
-        return list(corpus_jobs(config.data, config.base))
+        return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.base)]
     if not (options.input and options.tokenizer and options.output):
         raise ConfigError("give --config, or all of --input, --tokenizer and --output")
     return [
@@ -46,7 +48,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             text_key=options.text_key,
             heldout_fraction=options.heldout_fraction,
             end_of_document=options.end_of_document,
-            unit_bytes=int(options.unit_mib * 2**20),
+            unit_bytes=unit_bytes,
         )
     ]
 

@@ -151,7 +151,7 @@ def test_budgets(folder: Path, data: Data):
 
 def test_another_tokenizers_corpus_is_refused(data: Data):
     with pytest.raises(
-        DataError, match="was tokenized with another tokenizer than the base model's: expected .*, found"
+        DataError, match=r"was tokenized with another tokenizer than the base model's: expected .*, found"
     ) as error:
         TrainingSamples(data, seed=1, tokenizer_fingerprint="tokenizers:0123")
     assert "\n" not in str(error.value)
@@ -160,7 +160,7 @@ def test_another_tokenizers_corpus_is_refused(data: Data):
 
 
 def test_a_missing_or_unfinished_or_damaged_corpus_is_refused(folder: Path, data: Data, tmp_path: Path):
-    elsewhere = described(folder, folder=tmp_path)
+    elsewhere = data.model_copy(update={"folder": tmp_path})
     with pytest.raises(DataError, match="does not exist"):
         training(elsewhere)
     (tmp_path / "korean" / ".units").mkdir(parents=True)

@@ -1,0 +1,112 @@
+"""Tokenizing as a job array, and over MPI ranks, on two nodes: killed, submitted again with another shape, the same bytes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.helpers import DEMO, PROJECT, STORIES260K, contents, run_tool
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+
+SCRIPT = PROJECT / "slurm" / "tokenize_korean.sh"
+SMALL_UNITS = ("--unit-mib", "0.25")
+
+
+def configuration(folder: Path) -> Path:
+    """A run that reads the demo's corpora into `folder/tokens`."""
+    corpora = {
+        "korean": {"input": [str(DEMO / "reviews.jsonl.zst")], "heldout_fraction": 0.1},
+        "english": {"input": [str(DEMO / "stories.jsonl.zst")], "role": "replay"},
+    }
+    described = {
+        "name": "t",
+        "folder": str(folder),
+        "base": str(STORIES260K),
+        "method": {"name": "fft"},
+        "data": {"folder": str(folder / "tokens"), "sequence_length": 64, "corpora": corpora},
+        "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
+        "deepspeed": "none.json",
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(described))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run_tool("--config", configuration(folder), "--workers", "1", *SMALL_UNITS)
+    assert done.returncode == 0, done.stderr
+    return contents(folder / "tokens")
+
+
+def submit(cluster: Cluster, config: Path, *options: str, env: dict[str, str] | None = None) -> int:
+    arguments = (f"--output={config.parent}/job-%A_%a.out", *options)
+    command = ["sbatch", "--parsable", *arguments, str(SCRIPT), *SMALL_UNITS]
+    return int(cluster.run(*command, env={"CONFIG": str(config), **(env or {})}, cwd=PROJECT))
+
+
+def outputs(config: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(config.parent.glob("job-*.out")))
+
+
+def wait_for_units(config: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list((config.parent / "tokens").glob("*/.units/*-*[0-9].json"))) < count:
+        assert time.monotonic() < deadline, outputs(config)
+        time.sleep(0.02)
+
+
+def wait_for_array(cluster: Cluster, job: int) -> None:
+    """Until no task of the array is left in the queue."""
+    deadline = time.monotonic() + 180
+    while cluster.run("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T").split().count(
+        "COMPLETED"
+    ) != (len(cluster.run("squeue", "--noheader", "--array", f"--jobs={job}", "--states=all", "--format=%T").split())):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_an_array_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]):
+    """Four tasks, all killed at work; then three, which find most of it done."""
+    config = configuration(tmp_path / "run")
+    killed = submit(slurm_cluster, config, "--array=0-3")
+    wait_for_units(config, 5)
+    slurm_cluster.run("scancel", "--signal=KILL", "--full", str(killed))
+    time.sleep(2)
+    job = submit(slurm_cluster, config, "--array=10-30:10")
+    wait_for_array(slurm_cluster, job)
+    said = outputs(config)
+    assert "--share" not in said
+    assert said.count("] done") >= 3, said
+    assert contents(tmp_path / "run" / "tokens") == undisturbed
+
+
+def test_mpi_ranks_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]):
+    config = configuration(tmp_path / "run")
+    mpi = {"MPI": "1", "MPI_LAUNCHER": "mpirun --allow-run-as-root"}
+    job = submit(slurm_cluster, config, "--array=0", "--nodes=2", "--ntasks=4", env=mpi)
+    wait_for_array(slurm_cluster, job)
+    assert "] done" in outputs(config), outputs(config)
+    assert contents(tmp_path / "run" / "tokens") == undisturbed
+
+
+def test_one_machine_without_slurm(tmp_path: Path, undisturbed: dict[str, str]):
+    import os
+    import subprocess
+
+    config = configuration(tmp_path / "run")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {"CONFIG": str(config), "WORKERS": "2"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *SMALL_UNITS], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no Slurm here: tokenizing on this machine" in done.stdout
+    assert contents(tmp_path / "run" / "tokens") == undisturbed

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 # A rank is forked from a server that has imported the slow packages already: 0.1 s each instead of 5.
 _processes = get_context("forkserver")
-_processes.set_forkserver_preload(["torch.distributed", "pytest", "pipeline.methods.scale"])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
+_processes.set_forkserver_preload(["torch.distributed", "pytest", "pipeline.methods.scale", "pipeline.training.run"])
 
 
 class RankError(AssertionError):

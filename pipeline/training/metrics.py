@@ -26,7 +26,7 @@ class Metrics:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
-        kept = [json.dumps(line) + "\n" for line in read_metrics(path) if 0 < step and line["step"] <= step]
+        kept = [json.dumps(line) + "\n" for line in read_metrics(path) if step > 0 and line["step"] <= step]
         write_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)

@@ -1,0 +1,181 @@
+"""Small real runs: stories260K on a little of the demo's text, under real DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from pipeline.config import ScaleMethod, load_config
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.workers import local_workers
+from pipeline.methods.scale import upscale
+from pipeline.model.from_hf import open_base
+from tests.bases import STORIES
+
+DEMO = STORIES.parent
+STEPS = 6
+
+
+def make_tokens(folder: Path) -> Path:
+    """Tokenizes the demo's held-out files, as both parts of two corpora, into `folder`."""
+    config = load_config(write_config(folder / "run", folder))
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, STORIES):
+            preprocess(job, workers)
+    return folder
+
+
+def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yaml", **changes: Any) -> Path:
+    """Writes the configuration of a run in the folder `run`; `changes` have dotted paths, with __ for the dot."""
+    run.mkdir(parents=True, exist_ok=True)
+    zero_file = run / f"zero{zero}.json"
+    sharding = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
+    zero_file.write_text(json.dumps({"zero_optimization": {"stage": zero, "overlap_comm": False, **sharding}}))
+    korean, english = ([str(DEMO / f"{corpus}.heldout.jsonl.zst")] for corpus in ("reviews", "stories"))
+    values: dict[str, Any] = {
+        "name": "test",
+        "folder": str(run),
+        "base": str(STORIES),
+        "method": {
+            "name": "scale",
+            "variant": "adapt",
+            "expansion": {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},
+            "l_fp": 3,
+        },
+        "data": {
+            "folder": str(tokens),
+            "sequence_length": 32,
+            "corpora": {
+                "korean": {"input": korean, "heldout_input": korean},
+                "english": {"input": english, "heldout_input": english, "role": "replay"},
+            },
+            "replay_fraction": 0.25,
+        },
+        "schedule": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3},
+        "validation": {"every_steps": 100, "max_sequences": 5},
+        "checkpoints": {"every_steps": 100},
+        "deepspeed": str(zero_file),
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    path = run / name
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
+    """A run that is ready to train: its configuration, and its initial expansion."""
+    path = write_config(run, tokens, **changes)
+    config = load_config(path)
+    if isinstance(config.method, ScaleMethod):
+        upscale(config.method, open_base(config.base), config.upscaled_folder, config.seed)
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The run's figures, without the one that no two runs share."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second_per_gpu"} for line in lines]
+
+
+def losses(run: Path) -> list[float]:
+    """The training loss of every step, each step once."""
+    steps = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    return [line["loss"] for line in steps]
+
+
+# --- what runs on a rank ---------------------------------------------------------------------------------------------
+
+
+def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> int:
+    """Trains on this rank and its fellows; returns the exit code.
+
+    stop: rank 1 (or the only one) gets SIGUSR1 during its first step. kill_at: rank 0 is killed (SIGKILL) when the second
+    checkpoint comes to that point.
+    """
+    start_deepspeed()
+    from pipeline.training import loop
+    from pipeline.training.run import run_training
+
+    if kill_at is not None and os.environ["RANK"] == "0":
+        _kill_in_second_save(kill_at)
+    if stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        original = loop.learning_rate
+
+        def signalled(*arguments: Any) -> float:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return original(*arguments)
+
+        loop.learning_rate = signalled
+    return run_training(config, torch.device("cpu"))
+
+
+def train_and_look(config: Path) -> dict[str, Any]:
+    """Trains, and returns the model's whole parameters at the end and what DeepSpeed's optimizer holds."""
+    start_deepspeed()
+    import deepspeed
+
+    from pipeline.training.loop import train as train_loop
+    from pipeline.training.run import prepare, read_inputs
+    from pipeline.training.signals import StopSignals
+
+    trainer, position, difference = prepare(read_inputs(config), torch.device("cpu"))
+    train_loop(trainer, position, StopSignals())
+    trainer.metrics.close()
+    engine = trainer.engine
+    with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
+        parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    return {
+        "parameters": parameters,
+        "optimizer_state_elements": engine.optimizer_state_elements(),
+        "trainable_parameters": engine.trainable_parameters,
+        "step0_max_abs_logit_difference": difference,
+    }
+
+
+def start_deepspeed() -> None:
+    """Joins DeepSpeed to the process group that the rank stands in."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+KILL_POINTS = {
+    "while DeepSpeed writes": ("engine", "write_torch_file"),
+    "before the files are hashed": ("checkpoint", "file_hash"),
+    "before the folder is renamed": ("manifest", "write_json"),
+    "before latest names it": ("checkpoint", "write_text"),
+    "before the old one is removed": ("checkpoint", "_discard"),
+}
+
+
+def _kill_in_second_save(point: str) -> None:
+    """Puts a SIGKILL of this process in the place of a function that every save calls."""
+    from pipeline.training.checkpoint import Checkpoints
+
+    module_name, function = KILL_POINTS[point]
+    module = importlib.import_module(f"pipeline.training.{module_name}")
+    assert callable(getattr(module, function))
+    original, saves = Checkpoints.save, itertools.count(1)
+
+    def save(*arguments: Any) -> Path:
+        if next(saves) == 2:
+            setattr(module, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return original(*arguments)
+
+    Checkpoints.save = save

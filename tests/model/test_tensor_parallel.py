@@ -13,15 +13,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from pipeline.config import Method
+from pipeline.methods import method_for
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import named_trained_parameters, partition_of
 from pipeline.parallel.sharding import Partition, merge
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.distributed import run_ranks
-from tests.widened import balance_router, scale_settings, some_batch, some_tokens, trained_gradients, unwidened, widened
+from tests.widened import (
+    balance_router,
+    scale_settings,
+    shake,
+    some_batch,
+    some_tokens,
+    trained_gradients,
+    unwidened,
+    widened,
+)
 
 TOLERANCE = 1e-5
 BOTH = {"collaborative_modules": "both"}
@@ -45,8 +57,13 @@ class Case:
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
         base = open_base(path)
-        if self.method == "fft":
-            return unwidened(base, tp)
+        if self.method not in ("preserve", "adapt", "route"):
+            settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
+            method = method_for(settings, Path("unread"), 0)
+            model = method.build(base.spec, tp, "none")
+            method.load(model, base, tp)
+            shake(model, 0.05)
+            return model
         settings = scale_settings(self.method, **self.changes)
 
         def build(tp: TensorParallel) -> Decoder:
@@ -119,6 +136,8 @@ CASES = {
         Case("neox tied", "fft"),
         Case("llama tied", "route", BOTH),
         Case("llama one kv head", "fft"),
+        Case("llama", "freeze", {"frozen_layers": 1}),
+        Case("neox", "llama_pro", {"added_layers": 1}),
         Case("llama", "route", BOTH, "all"),
         Case("llama", "adapt", BOTH, "collaborative"),
     ],

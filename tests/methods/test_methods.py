@@ -1,0 +1,116 @@
+"""What each method trains: it starts at the base to the bit, moves that, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from pipeline.config import Method
+from pipeline.errors import ConfigError
+from pipeline.methods import method_for
+from pipeline.methods.llama_pro import layer_origins
+from pipeline.methods.scale import upscale
+from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
+
+SETTINGS = {
+    "preserve": scale_settings("preserve").model_dump(),
+    "adapt": scale_settings("adapt").model_dump(),
+    "route": scale_settings("route").model_dump(),
+    "fft": {"name": "fft"},
+    "freeze": {"name": "freeze", "frozen_layers": 2},
+    "llama_pro": {"name": "llama_pro", "added_layers": 1},
+    "llama_pro everywhere": {"name": "llama_pro", "added_layers": 3},
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def start(base, method, folder=Path("unread")):
+    """The model of a run before its first step, through the interface that a run uses."""
+    settings = TypeAdapter(Method).validate_python(SETTINGS[method])
+    if settings.name == "scale":
+        upscale(settings, base, folder, SEED)
+    chosen = method_for(settings, folder, SEED)
+    model = chosen.build(base.spec, SINGLE, "none")
+    chosen.load(model, base, SINGLE)
+    return model
+
+
+def is_trained(method, name):
+    """Whether a parameter of the three-layer model trains, said anew."""
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    if method == "fft":
+        return True
+    if method == "freeze":
+        return layer == 2 or name.startswith(("final_norm", "output"))
+    if method == "llama_pro":
+        return layer == 3
+    if method == "llama_pro everywhere":
+        return layer in (1, 3, 5)
+    return "expansion" in name
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox", "neox sequential"])
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_method_starts_at_the_base_and_moves_what_it_says(base, tmp_path, method, name):
+    model = start(base(name), method, tmp_path / "upscaled")
+    tokens = some_tokens(model.spec, 2, 24)
+    assert torch.equal(model.logits(tokens), unwidened(base(name)).logits(tokens))
+
+    trained = {key for key, _ in named_trained_parameters(model)}
+    assert trained == {key for key, _ in model.named_parameters() if is_trained(method, key)}
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    losses = []
+    for _ in range(4):  # zeros stand behind zeros: the innermost block moves at the fourth step
+        loss, *_ = model(*some_batch(model.spec, 2, 24))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    moved = {key for key, parameter in model.named_parameters() if not torch.equal(parameter, before[key])}
+    assert moved == trained
+    assert losses[-1] < losses[0]
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_llama_pro_spreads_its_copies_evenly(num_layers, added_layers):
+    if num_layers % added_layers:
+        with pytest.raises(ConfigError, match=r"method.added_layers: .* nearest that fit: \d+"):
+            layer_origins(num_layers, added_layers)
+        return
+    origins = layer_origins(num_layers, added_layers)
+    assert [origin.base_layer for origin in origins if not origin.added] == list(range(num_layers))
+    added = [index for index, origin in enumerate(origins) if origin.added]
+    group = num_layers // added_layers
+    assert added == list(range(group, len(origins), group + 1))
+    assert all(origins[index].base_layer == origins[index - 1].base_layer for index in added)
+
+
+def test_llama_pro_copies_the_block_below(base):
+    model = start(base("llama"), "llama_pro everywhere")
+    for copied, original in ((1, 0), (3, 2), (5, 4)):
+        for name, parameter in model.layers[copied].named_parameters():
+            zeroed = name.startswith(("attention.output.", "ffn.down."))
+            expected = torch.zeros_like(parameter) if zeroed else model.layers[original].get_parameter(name)
+            assert torch.equal(parameter, expected), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "freeze", "frozen_layers": 4}, "method.frozen_layers: 4, but the base has 3 layers"),
+        ({"name": "llama_pro", "added_layers": 2}, "method.added_layers: .* nearest that fit: 1, 3"),
+        ({"name": "llama_pro", "added_layers": 6}, "method.added_layers: .* nearest that fit: 1, 3"),
+    ],
+)
+def test_layers_that_the_base_has_not_are_refused(base, settings, message):
+    method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
+    with pytest.raises(ConfigError, match=message):
+        method.build(base("llama").spec, SINGLE, "none")

@@ -84,9 +84,14 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
         query, key, value = (flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for flat in (query, key, value))
+        query, key = context.rotary.rotate(query), context.rotary.rotate(key)
+        queries_per_key = query.shape[1] // key.shape[1]
+        if context.mask is not None and queries_per_key > 1:
+            # On CUDA no fused kernel takes both a mask and grouped heads: scores [B, H, S, S] would be held instead.
+            key, value = (heads.repeat_interleave(queries_per_key, dim=1) for heads in (key, value))
         heads = F.scaled_dot_product_attention(
-            context.rotary.rotate(query),
-            context.rotary.rotate(key),
+            query,
+            key,
             value,
             attn_mask=context.mask,
             is_causal=context.mask is None,

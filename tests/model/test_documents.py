@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.bases import CONFIGS
 from tests.widened import scale_settings, some_tokens, unwidened, widened
@@ -55,6 +56,25 @@ def test_a_token_sees_nothing_that_comes_later(base):
         before, after = model.logits(tokens), model.logits(changed)
         torch.testing.assert_close(before[:, :12], after[:, :12], rtol=0, atol=TOLERANCE)
         assert (before - after)[:, 12:].abs().amax(-1).min() > 0
+
+
+def test_masked_attention_is_never_grouped_and_unmasked_always_is(base, monkeypatch):
+    """CUDA's fused kernels take a mask or grouped heads, not both; without either they would hold [B, H, S, S]."""
+    calls = set()
+    attend = F.scaled_dot_product_attention
+
+    def watched(query, key, value, *, attn_mask, is_causal, enable_gqa):
+        calls.add((attn_mask is not None, enable_gqa, key.shape[1] < query.shape[1]))
+        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model = unwidened(base("llama"))
+    tokens = some_tokens(model.spec, 1, sum(LENGTHS))
+    model.logits(tokens)
+    assert calls == {(False, True, True)}
+    calls.clear()
+    model.logits(tokens, *packed(LENGTHS))
+    assert calls == {(True, False, False)}
 
 
 def test_the_loss_of_packed_documents_is_that_of_documents_alone(base):

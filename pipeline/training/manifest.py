@@ -47,8 +47,8 @@ class LayoutRecord(_Part):
 class RunRecord(_Part):
     """What stays the same over a run.
 
-    `method` and `data` are those sections of the run configuration, without paths; `expansion` is the added widths, None
-    where nothing is added.
+    `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
+    or is None where nothing is added.
     """
 
     name: str

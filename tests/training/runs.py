@@ -104,8 +104,8 @@ def losses(run: Path) -> list[float]:
 def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> int:
     """Trains on this rank and its fellows; returns the exit code.
 
-    stop: rank 1 (or the only one) gets SIGUSR1 during its first step. kill_at: rank 0 is killed (SIGKILL) when the second
-    checkpoint comes to that point.
+    stop: the last rank gets SIGUSR1 during its first step.
+    kill_at: rank 0 is killed (SIGKILL) when its second checkpoint comes to that point.
     """
     start_deepspeed()
     from pipeline.training import loop

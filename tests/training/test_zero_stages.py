@@ -1,4 +1,4 @@
-"""Every ZeRO stage, over data- and tensor-parallel ranks, trains what one process trains: the expansion, and nothing else."""
+"""Every ZeRO stage, over data- and tensor-parallel ranks, trains what one process trains: the expansion alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _assert_same_parameters(found: dict[str, torch.Tensor], expected: dict[str, 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_only_the_expansion_changes(tokens, tmp_path, zero):
-    config = make_run(tmp_path, tokens, zero=zero, schedule__steps=3)
+    # Blocks behind others that start at zero get their first gradient a few steps late.
+    config = make_run(tmp_path, tokens, zero=zero)
     parameters = run_ranks(train_and_look, 2, config)[0]["parameters"]
 
     base = open_base(STORIES)

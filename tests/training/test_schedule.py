@@ -1,0 +1,47 @@
+"""The learning rate over the steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import Schedule
+from pipeline.training.schedule import learning_rate
+
+KINDS = ("linear", "cosine", "wsd")
+
+
+def rates(**settings) -> list[float]:
+    values = {"steps": 100, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1.0, **settings}
+    schedule = Schedule.model_validate(values)
+    return [learning_rate(step, schedule) for step in range(schedule.steps)]
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_schedule_rises_once_and_then_never(kind, steps, warmup, decay, final):
+    values = rates(
+        decay=kind, steps=steps, warmup_fraction=warmup, decay_fraction=decay, final_learning_rate_fraction=final
+    )
+    top = values.index(max(values))
+    assert values[: top + 1] == sorted(values[: top + 1])
+    assert all(after <= before + 1e-12 for before, after in zip(values[top:], values[top + 1 :], strict=False))
+    assert max(values) == pytest.approx(1.0)
+    assert min(values) > 0 or final == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_is_six_percent_and_the_last_step_is_near_the_final_rate(kind):
+    values = rates(decay=kind, final_learning_rate_fraction=0.1)
+    assert values[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert 0.1 < values[-1] < 0.2
+
+
+def test_the_three_shapes_at_the_middle():
+    middle = {kind: rates(decay=kind, warmup_fraction=0.0, decay_fraction=0.2)[50] for kind in KINDS}
+    assert middle == pytest.approx({"linear": 0.5, "cosine": 0.5, "wsd": 1.0})
+    wsd = rates(decay="wsd", warmup_fraction=0.0, decay_fraction=0.2)
+    assert wsd[79:82] == pytest.approx([1.0, 1.0, 0.95])
+    assert rates(decay="cosine", warmup_fraction=0.0)[25] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)

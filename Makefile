@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs-check slurm clean
+.PHONY: help install demo test lint format docs-check slurm bench-data clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -38,6 +38,10 @@ lint: $(STAMP)  ## ruff, mypy, the import contract, shellcheck
 format: $(STAMP)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-data: $(STAMP)  ## how fast text becomes tokens, and tokens samples (MEGATRON=path/to/Megatron-LM compares with it)
+	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
+	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
 
 clean:  ## remove what runs and tests left behind (keeps .venv)
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -112,12 +112,16 @@ class Corpus(Section):
         return self
 
 
+# A corpus is a folder beside the others, and `<name>.heldout` is the held-out part of `<name>`.
+CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class Data(Section):
     """What is read, in which proportion, and how it is packed."""
 
     folder: Path
     sequence_length: PositiveInt
-    corpora: Annotated[dict[str, Corpus], Field(min_length=1)]
+    corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
     replay_fraction: Fraction = 0.0
     document_mask: bool = True
 

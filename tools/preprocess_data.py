@@ -16,7 +16,6 @@ from pipeline.config import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import Job
-from pipeline.data.units import UNIT_BYTES
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 
@@ -28,13 +27,19 @@ def main() -> None:
         if hands is None:
             return
         for job in _jobs(options):
-            made = preprocess(job, hands, max_bad_fraction=options.max_bad_fraction, share=options.share)
+            made = preprocess(
+                job,
+                hands,
+                max_bad_fraction=options.max_bad_fraction,
+                share=options.share,
+                reference_only=options.reference_only,
+            )
             rejected = sum(made.rejected.values())
             print(f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, {rejected:,} records rejected")
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
-    unit_bytes = int(options.unit_mib * 2**20)
+    unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
     if options.config:
         config = load_config(options.config)
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.base)]
@@ -89,8 +94,9 @@ def _options() -> argparse.Namespace:
         metavar="K/N",
         help="this is the K-th of N such jobs, as in a Slurm array",
     )
+    add("--reference-only", action="store_true", help="leave gigatoken alone: encode with the reference library")
     add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
-    add("--unit-mib", type=float, default=UNIT_BYTES / 2**20, help="MiB of text in a unit of work (default: 32)")
+    add("--unit-mib", type=float, help="MiB of text in a unit of work (default: by the size of the input, 4 to 64)")
     return parser.parse_args()
 
 

@@ -58,6 +58,8 @@ def lines(stream: Stream, start: int, stop: int, *, limit: int = MAX_RECORD_BYTE
         first, *rest = block.split(b"\n")
         line.extend(first)
         if not rest:
+            if skip and at >= stop:
+                return  # nothing begins in the range: one long line covers it
             continue
         if not skip:
             yield line.end()

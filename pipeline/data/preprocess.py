@@ -26,7 +26,7 @@ from pipeline.data.quarantine import BadRecordLimit
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job, UnitRecord, finished_record, hash_input, tokenize_unit
-from pipeline.data.units import Unit, input_files, split_file
+from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 
@@ -50,7 +50,12 @@ class Plan(BaseModel):
 
 
 def preprocess(
-    job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: tuple[int, int] = (0, 1)
+    job: Job,
+    workers: Workers,
+    *,
+    max_bad_fraction: float = 0.01,
+    share: tuple[int, int] = (0, 1),
+    reference_only: bool = False,
 ) -> Manifest:
     """Makes the token corpus of `job`, or goes on with it; a finished one is left as it is.
 
@@ -60,11 +65,13 @@ def preprocess(
         max_bad_fraction: how many of all records may be bad.
         share: (k, n): this is the k-th of n jobs that work on the same corpus at the same time. Each begins with its
             own share of the units and then helps with what is left, so that it is no matter which of them are alive.
+        reference_only: leave the fast path alone from the start.
 
     Raises:
         DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
     """
     files = input_files(job.inputs)
+    unit_bytes = job.unit_bytes or default_unit_bytes(files)
     tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
     plan = Plan(
         inputs=[(str(file), file.stat().st_size) for file in files],
@@ -73,13 +80,15 @@ def preprocess(
         document_end=list(tokenizer.document_end),
         text_key=job.text_key,
         heldout_fraction=job.heldout_fraction,
-        unit_bytes=job.unit_bytes,
+        unit_bytes=unit_bytes,
     )
     if (job.output / manifests.NAME).exists():
         return _finished(job, plan)
     try:
         _begin(job, plan)
-        units = _split(job, files, workers, share)
+        if reference_only and not job.reference_only.exists():
+            publish_json(job.reference_only, {"reason": "asked for"})
+        units = _split(job, files, unit_bytes, workers, share)
         _work(job, files, units, workers, max_bad_fraction, share)
         return _close(job, plan, files, units, tokenizer.vocab_size, max_bad_fraction)
     except FileNotFoundError:
@@ -132,19 +141,19 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _split(job: Job, files: Sequence[Path], workers: Workers, share: tuple[int, int]) -> list[Unit]:
+def _split(job: Job, files: Sequence[Path], unit_bytes: int, workers: Workers, share: tuple[int, int]) -> list[Unit]:
     """All units of all files. Each file is split by whoever comes first, and the outcome kept."""
     tasks = _own_first(list(enumerate(files)), share)
-    split = dict(workers.run(partial(_split_one, job), tasks))
+    split = dict(workers.run(partial(_split_one, job, unit_bytes), tasks))
     return [unit for index in range(len(files)) for unit in split[index]]
 
 
-def _split_one(job: Job, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
+def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
     index, path = task
     kept = job.state / f"{index:05d}.ranges.json"
     if kept.exists():
         return index, TypeAdapter(list[Unit]).validate_json(kept.read_bytes())
-    units = split_file(path, index, job.text_key, job.unit_bytes)
+    units = split_file(path, index, job.text_key, unit_bytes)
     publish_json(kept, [asdict(unit) for unit in units])
     return index, units
 
@@ -257,13 +266,14 @@ def _manifest(
 
 
 def _quarantines(job: Job, units: Iterable[Unit]) -> Iterator[Path]:
-    return (job.state / f"{unit.name}.quarantine.jsonl" for unit in units)
+    """The quarantine files there are, in the order of the units."""
+    return filter(Path.exists, (job.state / f"{unit.name}.quarantine.jsonl" for unit in units))
 
 
 def _publish_quarantine(job: Job, units: Iterable[Unit]) -> None:
-    """Joins the units' quarantine files, in order; without a bad record there is none."""
-    if all(path.stat().st_size == 0 for path in _quarantines(job, units)):
-        return
-    with publishing(job.output / QUARANTINE, job.state) as joined:
-        for path in _quarantines(job, units):
-            joined.write(path.read_bytes())
+    """Joins the units' quarantine files; without a bad record there is none."""
+    parts = list(_quarantines(job, units))
+    if parts:
+        with publishing(job.output / QUARANTINE, job.state) as joined:
+            for part in parts:
+                joined.write(part.read_bytes())

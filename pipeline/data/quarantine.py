@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,7 +22,7 @@ _RECORDS_BEFORE_CHECK = 10_000
 
 
 class Quarantine(AbstractContextManager["Quarantine"]):
-    """The rejected records of one unit. Its file appears, whole, when the block ends."""
+    """The rejected records of one unit. Their file appears, whole, when the block ends; without any there is none."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -29,9 +30,9 @@ class Quarantine(AbstractContextManager["Quarantine"]):
         self._source = source
         self._files = ExitStack()
 
-    def __enter__(self) -> Quarantine:
-        self._file: BinaryIO = self._files.enter_context(publishing(self._path))
-        return self
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self._files.enter_context(publishing(self._path))
 
     def add(self, record: Rejected) -> None:
         """Writes a record down; bytes that are not UTF-8 are shown as \\xNN."""
@@ -83,8 +84,6 @@ class BadRecordLimit:
 def _examples(quarantines: Iterable[Path]) -> list[str]:
     shown: list[str] = []
     for path in quarantines:
-        if not path.is_file():
-            continue
         with path.open("rb") as file:
             for line in file:
                 record = orjson.loads(line)

@@ -12,7 +12,7 @@ import sentencepiece
 from pipeline.data.publish import publishing
 from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.units import UNIT_BYTES, input_files, split_file, unit_records
+from pipeline.data.units import default_unit_bytes, input_files, split_file, unit_records
 from pipeline.errors import DataError
 
 # SentencePiece drops what is longer, in bytes.
@@ -46,7 +46,7 @@ def texts(inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | Non
 
 def _texts_of(file: Path, text_key: str, max_bytes: int | None) -> Iterator[str]:
     taken = 0
-    for unit in split_file(file, 0, text_key, UNIT_BYTES):
+    for unit in split_file(file, 0, text_key, default_unit_bytes([file])):
         for record in unit_records(unit, text_key):
             if isinstance(record, Document):
                 yield record.text

@@ -23,18 +23,21 @@ from pipeline.data.records import Rejected
 from pipeline.data.streams import sha256_of
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.units import UNIT_BYTES, Unit, unit_records
+from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
 
 _BATCH_BYTES = 2 * 2**20
 # The fast path is checked on the beginning of one document a batch: often enough to notice, too little to slow it down.
-_CHECKED_CHARACTERS = 4096
+_CHECKED_CHARACTERS = 2048
 _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides what a token corpus holds. Who does the work, and how it is spread, is not in it."""
+    """Everything that decides what a token corpus holds. Who does the work, and how it is spread, is not in it.
+
+    `unit_bytes` is the size of a unit of work; None lets the size of the input decide.
+    """
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -43,7 +46,7 @@ class Job:
     text_key: str = "text"
     heldout_fraction: float = 0.0
     end_of_document: str | None = None
-    unit_bytes: int = UNIT_BYTES
+    unit_bytes: int | None = None
 
     @property
     def heldout(self) -> Path:
@@ -178,26 +181,34 @@ class _Part:
     """Collects the documents of one part, and encodes them in batches."""
 
     def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, encoder: Encoder) -> None:
-        self.counts = PartCounts()
         self._writer = writer
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._texts: list[str] = []
-        self._bytes = 0
+        self._batch_bytes = self._bytes = self._characters = 0
+
+    @property
+    def counts(self) -> PartCounts:
+        """What was written so far."""
+        return PartCounts(
+            documents=self._writer.documents,
+            tokens=self._writer.tokens,
+            characters=self._characters,
+            bytes=self._bytes,
+        )
 
     def add(self, text: str, utf8_bytes: int) -> None:
         self._texts.append(text)
-        self._bytes += utf8_bytes
-        self.counts.characters += len(text)
-        self.counts.bytes += utf8_bytes
-        if self._bytes >= _BATCH_BYTES:
+        self._characters += len(text)
+        self._batch_bytes += utf8_bytes
+        if self._batch_bytes >= _BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
         if not self._texts:
             return
         reference = self._tokenizer.reference
-        checked = [self._texts[self.counts.documents % len(self._texts)][:_CHECKED_CHARACTERS]]
+        checked = [self._texts[self._writer.documents % len(self._texts)][:_CHECKED_CHARACTERS]]
         if self._encoder is not reference and not agree(self._encoder, reference, checked):
             raise _Disagreement(f"{self._encoder.name} and {reference.name} differ on {checked[0][:60]!r}")
         ids, lengths = self._encoder.encode(self._texts)
@@ -209,8 +220,8 @@ class _Part:
             ids, lengths, self._tokenizer.document_start, self._tokenizer.document_end
         )
         self._writer.add(framed, framed_lengths)
-        self.counts.documents, self.counts.tokens = self._writer.documents, self._writer.tokens
-        self._texts, self._bytes = [], 0
+        self._bytes += self._batch_bytes
+        self._texts, self._batch_bytes = [], 0
 
 
 def frame_documents(

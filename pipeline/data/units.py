@@ -24,7 +24,8 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-UNIT_BYTES = 32 * 2**20
+_UNITS_PER_CORPUS = 64
+_SMALLEST_UNIT, _LARGEST_UNIT = 4 * 2**20, 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     if doubled := sorted({str(file) for file in found if found.count(file) > 1}):
         raise DataError(f"{doubled[0]}: is named twice among the inputs")
     return found
+
+
+def default_unit_bytes(files: Sequence[Path]) -> int:
+    """A unit size that gives small inputs to several workers and large ones not too many shards."""
+    total = sum(file.stat().st_size for file in files)
+    return min(max(total // _UNITS_PER_CORPUS, _SMALLEST_UNIT), _LARGEST_UNIT)
 
 
 def _matching(pattern: str) -> list[Path]:

@@ -55,6 +55,7 @@ def local_workers(count: int) -> Iterator[Workers]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.data.unit_work"])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as executor:
+        executor.submit(_nothing)  # the fork server imports while the caller prepares
         yield Workers(executor)
 
 
@@ -80,6 +81,10 @@ def mpi_workers() -> Iterator[Workers | None]:
         return
     with MPICommExecutor(world, root=0) as executor:
         yield None if executor is None else Workers(executor)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _end_with_parent() -> None:

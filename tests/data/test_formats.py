@@ -49,7 +49,7 @@ def test_plain_text_has_a_document_a_line(tmp_path: Path):
     assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words\r", "last"]
 
 
-@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 3), (10**9, 1)])
+@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 4), (10**9, 1)])
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string()])
 def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type_: pa.DataType):
     """FineWeb2's layout: `text` beside other columns, nested ones among them."""

@@ -1,0 +1,154 @@
+"""How fast samples come off the disk in the random order of training; and what keeping documents apart costs attention.
+
+    python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
+
+`warm`: the corpus is in the page cache. `cold`: it was dropped from it (posix_fadvise), and every sample reads what no
+other did. `far`: the first sample at index 10**9. One process, one thread, samples as training gets them: tokens,
+targets, positions and document ids, as int64. The corpus is made here, of random ids in documents of about 500 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeline.config import Data
+from pipeline.data.manifest import Manifest, ShardRecord, TokenizerRecord
+from pipeline.data.samples import TrainingSamples
+from pipeline.data.token_shards import token_dtype, writing_shard
+
+_VOCABULARY = 128_256
+_SHARD_TOKENS = 16_000_000
+_MEAN_DOCUMENT = 500
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    report: dict[str, object] = {"tokens": options.tokens, "loader": {}, "attention": {}}
+    with tempfile.TemporaryDirectory(prefix="loader-", dir=options.scratch) as scratch:
+        _make_corpus(Path(scratch) / "corpus", options.tokens)
+        report["loader"] = {
+            str(length): _loader(Path(scratch), length, options.seconds) for length in options.sequence_lengths
+        }
+    if not options.loader_only:
+        report["attention"] = {str(length): _attention(length) for length in options.sequence_lengths if length <= 4096}
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, float]:
+    """Tokens a second of each kind."""
+    corpora = {"corpus": {"input": ["made here"]}}
+    data = Data.model_validate({"folder": folder, "sequence_length": sequence_length, "corpora": corpora})
+    began = time.perf_counter()
+    TrainingSamples(data, seed=1, tokenizer_fingerprint=None)[10**9]
+    figures = {"first_sample_at_1e9_s": time.perf_counter() - began}
+    _drop_from_cache(folder)
+    samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
+    figures["cold_tokens_per_second"] = _rate(samples, sequence_length, seconds)
+    for path in folder.rglob("*.*"):
+        path.read_bytes()
+    figures["warm_tokens_per_second"] = max(_rate(samples, sequence_length, seconds) for _ in range(3))
+    for name, value in figures.items():
+        print(f"S {sequence_length:5}  {name:24} {value:16,.4g}", flush=True)
+    return figures
+
+
+def _rate(samples: TrainingSamples, sequence_length: int, seconds: float) -> float:
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        samples[count]
+        count += 1
+    return count * sequence_length / (time.perf_counter() - began)
+
+
+def _attention(sequence_length: int) -> dict[str, float]:
+    """Milliseconds of attention, forward and backward, over one sequence: causal alone, and within documents."""
+    heads, head_dim = 8, 64
+    shape = (1, heads, sequence_length, head_dim)
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    documents = torch.arange(sequence_length) // _MEAN_DOCUMENT
+    mask = (documents[:, None] == documents[None, :]).tril()
+
+    def timed(attend: Callable[[], torch.Tensor]) -> float:
+        runs = []
+        for _ in range(7):
+            began = time.perf_counter()
+            attend().sum().backward()
+            runs.append(time.perf_counter() - began)
+        return min(runs) * 1e3
+
+    figures = {
+        "causal_ms": timed(lambda: scaled_dot_product_attention(query, key, value, is_causal=True)),
+        "document_mask_ms": timed(lambda: scaled_dot_product_attention(query, key, value, attn_mask=mask)),
+    }
+    print(f"S {sequence_length:5}  attention of one layer: " + ", ".join(f"{k} {v:.2f}" for k, v in figures.items()))
+    return figures
+
+
+def _make_corpus(folder: Path, tokens: int) -> None:
+    """A corpus of random ids, written through the same writer as real ones."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    dtype = token_dtype(_VOCABULARY)
+    shards: list[ShardRecord] = []
+    for number in range(max(1, tokens // _SHARD_TOKENS)):
+        lengths = random.geometric(1 / _MEAN_DOCUMENT, size=_SHARD_TOKENS // _MEAN_DOCUMENT)
+        with writing_shard(folder / f"{number:05d}", dtype) as writer:
+            writer.add(random.integers(0, _VOCABULARY, size=int(lengths.sum()), dtype=np.int32), lengths)
+        shards.append(ShardRecord(name=f"{number:05d}", documents=len(lengths), tokens=int(lengths.sum())))
+    total = sum(shard.tokens for shard in shards)
+    Manifest(
+        part="train",
+        tokenizer=TokenizerRecord(
+            fingerprint="none", vocab_size=_VOCABULARY, document_start=[], document_end=[0], backend="none"
+        ),
+        token_dtype=dtype.name,
+        text_key="text",
+        heldout_fraction=0.0,
+        documents=sum(shard.documents for shard in shards),
+        tokens=total,
+        characters=total,
+        bytes=total,
+        tokens_per_character=1.0,
+        tokens_per_byte=1.0,
+        rejected={},
+        inputs=[],
+        shards=shards,
+    ).save(folder)
+
+
+def _drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*.*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tokens", type=int, default=64_000_000, help="of the corpus made for it (default: 64 million)"
+    )
+    parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
+    parser.add_argument("--loader-only", action="store_true", help="leave attention out")
+    parser.add_argument("--scratch", type=Path, help="where the corpus goes for the while")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ def open_base(path: Path) -> BaseFolder:
 
 
 def read_spec(path: Path) -> DecoderSpec:
-    """The architecture that the folder's config.json describes."""
+    """The architecture that the folder's config.json describes; `path` may be that file itself."""
     config = _read_config(path)
     if config.model_type == "gpt_neox":
         return _gpt_neox(config, path)
@@ -44,7 +44,7 @@ def read_spec(path: Path) -> DecoderSpec:
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    file = path / "config.json"
+    file = path if path.is_file() else path / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         model_type, quantized = values.get("model_type"), values.get("quantization_config")
@@ -59,7 +59,7 @@ def _read_config(path: Path) -> PretrainedConfig:
             f"{file}: quantization_config: quantized weights are not supported; use the original model"
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError, OSError) as error:
         raise BaseModelError(f"{file}: not a {model_type} config: {' '.join(str(error).split())}") from None
 

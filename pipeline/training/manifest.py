@@ -20,7 +20,7 @@ from pipeline.parallel.topology import Layout
 
 NAME = "manifest.json"
 FORMAT = "scale-cpt checkpoint 1"
-_WHERE_DATA_LIES = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
+_WHERE_DATA_LIES: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
 
 
 class _Part(BaseModel):

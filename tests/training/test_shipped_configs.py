@@ -1,0 +1,46 @@
+"""Every configuration that the project ships describes a run that can start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import ScaleMethod, load_config
+from pipeline.model.from_hf import read_spec
+from pipeline.parallel.topology import Layout
+from pipeline.scale.plan import Widths, plan_expansion
+from pipeline.training.deepspeed_config import accumulation_steps, load_deepspeed_config
+
+PROJECT = Path(__file__).parents[2]
+LLAMA_1B = Widths(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
+
+
+@pytest.fixture(autouse=True)
+def project_root(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+
+
+@pytest.mark.parametrize(("name", "world_sizes"), [("demo", (1, 2)), ("cpt_korean_llama3.2_1b", (8, 16, 32, 64, 128))])
+def test_a_run_fits_the_worlds_it_is_made_for(name, world_sizes):
+    config = load_config(PROJECT / "configs" / f"{name}.yaml")
+    for world_size in world_sizes:
+        layout = Layout(world_size, config.parallel.tp_size)
+        assert accumulation_steps(config.schedule, layout.dp_size) >= 1
+        load_deepspeed_config(config.deepspeed, layout)
+
+
+def test_the_demo_reads_what_is_shipped():
+    config = load_config(PROJECT / "configs" / "demo.yaml")
+    assert read_spec(config.base).num_layers == 5
+    for corpus in config.data.corpora.values():
+        assert all(Path(file).is_file() for file in [*corpus.input, *corpus.heldout_input])
+
+
+def test_the_large_run_is_the_paper_s():
+    config = load_config(PROJECT / "configs" / "cpt_korean_llama3.2_1b.yaml")
+    assert isinstance(config.method, ScaleMethod)
+    added = plan_expansion(config.method, LLAMA_1B, num_layers=16).expansion
+    assert added == Widths(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=1)
+    tokens = config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length
+    assert tokens == pytest.approx(60e9, rel=1e-3)

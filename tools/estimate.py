@@ -2,7 +2,7 @@
 
     python tools/estimate.py --config configs/demo.yaml --gpus 8
 
-Neither a GPU nor the base's weights are needed: its config.json is enough (--base-config, where the folder is not here).
+Neither a GPU nor the base's weights are needed: its config.json is enough (--base-config where the folder is not here).
 """
 
 from __future__ import annotations

@@ -39,10 +39,8 @@ class Choice(NamedTuple):
     activation_checkpointing: ActivationCheckpointing
 
     def __str__(self) -> str:
-        recomputed = (
-            "" if self.activation_checkpointing == "none" else f", checkpointing {self.activation_checkpointing}"
-        )
-        return f"ZeRO-{self.zero_stage} x tp {self.tp_size}{recomputed}"
+        layers = "" if self.activation_checkpointing == "none" else f", checkpointing {self.activation_checkpointing}"
+        return f"ZeRO-{self.zero_stage} x tp {self.tp_size}{layers}"
 
 
 @dataclass(frozen=True)

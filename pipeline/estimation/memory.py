@@ -1,8 +1,8 @@
 """What one GPU holds, by kind, at the moment it holds most.
 
-Weights, gradients, optimizer states and what a module's pass needs are at their largest together: in the backward pass of
-a step's last micro-batch. The optimizer's own step comes after the activations are gone; its copies count where they
-are larger.
+Weights, gradients, optimizer states and what a pass needs are at their largest together: in the backward pass of a
+step's last micro-batch. The optimizer's own step comes after the activations are gone; its copies count where they are
+larger.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def partition_size(size: int, dp_size: int) -> int:
 
 
 def _partition(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """Elements of what trains that this rank updates: ZeRO-3 divides each parameter, the others all of them together."""
+    """How many trained elements this rank updates: ZeRO-3 divides each parameter, the others all of them together."""
     if zero.stage == 3:
         return sum(partition_size(size, dp_size) for size in costs.trained_sizes)
     return partition_size(sum(costs.trained_sizes), dp_size)

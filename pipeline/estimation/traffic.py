@@ -1,8 +1,7 @@
 """What a GPU sends in a step, by purpose, and over which link.
 
-Collectives are rings: of a payload P over n ranks each sends P·(n−1)/n to gather or to reduce and scatter, twice that to
-all-reduce. Of a ring's n edges those between nodes carry as much as the others; with m members on each node one edge in
-m leaves it.
+Collectives are rings: of a payload P over n ranks each sends P·(n−1)/n to gather or to reduce and scatter, twice that
+to all-reduce. All of a ring's n edges carry as much; with m members on each node one edge in m leaves it.
 """
 
 from __future__ import annotations

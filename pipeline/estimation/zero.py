@@ -39,7 +39,7 @@ class ZeroSettings:
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """ZeRO-1 over 16-bit weights with fp32 accumulation is DeepSpeed's BF16_Optimizer: it adds all gradients up in a
+        """ZeRO-1 over 16-bit weights with fp32 accumulation is DeepSpeed's BF16_Optimizer: it adds gradients up in a
         whole fp32 buffer, beside those that autograd writes."""
         return self.stage == 1 and self.dtype != self.accumulation_dtype
 

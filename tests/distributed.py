@@ -19,7 +19,12 @@ import torch.distributed as dist
 # A rank is forked from a server that has imported the slow packages already: 0.1 s each instead of 5.
 _processes = get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
-_processes.set_forkserver_preload(["torch.distributed", "pytest", "pipeline.methods.scale", "pipeline.training.run"])
+_processes.set_forkserver_preload(
+    ["torch.distributed", "pytest", "awkward", "tests.training.runs", "pipeline.training.run"]
+)
+
+GRACE_S = 2.0
+"""How long the other ranks are heard after the first has failed."""
 
 
 class RankError(AssertionError):
@@ -56,23 +61,31 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 
 def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
-    """One result a pipe, as each arrives: the first failure ends the wait, since the others now wait for that rank."""
+    """One result a pipe, as each arrives. A failure ends the wait soon, since the others may wait for that rank."""
     results: dict[int, Any] = {}
+    failures: list[tuple[float, str]] = []
     while waiting := [pipe for pipe in pipes if not pipe.closed]:
         ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
+            break
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             rank = pipes.index(pipe)
             try:
-                succeeded, result = pickle.loads(pipe.recv_bytes())
+                moment, succeeded, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankError(f"rank {rank} died without a word") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} raised:\n{result}")
-            results[rank] = result
+                moment, succeeded, result = time.monotonic(), False, "died without a word"
             pipe.close()
+            if succeeded:
+                results[rank] = result
+            else:
+                failures.append((moment, f"rank {rank} {result}"))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures:
+        # The earliest is the cause; that its neighbours then lost it is heard first as often as not.
+        raise RankError("\n".join(failure for _, failure in sorted(failures)))
+    if waiting:
+        raise RankError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -87,20 +100,14 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        try:
-            # Pickled here and not by the pipe, which would send tensors through shared memory that ends with this rank.
-            answer = pickle.dumps((True, function(*arguments)))
-        finally:
-            dist.destroy_process_group()
+        # Pickled here and not by the pipe, which would send tensors through shared memory that ends with this rank.
+        answer = pickle.dumps((time.monotonic(), True, function(*arguments)))
     except BaseException:  # noqa: BLE001  whatever it is, the test must see it
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pickle.dumps((time.monotonic(), False, f"raised:\n{traceback.format_exc()}"))
+    finally:
+        dist.destroy_process_group()
     sender.send_bytes(answer)
     sender.close()

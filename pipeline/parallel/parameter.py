@@ -16,8 +16,8 @@ def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorPara
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
     It carries `tp_partition` (ZeRO-3 puts a method of its own called `partition` on every parameter) and `full_shape`.
-    DeepSpeed counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: it is set on
-    exactly one holder of every shard, so that each counts once.
+    DeepSpeed counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: it is set
+    on exactly one holder of every shard, so that each counts once.
     """
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
     parameter.tp_partition = partition  # type: ignore[attr-defined]

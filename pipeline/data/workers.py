@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -54,7 +55,7 @@ def local_workers(count: int) -> Iterator[Workers]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.data.unit_work"])
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as executor:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as executor:
         executor.submit(_nothing)  # the fork server imports while the caller prepares
         yield Workers(executor)
 
@@ -87,8 +88,9 @@ def _nothing() -> None:
     pass
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed must not go on alone."""
+def _follow_parent() -> None:
+    """A worker whose parent was killed must not go on alone; Ctrl-C is for the parent to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

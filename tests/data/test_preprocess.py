@@ -151,6 +151,18 @@ def test_a_lost_worker_is_one_line(tmp_path: Path):
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_interrupt_is_one_line(tmp_path: Path, workers: str):
+    running = Running(tmp_path / "corpus", "--workers", workers)
+    assert running.wait_for_units(2)
+    os.killpg(running.process.pid, signal.SIGINT)
+    _, errors = running.process.communicate(timeout=60)
+    assert running.process.returncode == 130
+    assert errors.rstrip().endswith("interrupted")
+    assert "Traceback" not in errors
+    assert not list((tmp_path / "corpus").rglob("*.tmp"))
+
+
 def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undisturbed: dict[str, str]):
     """As in a job array: three at the same time, of which one dies; then a corpus that one of three makes alone."""
     together = [Running(tmp_path / "a" / "corpus", "--workers", "1", "--share", f"{k}/3") for k in range(3)]

@@ -1,12 +1,14 @@
 """Installs the package `pipeline` of the distribution scale-cpt; constraints.txt pins what CI tests with."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="scale-cpt",
     version="0.1.0",
     description="Teach a language model a new language or domain by widening it, without making it forget (SCALE)",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import ExpansionWidths, FullFineTuning, LlamaPro, ScaleMethod
+from pipeline.config import ExpansionWidths, FullFineTuning, LlamaPro, Method, ScaleMethod
 from pipeline.methods import method_for
 from pipeline.model.decoder import Decoder
 from pipeline.model.flops import count_flops
@@ -75,14 +75,14 @@ def our_model(method: str, size: Size) -> Decoder:
         num_attention_heads=size.num_attention_heads // 8,
     )
     half = size.num_layers // 2
-    settings = {
-        "fft": lambda: FullFineTuning(name="fft"),
-        "llama_pro": lambda: LlamaPro(name="llama_pro", added_layers=size.num_layers // 4),
-        "preserve": lambda: ScaleMethod(name="scale", variant="preserve", expansion=widths),
-        "adapt": lambda: ScaleMethod(name="scale", variant="adapt", expansion=widths, l_fp=half),
-        "route": lambda: ScaleMethod(name="scale", variant="route", expansion=widths, l_fp=half),
-    }[method]()
-    return method_for(settings, Path(), seed=0).build(size.spec, SINGLE, "none")
+    settings: dict[str, Method] = {
+        "fft": FullFineTuning(name="fft"),
+        "llama_pro": LlamaPro(name="llama_pro", added_layers=size.num_layers // 4),
+        "preserve": ScaleMethod(name="scale", variant="preserve", expansion=widths),
+        "adapt": ScaleMethod(name="scale", variant="adapt", expansion=widths, l_fp=half),
+        "route": ScaleMethod(name="scale", variant="route", expansion=widths, l_fp=half),
+    }
+    return method_for(settings[method], Path(), seed=0).build(size.spec, SINGLE, "none")
 
 
 def lora_model(size: Size) -> nn.Module:
@@ -208,15 +208,19 @@ def measure(size: Size, methods: list[str], rounds: int) -> list[dict[str, Any]]
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The rows for a person."""
-    print(
-        f"{'method':<10} {'s/step':>7} {'min':>6} {'max':>6} {'x FFT':>6} {'FLOPs':>6} {'x LoRA':>6} {'MiB':>6} {'trained':>12}"
-    )
+    columns = {
+        "s/step": ("seconds_per_step", ".3f"),
+        "min": ("seconds_min", ".3f"),
+        "max": ("seconds_max", ".3f"),
+        "x FFT": ("ratio_to_fft", ".2f"),
+        "FLOPs": ("flops_ratio_predicted", ".2f"),
+        "x LoRA": ("ratio_to_lora", ".2f"),
+        "MiB": ("peak_memory_mib", ".0f"),
+        "trained": ("trainable_parameters", ",d"),
+    }
+    print(f"{'method':<10}" + "".join(f"{title:>12}" for title in columns))
     for row in rows:
-        print(
-            f"{row['method']:<10} {row['seconds_per_step']:>7.3f} {row['seconds_min']:>6.3f} {row['seconds_max']:>6.3f} "
-            f"{row['ratio_to_fft']:>6.2f} {row['flops_ratio_predicted']:>6.2f} {row['ratio_to_lora']:>6.2f} "
-            f"{row['peak_memory_mib']:>6.0f} {row['trainable_parameters']:>12,}"
-        )
+        print(f"{row['method']:<10}" + "".join(f"{row[name]:>12{form}}" for name, form in columns.values()))
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/norm_statistics.py --seeds 2 --json benchmarks/out/norm_statistics.json
 
-Trains the run of --config once for each choice and seed, everything else equal, and prints what was learned and what was
-forgotten: perplexity on each held-out part, before and after. The corpora are tokenized once and shared.
+Trains the run of --config once for each choice and seed, everything else equal, and prints what was learned and what
+was forgotten: perplexity on each held-out part, before and after. The corpora are tokenized once and shared.
 """
 
 from __future__ import annotations

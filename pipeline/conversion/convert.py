@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from pipeline import log
+from pipeline.config import ScaleMethod
 from pipeline.conversion.export import Export
 from pipeline.conversion.hf_folder import write_hf_folder
 from pipeline.conversion.ordinary import ordinary_export
@@ -21,6 +22,7 @@ from pipeline.conversion.trained_model import MANIFEST, TrainedModel, check_hash
 from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.files import file_hash, published_folder, write_json
+from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion_folder import write_expansion
 
 Format = Literal["auto", "stock", "scale", "expansion"]
@@ -89,9 +91,15 @@ def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Ex
 
 
 def _write_expansion(output: Path, model: TrainedModel, record: Mapping[str, Any]) -> None:
-    if model.plan is None:
+    if not isinstance(model.method, ScaleMethod):
         raise ConversionError(f"{model.checkpoint}: full fine-tuning has no expansion; use --format stock")
-    origin = {"base": str(model.base.path), "base_hashes": model.base.hashes(), **record}
+    # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
+    origin = {
+        **record,
+        "base_hashes": model.base.hashes(),
+        "method": origin_of(model.method),
+        "seed": model.manifest["run"].get("seed"),
+    }
     write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)
 
 
@@ -100,8 +108,8 @@ def _request(asked: Conversion) -> dict[str, Any]:
     manifest = asked.checkpoint / MANIFEST
     return {
         "checkpoint_manifest": file_hash(manifest) if manifest.exists() else None,
-        "format": asked.format,
-        "dtype": None if asked.dtype is None else str(asked.dtype).removeprefix("torch."),
+        "asked_format": asked.format,
+        "asked_dtype": None if asked.dtype is None else str(asked.dtype).removeprefix("torch."),
     }
 
 

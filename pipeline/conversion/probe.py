@@ -30,6 +30,8 @@ BUILT_IN = {
 }
 DOCUMENTS = 4
 TOKENS = 256
+LOGITS = 2**26
+"""What one text's logits may come to: 256 MiB in fp32. Large vocabularies get fewer documents."""
 
 Probe = Mapping[str, list[Tensor]]
 """Token windows [S] of each text, by its name."""
@@ -41,9 +43,10 @@ def probe_maker(sources: Mapping[str, Sequence[str]], text_key: str = "text") ->
     def make(model: TrainedModel) -> Probe:
         tokenizer = load_tokenizer(model.base.path)
         context = min(TOKENS, model.spec.max_position_embeddings)
+        count = max(1, min(DOCUMENTS, LOGITS // (context * model.spec.vocab_size)))
         documents: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
-            documents = {name: islice(texts(files, text_key=text_key), DOCUMENTS) for name, files in sources.items()}
+            documents = {name: islice(texts(files, text_key=text_key), count) for name, files in sources.items()}
         probe = {name: _windows(found, tokenizer, context) for name, found in documents.items()}
         if empty := [name for name, windows in probe.items() if not windows]:
             raise DataError(f"{empty[0]}: holds no document to verify on; name other files with --text")

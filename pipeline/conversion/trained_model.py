@@ -34,12 +34,14 @@ class TrainedModel:
     Attributes:
         checkpoint, base: where the two halves lie.
         manifest: what the trainer wrote about the checkpoint.
+        method: how it trained.
         plan: what was added to the base; None where the base itself trained.
     """
 
     checkpoint: Path
     base: BaseFolder
     manifest: Mapping[str, Any]
+    method: Method
     plan: ExpansionPlan | None
     reader: CheckpointReader
 
@@ -101,7 +103,8 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
             f"({_field(manifest, checkpoint, 'run', 'base', 'path')}); give that model's folder"
         )
     plan = plan_expansion(method, base.spec.widths, base.spec.num_layers) if isinstance(method, ScaleMethod) else None
-    model = TrainedModel(checkpoint, base, manifest, plan, CheckpointReader(checkpoint, skeleton(base.spec, plan)))
+    reader = CheckpointReader(checkpoint, skeleton(base.spec, plan))
+    model = TrainedModel(checkpoint, base, manifest, method, plan, reader)
     _check_whole(model)
     return model
 

@@ -120,7 +120,8 @@ def saved_shards(folder: Path, tp_rank: int, optimizer_files: Sequence[Path]) ->
     """
     try:
         optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in optimizer_files]
-        if int(optimizers[0]["zero_stage"]) < 3:
+        # DeepSpeed's bf16 optimizer, which it takes for stage 1 with fp32 gradients, does not name its stage.
+        if int(optimizers[0].get("zero_stage", 1)) < 3:
             return ReplicatedShards([open_torch_file(folder / f"mp_rank_{tp_rank:02d}_model_states.pt")], optimizers)
         names = (f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_model_states.pt" for dp_rank in range(len(optimizers)))
         return PartitionedShards([open_torch_file(folder / name) for name in names], optimizers)

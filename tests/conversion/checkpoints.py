@@ -1,0 +1,135 @@
+"""Real checkpoints for tests: a few steps under real DeepSpeed, saved by the trainer's own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config import RunConfig, parse_config
+from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.parameter import named_trained_parameters, partition_of
+from pipeline.parallel.sharding import Partition
+from pipeline.parallel.topology import Layout, ProcessGroups
+from tests.widened import scale_settings, shake, some_batch, unwidened, widened
+
+FFT = {"name": "fft"}
+SEQUENCE = 12
+
+
+def scale(variant: str, **changes: Any) -> dict[str, Any]:
+    """The method section of a SCALE run."""
+    return scale_settings(variant, **changes).model_dump(mode="json")
+
+
+def zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration in which every tensor is cut."""
+    sharding = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    values = {"zero_optimization": {"stage": stage, "overlap_comm": False, **sharding, **more}}
+    return values | ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {})
+
+
+def save(
+    base_path: Path,
+    method: dict[str, Any],
+    folder: Path,
+    tp_size: int = 1,
+    deepspeed_values: dict[str, Any] | None = None,
+    *,
+    steps: int = 2,
+    noise: float = 0.05,
+    with_frozen: bool = False,
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Trains a few steps on this rank and its fellows and saves `folder`; call it on every rank.
+
+    Returns what this rank then holds, by DeepSpeed's own account: the shards of each trained parameter in fp32 (`fp32`)
+    and of its moments (`exp_avg`, `exp_avg_sq`).
+    """
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from pipeline.training.checkpoint import Checkpoints
+    from pipeline.training.deepspeed_config import load_deepspeed_config
+    from pipeline.training.engine import Engine
+    from pipeline.training.manifest import Position, describe_layout, describe_run
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    layout = Layout(world_size, tp_size)
+    groups = ProcessGroups(layout)
+    config, json_path = _config(base_path, method, folder, layout.dp_size), folder.parent / f"{folder.name}.{rank}.json"
+    json_path.write_text(json.dumps(deepspeed_values or zero(3)))
+    settings = load_deepspeed_config(json_path, layout)
+    base = open_base(base_path)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(settings.dtype)
+    if method["name"] == "fft":
+        model = unwidened(base, groups.tensor_parallel)
+        shake(model, noise)
+    else:
+        model = widened(base, config.method, tp=groups.tensor_parallel, noise=noise)
+    torch.set_default_dtype(before)
+    run = describe_run(config, base, model, "none")
+    engine = Engine(model, config, settings, groups)
+    for step in range(steps):
+        tokens, targets = some_batch(base.spec, 1, SEQUENCE, seed=10 * step + layout.dp_rank(rank))
+        engine.backward(engine._engine(tokens, targets)[0])
+        engine.step(1e-2)
+    optimizer = engine._engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed makes its own views of the moments after the first group's step, before the second group has any.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    held: dict[str, dict[str, torch.Tensor]] = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for name, parameter in named_trained_parameters(engine.model):
+        held["fp32"][name] = safe_get_full_fp32_param(parameter).clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            held[moment][name] = safe_get_full_optimizer_state(parameter, moment).clone()
+    if with_frozen:
+        engine._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+    else:
+        record = describe_layout(layout, settings.zero_stage, settings.dtype)
+        checkpoints = Checkpoints(folder, run, record, keep_last=1)
+        saved = checkpoints.save(engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0))
+        assert saved == checkpoint_in(folder, steps)
+    return held
+
+
+def save_many(jobs: list[tuple[Any, ...]]) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Several checkpoints by the same processes, which saves starting others; a job is the arguments of `save`."""
+    return [save(*job) for job in jobs]
+
+
+def checkpoint_in(folder: Path, steps: int = 2) -> Path:
+    """Where `save` puts the checkpoint."""
+    return folder / f"step_{steps:08d}"
+
+
+def trained(base_path: Path, folder: Path) -> TrainedModel:
+    """The model of the checkpoint that `save` made in `folder`."""
+    return open_trained(checkpoint_in(folder), base_path)
+
+
+def partitions(base_path: Path, method: dict[str, Any]) -> dict[str, Partition]:
+    """How each parameter of the model is split."""
+    base = open_base(base_path)
+    config = _config(base_path, method, Path("unused"))
+    model = unwidened(base) if method["name"] == "fft" else widened(base, config.method)  # type: ignore[arg-type]
+    return {name: partition_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def _config(base_path: Path, method: dict[str, Any], folder: Path, batch_size: int = 1) -> RunConfig:
+    values = {
+        "name": "test",
+        "folder": str(folder),
+        "base": str(base_path),
+        "method": method,
+        "data": {"folder": "unused", "sequence_length": SEQUENCE, "corpora": {"new": {"input": ["unused"]}}},
+        "schedule": {"steps": 2, "global_batch_size": batch_size, "micro_batch_size": 1, "learning_rate": 1e-2},
+        "deepspeed": "unused",
+    }
+    return parse_config(values, source="test")

@@ -1,0 +1,148 @@
+"""A conversion from beginning to end: verified, published whole or not at all, and not done twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.trained_model import open_trained
+from pipeline.conversion.verify import verify
+from pipeline.errors import BaseModelError, CheckpointError, ConversionError
+from pipeline.methods.scale import origin_of
+from pipeline.scale.expansion_folder import open_expansion
+from tests.bases import STORIES
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {
+    "english": [str(STORIES.parent / "stories.heldout.jsonl.zst")],
+    "korean": [str(STORIES.parent / "reviews.heldout.jsonl.zst")],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    methods = {"separate": scale("adapt"), "base": scale("adapt", norm="base")}
+    run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in methods.items()])
+    return {name: checkpoint_in(folder / name) for name in methods}
+
+
+@pytest.fixture
+def asked(checkpoints, tmp_path):
+    return Conversion(checkpoints["separate"], STORIES, tmp_path / "made" / "hf")
+
+
+@pytest.mark.parametrize(("norm", "written"), [("separate", "scale"), ("base", "stock")])
+def test_what_is_published_is_verified_on_both_languages(norm, written, checkpoints, asked):
+    assert convert(replace(asked, checkpoint=checkpoints[norm]), probe_maker(TEXTS))
+    report = json.loads((asked.output / "verification.json").read_text())
+    assert set(report["texts"]) == {"english", "korean"}
+    assert report["max_abs"] <= max(1e-4, 4 * report["rounding"]["max_abs"]) < 1e-2
+    assert report["kl"] < 1e-6 and report["top1_agreement"] > 0.999
+    assert written == "stock" or report["max_abs"] < 1e-5
+    for text in report["texts"].values():
+        assert text["tokens"] == 1024
+        assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
+    assert report["texts"]["english"]["training_perplexity"] < report["texts"]["korean"]["training_perplexity"]
+    record = json.loads((asked.output / "conversion.json").read_text())
+    assert record["written_format"] == written and record["position"]["step"] == 2
+    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in asked.output.iterdir()}
+    assert [path.name for path in asked.output.parent.iterdir()] == ["hf"]
+
+
+def test_the_same_conversion_is_not_done_twice(asked):
+    probe = probe_maker(TEXTS)
+    assert convert(asked, probe)
+    before = (asked.output / "model.safetensors").stat().st_mtime_ns
+    assert not convert(asked, probe)
+    assert (asked.output / "model.safetensors").stat().st_mtime_ns == before
+    assert convert(replace(asked, dtype=torch.bfloat16), probe)
+    assert load_hf_model(asked.output).dtype == torch.bfloat16
+
+
+def test_a_folder_that_differs_is_not_published(asked):
+    def disturb(model):
+        (partial,) = asked.output.parent.iterdir()
+        tensors = load_file(partial / "model.safetensors")
+        tensors["layers.4.attention.output.expansion_to_base.weight"] += 0.01
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        return probe_maker(TEXTS)(model)
+
+    with pytest.raises(ConversionError, match="differs from the trained one"):
+        convert(asked, disturb)
+    assert list(asked.output.parent.iterdir()) == []
+
+
+def test_a_tensor_that_is_not_there_is_not_filled_in(asked):
+    convert(asked, probe_maker(TEXTS))
+    tensors = load_file(asked.output / "model.safetensors")
+    del tensors["layers.0.ffn.up.base_to_expansion.weight"]
+    save_file(tensors, asked.output / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BaseModelError, match=r"missing keys: layers\.0\.ffn\.up\.base_to_expansion\.weight"):
+        load_hf_model(asked.output)
+
+
+def test_another_models_folder_is_told_apart(checkpoints, asked):
+    convert(asked, probe_maker(TEXTS))
+    other = open_trained(checkpoints["base"], STORIES)
+    with pytest.raises(ConversionError, match="not kept"):
+        verify(other, asked.output, probe_maker(TEXTS)(other), torch.float32)
+
+
+def test_a_changed_file_is_noticed(asked, tmp_path):
+    copied = shutil.copytree(asked.checkpoint, tmp_path / "copy")
+    file = min(copied.glob("*optim_states.pt"))
+    state = torch.load(file, weights_only=False)
+    state["optimizer_state_dict"]["fp32_flat_groups"][0].data[3] += 1.0
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match="content changed"):
+        convert(replace(asked, checkpoint=copied), probe_maker(TEXTS))
+    assert not asked.output.exists()
+
+
+def test_a_folder_of_someone_else_is_left_alone(asked):
+    asked.output.mkdir(parents=True)
+    (asked.output / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConversionError, match="was not made by a conversion"):
+        convert(asked, probe_maker(TEXTS))
+    assert (asked.output / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_expansion_alone_joins_its_base_again(asked):
+    assert convert(replace(asked, format="expansion"), probe_maker({}))
+    model, expansion = open_trained(asked.checkpoint, STORIES), open_expansion(asked.output)
+    assert expansion.names == model.trained
+    assert all(torch.equal(expansion.read(name, model.shapes[name]), model.read(name)) for name in model.trained)
+    # A run can start from it.
+    expansion.check_origin(model.base.hashes(), origin_of(model.method), seed=model.manifest["run"]["seed"])
+    assert not convert(replace(asked, format="expansion"), probe_maker({}))
+
+
+def test_the_command_line(checkpoints, tmp_path):
+    output = tmp_path / "out"
+    command = [sys.executable, "tools/convert_checkpoint.py", "--checkpoint", checkpoints["base"], "--base", STORIES]
+    command += ["--output", output, "--format", "stock", "--dtype", "bf16", "--text", *TEXTS["english"]]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "verified" in done.stderr
+    assert type(load_hf_model(output)).__name__ == "LlamaForCausalLM"
+    failed = subprocess.run([*map(str, command[:-1]), "nothing.jsonl"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 0  # done already: the text is not looked at
+    command[command.index(output)] = tmp_path / "second"
+    failed = subprocess.run([*map(str, command[:-1]), "nothing.jsonl"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
+    assert not (tmp_path / "second").exists()

@@ -1,0 +1,138 @@
+"""Every family in every format that can express it: what transformers loads is the model that trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.conversion.convert import choose_export
+from pipeline.conversion.hf_folder import write_hf_folder
+from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.stock import stock_hidden_size
+from pipeline.conversion.trained_model import TrainedModel
+from pipeline.errors import ConversionError
+from tests.bases import CONFIGS
+from tests.conversion.checkpoints import FFT, save_many, scale, trained
+from tests.distributed import run_ranks
+from tests.widened import some_tokens
+
+FAMILIES = [name for name in CONFIGS if "eight" not in name]
+LLAMA_FAMILIES = [name for name in FAMILIES if not name.startswith("neox")]
+METHODS = {
+    "scale": scale("route", collaborative_modules="both"),
+    "stock": scale("adapt", collaborative_modules="both", norm="base"),
+    "fft": FFT,
+}
+
+
+@pytest.fixture(scope="module")
+def models(base, tmp_path_factory):
+    """A trained model by family and method, all saved by one process."""
+    folder = tmp_path_factory.mktemp("trained")
+    places = {(name, method): folder / f"{name}-{method}".replace(" ", "_") for name in FAMILIES for method in METHODS}
+    run_ranks(
+        save_many,
+        1,
+        [(base(name).path, METHODS[method], place) for (name, method), place in places.items()],
+        timeout_s=250,
+    )
+    return lambda name, method: trained(base(name).path, places[name, method])
+
+
+def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    folder.mkdir()
+    write_hf_folder(folder, choose_export(model, format, dtype), model.base.path)
+    return folder
+
+
+@torch.no_grad()
+def difference(model: TrainedModel, folder: Path) -> float:
+    """The largest difference between the training model's logits and those of the folder."""
+    tokens = some_tokens(model.spec, 2, 16)
+    expected = model.decoder().logits(tokens)
+    assert expected.std() > 0.5
+    return float((load_hf_model(folder, torch.float32)(tokens).logits - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scale_format_of_every_family(name, models, tmp_path):
+    model = models(name, "scale")
+    folder = exported(model, "scale", tmp_path / "hf")
+    assert isinstance(load_hf_model(folder), ScaleForCausalLM)
+    assert difference(model, folder) < 2e-5
+
+
+@pytest.mark.parametrize("name", LLAMA_FAMILIES)
+def test_stock_format_is_the_bases_own_class_only_wider(name, models, tmp_path):
+    model = models(name, "stock")
+    folder = exported(model, "auto", tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is type(AutoModelForCausalLM.from_pretrained(model.base.path))
+    assert loaded.config.hidden_size >= model.spec.widths.hidden_size + 12
+    assert not (folder / "modeling_scale.py").exists()
+    assert difference(model, folder) < 5e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_full_fine_tuning_leaves_as_the_base_came(name, models, tmp_path):
+    model = models(name, "fft")
+    folder = exported(model, "auto", tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    original = AutoModelForCausalLM.from_pretrained(model.base.path)
+    assert type(loaded) is type(original)
+    pairs = zip(loaded.parameters(), original.parameters(), strict=True)
+    assert all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
+    assert difference(model, folder) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["scale", "stock"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(format, dtype, models, tmp_path):
+    model = models("llama tied", format)
+    folder = exported(model, format, tmp_path / "hf", dtype)
+    loaded = load_hf_model(folder)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert 1e-6 < difference(model, folder) < (0.2 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_what_stock_cannot_express_is_refused_with_the_reason(models):
+    for name, method, reason in (
+        ("neox", "stock", "GPT-NeoX"),
+        ("llama", "scale", "route"),
+    ):
+        with pytest.raises(ConversionError, match=reason):
+            choose_export(models(name, method), "stock", torch.float32)
+    with pytest.raises(ConversionError, match="--format stock"):
+        choose_export(models("llama", "fft"), "scale", torch.float32)
+
+
+def test_separate_norms_are_not_stock(base, tmp_path):
+    path = base("llama").path
+    run_ranks(save_many, 1, [(path, scale("preserve"), tmp_path / "run")])
+    with pytest.raises(ConversionError, match="separate"):
+        choose_export(trained(path, tmp_path / "run"), "stock", torch.float32)
+    assert choose_export(trained(path, tmp_path / "run"), "auto", torch.float32).format == "scale"
+
+
+def test_stock_hidden_size_is_the_next_multiple():
+    assert [stock_hidden_size(size, 8) for size in (48, 49, 56)] == [48, 56, 56]
+
+
+@pytest.mark.parametrize("file_bytes", [2_000, 20_000])
+def test_many_files_are_one_model(file_bytes, models, tmp_path):
+    model = models("llama tied", "stock")
+    one = exported(model, "stock", tmp_path / "one")
+    many = tmp_path / "many"
+    many.mkdir()
+    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path, file_bytes=file_bytes)
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    expected, found = load_hf_model(one).state_dict(), load_hf_model(many).state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())

@@ -1,0 +1,168 @@
+"""The shipped modelling file at work: with a cache and without, padded on the left, alone in its own environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.conversion.convert import choose_export
+from pipeline.conversion.hf_folder import write_hf_folder
+from pipeline.conversion.hf_model import load_hf_model
+from pipeline.model.from_hf import open_base
+from tests.bases import STORIES
+from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.clean_environment import clean_environment, run_in
+from tests.distributed import run_ranks
+from tests.widened import balance_router, some_tokens
+
+MODELS = {"route": ("llama tied", "route"), "adapt": ("llama", "adapt"), "neox": ("neox", "route")}
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    """Exported models; Route's thresholds are set so that some tokens take either path."""
+    folder = tmp_path_factory.mktemp("generate")
+    jobs = [
+        (base(name).path, scale(variant, collaborative_modules="both"), folder / key)
+        for key, (name, variant) in MODELS.items()
+    ]
+    jobs.append((STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "stories"))
+    run_ranks(save_many, 1, jobs)
+    made = {}
+    for path, _, place in jobs:
+        made[place.name] = place.with_name(f"{place.name}-hf")
+        made[place.name].mkdir()
+        model = trained(path, place)
+        write_hf_folder(made[place.name], choose_export(model, "scale", torch.float32), path)
+        if model.plan.routed and place.name != "stories":
+            decoder = model.decoder()
+            balance_router(decoder, some_tokens(model.spec, 4, 24))
+            config = made[place.name] / "config.json"
+            config.write_text(
+                json.dumps(json.loads(config.read_text()) | {"router_threshold": decoder.output.threshold})
+            )
+    return made
+
+
+def generate(model, tokens, **options):
+    mask = options.pop("attention_mask", torch.ones_like(tokens))
+    return model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_generation_with_a_cache_equals_generation_without(key, folders):
+    model = load_hf_model(folders[key])
+    tokens = some_tokens(model.config, 3, 9)
+    cached = generate(model, tokens)
+    assert torch.equal(cached, generate(model, tokens, use_cache=False))
+    assert cached.shape == (3, 9 + NEW_TOKENS) and len(cached[:, 9:].unique()) > 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", MODELS)
+def test_logits_token_by_token_equal_logits_at_once(key, folders):
+    model = load_hf_model(folders[key])
+    tokens = some_tokens(model.config, 2, 14)
+    expected = model(tokens, use_cache=False).logits
+    cache, steps = None, []
+    for part in tokens.split([5, 1, 1, 4, 3], dim=1):  # also several tokens on top of a cache
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    assert torch.allclose(torch.cat(steps, dim=1), expected, atol=2e-5)
+    assert torch.allclose(model(tokens, logits_to_keep=2).logits, expected[:, -2:], atol=2e-5)
+
+
+@torch.no_grad()
+def test_both_paths_of_the_router_are_taken(folders):
+    model = load_hf_model(folders["route"])
+    tokens = some_tokens(model.config, 4, 24)
+    routed = model(tokens).logits
+    others = []
+    for threshold in (-1.1, 1.1):
+        model.output.threshold = threshold
+        others.append((model(tokens).logits == routed).all(-1))
+    preserved, adapted = others
+    assert (preserved ^ adapted).all() and preserved.any() and adapted.any()
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_prompts_of_several_lengths_in_one_batch(key, folders):
+    model = load_hf_model(folders[key])
+    prompts = [some_tokens(model.config, length, seed=length) for length in (3, 8, 5)]
+    padded = torch.stack([torch.nn.functional.pad(prompt, (8 - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([(torch.arange(8) >= 8 - len(prompt)).long() for prompt in prompts])
+    together = generate(model, padded, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row, 8:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
+    direct = model(padded, attention_mask=mask).logits[0, -3:]
+    assert torch.allclose(direct, model(prompts[0].unsqueeze(0)).logits[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_beam_search_reorders_the_cache(key, folders):
+    model = load_hf_model(folders[key])
+    tokens = some_tokens(model.config, 2, 6)
+    cached = generate(model, tokens, num_beams=3)
+    assert torch.equal(cached, generate(model, tokens, num_beams=3, use_cache=False))
+
+
+def test_labels_give_the_loss_of_the_next_token(folders):
+    model = load_hf_model(folders["adapt"])
+    tokens = some_tokens(model.config, 2, 9)
+    out = model(tokens, labels=tokens)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert torch.allclose(out.loss, expected)
+
+
+_STRANGER = """
+import sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for absent in ("pipeline", "deepspeed", "zstandard"):
+    try:
+        __import__(absent)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{absent} can be imported: the environment is not clean")
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+tokens = model.generate(prompt.input_ids, attention_mask=prompt.attention_mask, max_new_tokens=20, do_sample=False)
+print(tokens[0].tolist())
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+"""
+
+
+def test_it_generates_where_only_torch_and_transformers_are(folders, tmp_path):
+    environment = clean_environment(tmp_path / "site")
+    tokens, text = (
+        run_in(environment, _STRANGER, str(folders["stories"]), home=tmp_path / "home").strip().split("\n", 1)
+    )
+    here = load_hf_model(folders["stories"])
+    prompt = torch.tensor([json.loads(tokens)[:-20]])
+    assert generate(here, prompt)[0].tolist() == json.loads(tokens)[: prompt.shape[1] + NEW_TOKENS]
+    assert text.strip().startswith("Once upon a time")
+    assert open_base(STORIES).spec.tie_word_embeddings
+
+
+def test_the_shipped_file_imports_nothing_else(folders):
+    for folder in folders.values():
+        source = Path(folder / "modeling_scale.py").read_text()
+        imports = [
+            line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))
+        ]
+        assert set(imports) == {"__future__", "math", "typing", "torch", "transformers"}

@@ -1,0 +1,116 @@
+"""A checkpoint from a stranger: nothing in it runs, and nothing is written outside the output folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.trained_model import open_trained
+from pipeline.errors import CheckpointError
+from tests.bases import STORIES
+from tests.conversion.checkpoints import checkpoint_in, save, scale, zero
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path, how: str) -> None:
+        self.mark, self.how = mark, how
+
+    def __reduce__(self):
+        if self.how == "system":
+            return os.system, (f"touch {self.mark}",)
+        if self.how == "exec":
+            return exec, (f"open({str(self.mark)!r}, 'w').close()",)
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    run_ranks(save, 2, STORIES, scale("adapt"), folder, 1, zero(request.param))
+    return checkpoint_in(folder)
+
+
+@pytest.mark.parametrize("how", ["system", "exec", "touch"])
+def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
+    copied = shutil.copytree(checkpoint, tmp_path / "copy")
+    mark = tmp_path / "mark"
+    files = sorted(copied.glob("*_states.pt"))
+    assert len(files) >= 3
+    for file in files:
+        content = file.read_bytes()
+        good = torch.load(file, weights_only=False)
+        for planted in ({**good, "extra": Bomb(mark, how)}, Bomb(mark, how)):
+            torch.save(planted, file)
+            # The bomb is a real one:
+            torch.load(file, weights_only=False)
+            assert mark.exists()
+            mark.unlink()
+            with pytest.raises(CheckpointError, match="nothing in it was run") as error:
+                open_trained(copied, STORIES)
+            assert not mark.exists()
+            assert str(file) in str(error.value) and "\n" not in str(error.value)
+        file.write_bytes(pickle.dumps(Bomb(mark, how)))
+        with pytest.raises(CheckpointError):
+            open_trained(copied, STORIES)
+        assert not mark.exists()
+        file.write_bytes(content)
+    open_trained(copied, STORIES)
+
+
+def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path):
+    copied = shutil.copytree(checkpoint, tmp_path / "copy")
+    mark = tmp_path / "mark"
+    file = min(copied.glob("*optim_states.pt"))
+    torch.save({"optimizer_state_dict": Bomb(mark, "system")}, file)
+    command = ["tools/convert_checkpoint.py", "--checkpoint", copied, "--base", STORIES, "--output", tmp_path / "out"]
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not mark.exists()
+    assert done.stderr.startswith(f"error: {file}: names posix.system") and done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_names_in_the_manifest_do_not_lead_outside(checkpoint, tmp_path):
+    copied = shutil.copytree(checkpoint, tmp_path / "copy")
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["files"]["../../etc/passwd"] = {"bytes": 1, "sha256": "0"}
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="outside"):
+        convert(Conversion(copied, STORIES, tmp_path / "out"), probe_maker({}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameter_names_cannot_be_invented(checkpoint, tmp_path):
+    copied = shutil.copytree(checkpoint, tmp_path / "copy")
+    for file in copied.glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        state["param_shapes"][0]["../../escape"] = torch.Size([0])
+        torch.save(state, file)
+    with pytest.raises(CheckpointError):
+        open_trained(copied, STORIES)
+
+
+def test_nothing_is_taken_from_the_base_but_known_files(checkpoint, tmp_path):
+    base = shutil.copytree(STORIES, tmp_path / "base")
+    (base / "modeling_evil.py").write_text("raise SystemExit('run')")
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    (base / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "out"
+    convert(Conversion(checkpoint, base, output, format="scale"), probe_maker({}))
+    assert "modeling_evil.py" not in {path.name for path in output.iterdir()}
+    assert "evil" not in (output / "config.json").read_text()

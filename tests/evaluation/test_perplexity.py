@@ -1,0 +1,140 @@
+"""Scores of real models on real text, against the plainest computation of the same."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zstandard
+from transformers import AutoModelForCausalLM
+
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import texts
+from pipeline.errors import BaseModelError, ConfigError, DataError
+from pipeline.evaluation import perplexity
+from pipeline.evaluation.folder import score_folder
+from tests.bases import STORIES
+
+ROOT = Path(__file__).parents[2]
+ENGLISH = STORIES.parent / "stories.heldout.jsonl.zst"
+KOREAN = STORIES.parent / "reviews.heldout.jsonl.zst"
+
+
+def documents(file: Path, count: int) -> list[str]:
+    return list(islice(texts([str(file)]), count))
+
+
+@torch.no_grad()
+def plain_nll(document: str) -> tuple[float, int]:
+    """One document in one window, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(STORIES)
+    ids = load_tokenizer(STORIES).reference.encode([document]).ids.tolist()
+    tokens = torch.tensor([[1, *ids]])  # its BOS
+    logits = model(tokens).logits[0]
+    return float(F.cross_entropy(logits[:-1], tokens[0, 1:], reduction="sum")), len(ids)
+
+
+def test_a_document_within_the_context_is_scored_whole():
+    chosen = [
+        text for text in documents(ENGLISH, 40) if len(load_tokenizer(STORIES).reference.encode([text]).ids) < 500
+    ]
+    chosen = chosen[:5]
+    expected = [plain_nll(text) for text in chosen]
+    found = score_folder(STORIES, {"english": chosen})["english"]
+    nll, tokens = (sum(column) for column in zip(*expected, strict=True))
+    assert (found.documents, found.tokens, found.bytes) == (5, tokens, sum(len(text.encode()) for text in chosen))
+    assert found.nll_per_token == pytest.approx(nll / tokens, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(nll / math.log(2) / found.bytes, rel=1e-5)
+    assert 3 < found.perplexity < 5  # it wrote these stories
+
+
+def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
+    chosen = documents(ENGLISH, 6)
+    together = score_folder(STORIES, {"all": chosen}, context=128)["all"]
+    apart = [score_folder(STORIES, {"one": [text]}, context=128)["one"] for text in chosen]
+    total = sum(one.nll_per_token * one.tokens for one in apart)
+    assert together.nll_per_token * together.tokens == pytest.approx(total, rel=1e-6)
+    monkeypatch.setattr(perplexity, "_BATCH_TOKENS", 1)
+    assert score_folder(STORIES, {"all": chosen}, context=128)["all"].nll_per_token == pytest.approx(
+        together.nll_per_token, rel=1e-6
+    )
+
+
+def test_the_same_call_gives_the_same_figures():
+    scores = [score_folder(STORIES, {"korean": documents(KOREAN, 4)}, context=64, max_tokens=2000) for _ in range(2)]
+    assert scores[0] == scores[1]
+
+
+def test_more_context_predicts_better():
+    chosen = documents(ENGLISH, 8)
+    short = score_folder(STORIES, {"english": chosen}, context=16)["english"]
+    long = score_folder(STORIES, {"english": chosen}, context=256)["english"]
+    assert long.tokens == short.tokens
+    assert long.nll_per_token < 0.95 * short.nll_per_token
+
+
+def test_a_limit_takes_the_beginnings_of_many_documents():
+    limited = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_tokens=4096)["korean"]
+    assert limited.documents >= 30 and abs(limited.tokens - 4096) < 200
+    few = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_documents=2)["korean"]
+    assert few.documents == 2
+    ids = load_tokenizer(STORIES).reference.encode(documents(KOREAN, 2)).ids
+    assert few.tokens == len(ids)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"])
+def test_corpora_of_every_form(suffix, tmp_path):
+    chosen = ["Once upon a time there was a cat.", "The dog was happy."]
+    lines = [text if suffix == ".txt" else json.dumps({"text": text}) for text in chosen]
+    content = "\n".join(lines).encode()
+    packed = {".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}.get(suffix, bytes)(content)
+    (tmp_path / f"corpus{suffix}").write_bytes(packed)
+    found = score_folder(STORIES, {"x": texts([str(tmp_path / f"corpus{suffix}")])})
+    assert found == score_folder(STORIES, {"x": chosen})
+
+
+@pytest.mark.parametrize("options", [{"context": 513}, {"context": 1}, {"context": 64, "stride": 64}])
+def test_windows_that_do_not_fit_are_refused(options):
+    with pytest.raises(ConfigError, match="512"):
+        score_folder(STORIES, {"x": ["a"]}, **options)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(DataError, match="empty: holds no document"):
+        score_folder(STORIES, {"empty": []})
+    with pytest.raises(BaseModelError, match=r"config\.json: no such file"):
+        score_folder(tmp_path, {"x": ["a"]})
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "m.M"}}')
+    with pytest.raises(BaseModelError, match="--trust-remote-code"):
+        score_folder(tmp_path, {"x": ["a"]})
+
+
+def test_the_command_line_scores_any_folder():
+    command = [
+        sys.executable,
+        "tools/evaluate.py",
+        "--model",
+        STORIES,
+        "--data",
+        ENGLISH,
+        KOREAN,
+        "--max-tokens",
+        "3000",
+    ]
+    done = subprocess.run([*map(str, command), "--context", "128"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    english, korean = done.stdout.splitlines()[2:]
+    assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
+    failed = subprocess.run([*map(str, command[:-1]), "no"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2
+    failed = subprocess.run([*map(str, command[:4]), "--data", "none.jsonl"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: none.jsonl")

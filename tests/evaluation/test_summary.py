@@ -1,0 +1,122 @@
+"""The end of a run: trained under real DeepSpeed, converted, and summed up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig, parse_config
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.probe import probe_maker
+from pipeline.errors import CheckpointError, ConversionError, DataError
+from pipeline.evaluation.heldout import heldout_corpora
+from pipeline.evaluation.summary import summarise
+from tests.bases import STORIES
+from tests.conversion.checkpoints import FFT, checkpoint_in, save_many, scale
+from tests.distributed import run_ranks
+
+TRAINING = {
+    "step0_max_abs_logit_difference": 0.0,
+    "trainable_parameters": 250,
+    "total_parameters": 1000,
+    "optimizer_state_elements": 500,
+    "checkpoint": "somewhere/step_00000002",
+    "tensorboard": "somewhere/tensorboard",
+}
+
+
+def run_config(folder: Path, **corpora) -> RunConfig:
+    defaults = {
+        "korean": {"input": ["x.jsonl"], "heldout_input": [str(STORIES.parent / "reviews.heldout.jsonl.zst")]},
+        "english": {
+            "input": ["y.jsonl"],
+            "heldout_input": [str(STORIES.parent / "stories.heldout.jsonl.zst")],
+            "role": "replay",
+        },
+    }
+    return parse_config(
+        {
+            "name": "test",
+            "folder": str(folder),
+            "base": str(STORIES),
+            "method": scale("adapt"),
+            "data": {"folder": "unused", "sequence_length": 64, "corpora": corpora or defaults},
+            "schedule": {"steps": 2, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-2},
+            "validation": {"max_sequences": 16},
+            "deepspeed": "unused",
+        },
+        source="test",
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A SCALE run and a full fine-tuning one beside it, trained and converted."""
+    folder = tmp_path_factory.mktemp("runs")
+    methods = {"demo": scale("adapt"), "demo-fft": FFT}
+    run_ranks(save_many, 1, [(STORIES, method, folder / name / "checkpoints") for name, method in methods.items()])
+    for name in methods:
+        convert(
+            Conversion(checkpoint_in(folder / name / "checkpoints"), STORIES, folder / name / "hf"), probe_maker({})
+        )
+        (folder / name / "training.json").write_text(json.dumps(TRAINING))
+    return folder
+
+
+def test_the_summary_of_a_run(runs, tmp_path):
+    shutil.copytree(runs / "demo", tmp_path / "demo")
+    summary = summarise(run_config(tmp_path / "demo"))
+    values = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    for key in (
+        "step0_max_abs_logit_difference",
+        "trainable_parameters",
+        "total_parameters",
+        "optimizer_state_elements",
+    ):
+        assert values[key] == TRAINING[key]
+    assert values["export_max_abs_logit_difference"] <= 1e-4
+    assert Path(values["hf_folder"]) == tmp_path / "demo" / "hf"
+    assert values["trained_fraction"] == 0.25
+    assert values["english_perplexity_before"] < 6 < 1000 < values["korean_perplexity_before"]
+    for language in ("english", "korean"):
+        assert values[f"{language}_perplexity_after"] != values[f"{language}_perplexity_before"]
+        assert values[f"{language}_bits_per_byte_after"] > 0
+        tokens = values["scores"]["after"][language]["tokens"]
+        assert tokens == values["scores"]["before"][language]["tokens"] and 2000 <= tokens < 2300
+    text = summary.as_text()
+    assert "SCALE-Adapt" in text and "25.0%" in text and str(tmp_path / "demo" / "hf") in text
+    assert "full fine-tuning" not in text and "comparison" not in values
+
+
+def test_full_fine_tuning_stands_beside_it(runs, tmp_path):
+    shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
+    summary = summarise(run_config(tmp_path / "demo"), max_tokens=500)
+    assert "full fine-tuning" in summary.as_text()
+    values = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert values["comparison"]["method"] == "fft"
+    assert values["comparison"]["korean_perplexity_after"] not in (
+        values["korean_perplexity_after"],
+        values["korean_perplexity_before"],
+    )
+
+
+def test_a_stage_that_is_missing_is_named(runs, tmp_path):
+    shutil.copytree(runs / "demo", tmp_path / "demo")
+    (tmp_path / "demo" / "hf" / "verification.json").unlink()
+    with pytest.raises(ConversionError, match="convert_checkpoint"):
+        summarise(run_config(tmp_path / "demo"))
+    (tmp_path / "demo" / "training.json").unlink()
+    with pytest.raises(CheckpointError, match="trained to its end"):
+        summarise(run_config(tmp_path / "demo"))
+
+
+def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
+    file = str(STORIES.parent / "stories.heldout.jsonl.zst")
+    config = run_config(tmp_path, english={"input": [file], "heldout_fraction": 0.25}, other={"input": [file]})
+    found = {name: list(documents) for name, documents in heldout_corpora(config).items()}
+    assert list(found) == ["english"] and 25 < len(found["english"]) < 75
+    with pytest.raises(DataError, match="none has a held-out part"):
+        heldout_corpora(run_config(tmp_path, other={"input": [file]}))

@@ -1,0 +1,30 @@
+"""Windows over a document: every token is scored exactly once, behind as much context as was promised."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.evaluation.windows import windows
+
+
+@st.composite
+def cuts(draw):
+    context = draw(st.integers(2, 40))
+    return draw(st.integers(1, 200)), context, draw(st.integers(1, context - 1))
+
+
+@given(cuts())
+def test_every_token_but_the_first_is_scored_once_and_in_order(cut):
+    length, context, stride = cut
+    scored = [token for window in windows(length, context, stride) for token in range(window.first_scored, window.stop)]
+    assert scored == list(range(1, length))
+
+
+@given(cuts())
+def test_windows_fit_the_context_and_see_what_was_promised(cut):
+    length, context, stride = cut
+    for window in windows(length, context, stride):
+        assert 0 <= window.start < window.first_scored < window.stop <= length
+        assert window.stop - window.start <= context
+        assert window.first_scored - window.start >= min(context - stride, window.first_scored)

@@ -118,7 +118,7 @@ def _detail_lines(estimate: Estimate, estimator: Estimator) -> list[str]:
     if estimate.host_bytes:
         lines.append(f"  {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory")
     lines.append(
-        f"  {estimate.micro_batches} micro-batch(es) a step, {estimate.step_s:.2f} s ({estimate.compute_s:.2f} computing)"
+        f"  {estimate.micro_batches} micro-batches a step, {estimate.step_s:.2f} s ({estimate.compute_s:.2f} computing)"
         f", {per_gpu:,.0f} tokens/s a GPU, {steps * estimate.step_s / 3600:.1f} h for {steps:,} steps"
     )
     return lines

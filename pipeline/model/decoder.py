@@ -86,8 +86,8 @@ class Decoder(nn.Module):
         path: Path = "model",
     ) -> HiddenStates:
         """The normalised hidden states that the output projection reads, a row a token."""
-        context = self._context(tokens, positions, document_ids)
         x, x_up = self.embedding(tokens)
+        context = self._context(tokens, positions, document_ids, x.dtype)
         if path == "base":
             x_up = None
         masked = path == "preserved"
@@ -104,11 +104,12 @@ class Decoder(nn.Module):
             x, x_up = self._layer(index, x, x_up, context, False)
         return HiddenStates(*_rows(self.final_norm(x, x_up)), *_rows(self.final_norm(preserved_x, preserved_x_up)))
 
-    def _context(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Context:
+    def _context(
+        self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None, dtype: torch.dtype
+    ) -> Context:
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        dtype = self.embedding.base.weight.dtype
         rotary = RotaryTable(self.spec.rotary, self.spec.head_dim, positions, dtype)
         return Context(rotary, None if document_ids is None else document_mask(document_ids))
 

@@ -1,0 +1,158 @@
+"""Real steps under real DeepSpeed, with everything they hold and send counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.config import RunConfig, load_config
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
+from tests.training.runs import start_deepspeed, write_config
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+COMMUNICATION = {"communication_data_type": "fp32"}
+BUCKETS = {"overlap_comm": False, "reduce_bucket_size": 4096}
+# So tight that parameters come and go within a model of a few hundred thousand.
+TIGHT = {
+    "stage3_param_persistence_threshold": 20,
+    "stage3_prefetch_bucket_size": 3000,
+    "stage3_max_live_parameters": 60000,
+    "stage3_max_reuse_distance": 8000,
+}
+ZERO = {
+    "zero1": {**BF16, "zero_optimization": {"stage": 1, **BUCKETS}},
+    "zero2": {**BF16, **COMMUNICATION, "zero_optimization": {"stage": 2, **BUCKETS}},
+    "zero3": {**BF16, **COMMUNICATION, "zero_optimization": {"stage": 3, **BUCKETS}},
+    "zero3 tight": {**BF16, **COMMUNICATION, "zero_optimization": {"stage": 3, **BUCKETS, **TIGHT}},
+    "zero1 fp32": {"zero_optimization": {"stage": 1, **BUCKETS}},
+    "zero3 fp32": {"zero_optimization": {"stage": 3, **BUCKETS, **TIGHT}},
+}
+SCALE = {"name": "scale", "expansion": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}}
+METHODS = {
+    "preserve": {**SCALE, "variant": "preserve"},
+    "adapt": {**SCALE, "variant": "adapt", "l_fp": 2},
+    "route": {**SCALE, "variant": "route", "l_fp": 3},
+    "fft": {"name": "fft"},
+    "freeze": {"name": "freeze", "frozen_layers": 2},
+    "llama_pro": {"name": "llama_pro", "added_layers": 1},
+}
+MICRO_BATCHES = 2
+
+
+def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: Any) -> RunConfig:
+    """A run of `MICRO_BATCHES` micro-batches a step on `layout`."""
+    batch = 2 * layout.dp_size * MICRO_BATCHES
+    settings = {"method": METHODS[method], "parallel__tp_size": layout.tp_size, "schedule__global_batch_size": batch}
+    config = load_config(write_config(folder, folder, **settings, **changes))
+    config.deepspeed.write_text(json.dumps(ZERO[zero]))
+    return config
+
+
+def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, targets, positions and document ids of a micro-batch."""
+    shape = config.schedule.micro_batch_size, config.data.sequence_length
+    tokens = torch.randint(0, 500, shape, generator=torch.Generator().manual_seed(0))
+    return tokens, tokens, torch.arange(shape[1]).expand(shape), torch.zeros(shape, dtype=torch.long)
+
+
+def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> nn.Module:
+    """The run's model with random values."""
+    from pipeline import methods
+    from pipeline.model.from_hf import open_base
+
+    torch.set_default_dtype(dtype)
+    model = methods.build_model(config, open_base(config.base), tp)
+    torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+class Messages(TorchDispatchMode):
+    """Every collective that is called while it is entered: its name, payload in bytes, and group size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            tensors = [tensor for argument in args for tensor in _tensors(argument)]
+            group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+            longest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+            self.sent.append((operation._opname.strip("_"), longest, group.size()))
+        return operation(*args, **(kwargs or {}))
+
+
+def _tensors(argument: Any) -> Iterable[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for one in argument:
+            yield from _tensors(one)
+
+
+def step_on_rank(config: RunConfig) -> dict[str, Any]:
+    """Makes three steps, and says what the last one sent and the most that was held."""
+    start_deepspeed()
+    from pipeline.training.batches import MicroBatch
+    from pipeline.training.deepspeed_config import load_deepspeed_config
+    from pipeline.training.engine import Engine
+
+    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    groups = ProcessGroups(layout)
+    deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
+    model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel)
+    engine = Engine(model, config, deepspeed_config, groups)
+    batch = MicroBatch(*real_batch(config))
+    held: Counter[str] = Counter()
+    for _ in range(3):  # DeepSpeed learns the order of the modules in the first two
+        with Messages() as messages:
+            for _ in range(MICRO_BATCHES):
+                total, _, _ = engine.loss(batch)
+                engine.backward(total)
+                held |= held_bytes(engine)  # the most of each kind
+                engine.step(1e-3)
+    moments = _adam_states(engine._engine.optimizer)
+    held["optimizer"] += _bytes(moments)
+    held["adam_elements"] = sum(tensor.numel() for tensor in moments)
+    return {"held": dict(held), "messages": messages.sent}
+
+
+def held_bytes(engine: Any) -> Counter[str]:
+    """What DeepSpeed's own objects hold, by kind; the Adam moments aside."""
+    optimizer = engine._engine.optimizer
+    parameters = list(engine.model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    match type(optimizer).__name__:
+        case "BF16_Optimizer":
+            weights, masters = parameters, optimizer.fp32_groups_flat_partition
+            gradients += optimizer.fp32_groups_gradients_flat
+        case "DeepSpeedZeroOptimizer":
+            weights, masters = parameters, optimizer.single_partition_of_fp32_groups
+            gradients += [one for group in optimizer.averaged_gradients.values() if group for one in group]
+        case "DeepSpeedZeroOptimizer_Stage3":
+            weights = [parameter.ds_tensor for parameter in parameters]
+            weights += [parameter.data for parameter in parameters if parameter.ds_persist]
+            masters = optimizer.fp32_partitioned_groups_flat
+            gradients += [optimizer.grad_partitions_flat_buffer]
+    return Counter(weights=_bytes(weights), gradients=_bytes(gradients), optimizer=_bytes(masters))
+
+
+def _adam_states(optimizer: Any) -> list[Tensor]:
+    states = optimizer.optimizer.state.values()
+    return [value for slots in states for name, value in slots.items() if name.startswith("exp_avg")]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of tensors, each element once however many views there are of it."""
+    spans = {(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors}
+    return sum(length for _, length in spans)

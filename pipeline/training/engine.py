@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.decoder import Path as LogitsPath
-from pipeline.parallel.parameter import full_shape_of, named_trained_parameters
+from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
 from pipeline.training.batches import MicroBatch
 from pipeline.training.deepspeed_config import DeepSpeedConfig
@@ -47,7 +47,7 @@ class Engine:
         model: the decoder; under ZeRO-3 its parameters are there only while their module runs.
         trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
         routed: whether the model chooses a path per token.
-        tp_rank: this rank's place among its tensor-parallel neighbours.
+        tensor_parallel: this rank's place among its tensor-parallel neighbours.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Engine:
         self.trainable_parameters = sum(prod(full_shape_of(one)) for _, one in named_trained_parameters(model))
         self.total_parameters = sum(prod(full_shape_of(one)) for one in model.parameters())
         self.routed = model.plan is not None and model.plan.routed
-        self.tp_rank = groups.tensor_parallel.rank
+        self.tensor_parallel = groups.tensor_parallel
+        self._dp_group = groups.get_data_parallel_group()
         self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
         optimizer = adamw(model, config.schedule)
         try:
@@ -134,6 +135,24 @@ class Engine:
         counted = torch.tensor(held, device=self._engine.device)
         dist.all_reduce(counted)
         return int(counted)
+
+    @torch.no_grad()
+    def squared_norms(self) -> dict[str, float]:
+        """The sum of squares of every trained parameter, over all ranks; every rank must call it."""
+        named = list(named_trained_parameters(self.model))
+        squares = torch.stack([self._share_of_square(parameter) for _, parameter in named])
+        dist.all_reduce(squares)
+        return dict(zip((name for name, _ in named), squares.tolist(), strict=True))
+
+    def _share_of_square(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's share, so that the shares of all ranks sum to the square of the whole parameter."""
+        replicas = partition_of(parameter).replicas(self.tensor_parallel.size)
+        if not hasattr(parameter, "ds_tensor"):
+            return parameter.double().square().sum() / (replicas * dist.get_world_size(self._dp_group))
+        # ZeRO-3's partitions are equally long; what lies beyond the end of the last one is not the parameter's.
+        partition = parameter.ds_tensor
+        held = parameter.ds_numel - dist.get_rank(self._dp_group) * partition.numel()
+        return partition.flatten()[: max(0, min(held, partition.numel()))].double().square().sum() / replicas
 
     def save(self, folder: Path) -> None:
         """Writes DeepSpeed's files of the trained parameters and their optimizer state to `folder`; every rank must."""

@@ -14,6 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.diagnostics import Diagnostics
 from pipeline.training.engine import Engine
 from pipeline.training.manifest import Position
 from pipeline.training.metrics import Metrics
@@ -31,6 +32,7 @@ class Trainer:
     engine: Engine
     batches: TrainingBatches
     validation: Validation
+    diagnostics: Diagnostics
     metrics: Metrics
     checkpoints: Checkpoints
     progress: Progress
@@ -78,7 +80,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
             figures["preserved_fraction"] = totals.preserved_fraction
         if last or done % config.validation.every_steps == 0:
             scores = trainer.validation.run(engine)
-            figures |= validation_figures(scores)
+            figures |= validation_figures(scores) | trainer.diagnostics.run(engine)
         trainer.metrics.write(done, figures)
         if last or totals.stop or done % config.checkpoints.every_steps == 0:
             trainer.checkpoints.save(engine, position)
@@ -117,7 +119,7 @@ class StepSums:
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
         """The step's totals; every rank must call it, and all get the same."""
-        if engine.tp_rank != 0:
+        if engine.tensor_parallel.rank != 0:
             self._sums.zero_()  # tensor-parallel neighbours saw the same tokens
         self._sums[3] = float(stop)
         dist.all_reduce(self._sums)

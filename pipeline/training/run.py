@@ -22,6 +22,7 @@ from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import Checkpoints, latest_checkpoint, remove_unfinished
 from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
+from pipeline.training.diagnostics import make_probe
 from pipeline.training.engine import Engine, build_initial_model
 from pipeline.training.gate import check_preservation
 from pipeline.training.loop import Outcome, Trainer, train
@@ -111,7 +112,8 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
     engine = Engine(model, config, inputs.deepspeed_config, groups)
     batches = TrainingBatches(inputs.training, config, layout, rank, device)
     # Before the checkpoint is read: it also tells whether base and expansion arrived as they were.
-    difference = check_preservation(engine, next(batches.of_step(0)), str(config.upscaled_folder))
+    probe = next(batches.of_step(0))
+    difference = check_preservation(engine, probe, str(config.upscaled_folder))
 
     folder = config.folder / "checkpoints"
     layout_record = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
@@ -128,6 +130,7 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
         engine,
         batches,
         Validation(inputs.heldout, config, layout, rank, device),
+        make_probe(inputs.heldout, config, probe),
         Metrics(config.folder, position.step, writer=rank == 0),
         checkpoints,
         Progress(position.step, config.schedule.steps, visible=rank == 0),

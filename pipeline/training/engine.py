@@ -144,7 +144,7 @@ class Engine:
         dist.all_reduce(squares)
         return dict(zip((name for name, _ in named), squares.tolist(), strict=True))
 
-    def _share_of_square(self, parameter: nn.Parameter) -> Tensor:
+    def _share_of_square(self, parameter: Any) -> Tensor:  # noqa: ANN401  # DeepSpeed adds attributes of its own
         """This rank's share, so that the shares of all ranks sum to the square of the whole parameter."""
         replicas = partition_of(parameter).replicas(self.tensor_parallel.size)
         if not hasattr(parameter, "ds_tensor"):

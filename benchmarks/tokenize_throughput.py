@@ -5,7 +5,7 @@
 Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
 the process from start to end, `work_seconds` without its start-up (the same program asked for its --help),
 `cpu_seconds` what all its processes computed, `peak_mib` the largest of them. The contenders take turns, and the best
-of several rounds counts: on a machine that does other work too, that is when it was least in the way. Megatron-LM's
+of several rounds counts; on a machine that does other work too, compare the seconds of processors. Megatron-LM's
 scripts run from a checkout that you name; none of it is part of this project.
 """
 
@@ -53,11 +53,16 @@ class Result:
     seconds: float
     startup_seconds: float
     cpu_seconds: float
+    startup_cpu_seconds: float
     peak_mib: float
 
     @property
     def work_seconds(self) -> float:
         return self.seconds - self.startup_seconds
+
+    @property
+    def megabytes_per_cpu_second(self) -> float:
+        return self.megabytes / (self.cpu_seconds - self.startup_cpu_seconds)
 
     @property
     def megabytes_per_second(self) -> float:
@@ -120,16 +125,16 @@ def _compare(contenders: dict[str, list[str]], language: str, source: Path, outp
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             runs[name].append(_run(command))
             startups[name].append(_run([*command[: 3 if command[1] == "-c" else 2], "--help"]))
-    megabytes = source.stat().st_size / 1e6
     return [
         Result(
-            name,
-            language,
-            megabytes,
-            min(done).seconds,
-            min(startups[name]).seconds,
-            min(done).cpu_seconds,
-            min(done).peak_mib,
+            contender=name,
+            text=language,
+            megabytes=source.stat().st_size / 1e6,
+            seconds=min(run.seconds for run in done),
+            startup_seconds=min(run.seconds for run in startups[name]),
+            cpu_seconds=min(run.cpu_seconds for run in done),
+            startup_cpu_seconds=min(run.cpu_seconds for run in startups[name]),
+            peak_mib=min(run.peak_mib for run in done),
         )
         for name, done in runs.items()
     ]
@@ -200,7 +205,8 @@ def _row(result: Result) -> str:
     return (
         f"{result.text:8} {result.contender:38} {result.megabytes:6.1f} MB  {result.seconds:6.2f} s "
         f"{result.megabytes_per_second:6.1f} MB/s   without start-up {result.work_seconds:6.2f} s "
-        f"{result.work_megabytes_per_second:6.1f} MB/s   {result.cpu_seconds:6.2f} s of processors   "
+        f"{result.work_megabytes_per_second:6.1f} MB/s   processors {result.cpu_seconds:6.2f} s, "
+        f"without start-up {result.megabytes_per_cpu_second:6.1f} MB/s each   "
         f"peak {result.peak_mib:6.0f} MiB"
     )
 
@@ -212,6 +218,7 @@ def _report(options: argparse.Namespace, results: Sequence[Result]) -> dict[str,
             "work_seconds": result.work_seconds,
             "megabytes_per_second": result.megabytes_per_second,
             "work_megabytes_per_second": result.work_megabytes_per_second,
+            "megabytes_per_cpu_second": result.megabytes_per_cpu_second,
         }
         for result in results
     ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from pipeline import log
 from pipeline.config import RunConfig
 from pipeline.errors import UserError
 from pipeline.estimation.cluster import Cluster
@@ -26,6 +27,8 @@ from pipeline.model.flops import FlopsPerToken, count_flops
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps
+
+_logger = log.get_logger(__name__)
 
 CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "collaborative", "all")
 TP_SIZES = (1, 2, 4, 8)
@@ -150,6 +153,7 @@ class Estimator:
     def _measured(self, tp_size: int, checkpointing: ActivationCheckpointing, zero: ZeroSettings) -> MicroBatchCosts:
         key = tp_size, checkpointing
         if key not in self._costs:
+            _logger.info("runs a micro-batch on imagined tensors: tp %d, checkpointing %s", *key)
             self._costs[key] = measure_micro_batch(self.config, self.spec, tp_size, checkpointing, zero.dtype)
         return self._costs[key]
 

@@ -65,6 +65,7 @@ class _Simulation:
         self._persistent = {
             index for index, size in enumerate(self.sizes) if size <= self.settings.param_persistence_threshold
         }
+        self._used = [sum(self.sizes[index] for index in fetch.parameters) for fetch in self.fetches]
         uses = ((index, step) for step, fetch in enumerate(self.fetches) for index in dict.fromkeys(fetch.parameters))
         self._queue = deque(uses)
         self._fetched_for: dict[int, int] = {}
@@ -106,11 +107,11 @@ class _Simulation:
         # Neither what a prefetch has counted on, nor what is used again within the reuse distance.
         leaving = {index for index in fetch.parameters if self._fetched_for.get(index, -1) <= step}
         distance = 0
-        for later in self.fetches[step + 1 :]:
+        for later in range(step + 1, len(self.fetches)):
             if distance >= self.settings.max_reuse_distance or not leaving:
                 break
-            leaving.difference_update(later.parameters)
-            distance += sum(self.sizes[index] for index in later.parameters)
+            leaving.difference_update(self.fetches[later].parameters)
+            distance += self._used[later]
         leaving &= self.available
         self.available -= leaving
         self.elements -= sum(self.sizes[index] for index in leaving)

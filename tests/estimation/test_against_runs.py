@@ -53,7 +53,7 @@ def test_the_optimizer_covers_what_trains_and_nothing_else(case):
 
 def test_what_a_step_sends(case):
     """Payloads by collective and group size; the norm's and the loss's few bytes aside."""
-    estimate, estimator, ranks = case
+    estimate, _, ranks = case
     expected = Counter()
     for traffic in estimate.traffic:
         expected[COLLECTIVES[traffic.collective], traffic.group_size] += traffic.payload_bytes

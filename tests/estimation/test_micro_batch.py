@@ -36,7 +36,8 @@ def saved_bytes(model, batch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        total, *_ = model(*batch)
+        loss = model(*batch)[0]
+    assert loss.requires_grad
     inputs = {tensor.untyped_storage().data_ptr() for tensor in batch}
     return sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in inputs)
 

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs-check slurm bench-data clean
+.PHONY: help install demo test lint format docs-check slurm bench-step bench-data clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -19,7 +19,10 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## the main job on an embedded default: widen a small Llama, teach it Korean, export, compare
+demo: $(STAMP)  ## the main job on an embedded default; COMPARE=1 sets full fine-tuning beside it
+ifdef COMPARE
+	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize train convert" bash slurm/cpt_korean.sh
+endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
@@ -38,6 +41,12 @@ lint: $(STAMP)  ## ruff, mypy, the import contract, shellcheck
 format: $(STAMP)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs-check: $(STAMP)  ## links, paths and make targets that the documentation names must exist
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+bench-step: $(STAMP)  ## what a training step costs under each method, on one base
+	$(BIN)/python benchmarks/step_cost.py --json benchmarks/out/step_cost.json
 
 bench-data: $(STAMP)  ## how fast text becomes tokens, and tokens samples (MEGATRON=path/to/Megatron-LM compares with it)
 	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))

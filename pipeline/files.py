@@ -1,17 +1,21 @@
-"""Files that are either whole or not there: written under a temporary name beside their place, then renamed."""
+"""Files that are either whole or not there: written under a name of their own, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
+
+import orjson
 
 TEMPORARY_SUFFIX = ".partial"
+_serial = itertools.count()
 
 
 def file_hash(path: Path) -> str:
@@ -23,26 +27,40 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes `values` to `path` at once or not at all."""
-    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+@contextlib.contextmanager
+def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to fill; it becomes `path` when the block ends well, and vanishes when it does not.
+
+    `scratch` is a folder of the same file system for the unfinished file, where it should not lie beside `path`.
+    """
+    # Many processes, of many machines, may write the same file at the same time.
+    own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
+    unfinished = (scratch or path.parent) / own
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` at once or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    """Writes `text` to `path`, in UTF-8."""
+    with published_file(path) as file:
+        file.write(text.encode())
 
 
-@contextmanager
+def write_json(path: Path, value: object) -> None:
+    """Writes `value` as indented JSON with its keys in the order given, so that equal values are equal bytes."""
+    with published_file(path) as file:
+        file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+@contextlib.contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it becomes `path`, replacing what stood there, if the block ends without error."""
     partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
@@ -52,8 +70,8 @@ def published_folder(path: Path) -> Iterator[Path]:
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
-                sync_file(file)
-        sync_folder(partial)
+                sync(file)
+        sync(partial)
         _replace_folder(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -65,17 +83,19 @@ def _replace_folder(new: Path, path: Path) -> None:
     if path.exists():
         path.rename(old)
     new.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync_file(path: Path) -> None:
-    """Waits until a file's content is on the disk."""
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if path.is_dir():
+            # Some network file systems refuse this for a folder, and need no such thing.
+            with contextlib.suppress(OSError):
+                os.fsync(descriptor)
+        else:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-sync_folder = sync_file

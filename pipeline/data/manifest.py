@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.data.publish import publish_json
 from pipeline.errors import DataError
+from pipeline.files import write_json
 
 NAME = "manifest.json"
 
@@ -67,7 +67,7 @@ class Manifest(_Part):
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which makes the corpus whole."""
-        publish_json(folder / NAME, self.model_dump())
+        write_json(folder / NAME, self.model_dump())
 
 
 def load_manifest(folder: Path) -> Manifest:

@@ -21,7 +21,6 @@ from pipeline import log
 from pipeline.data import manifest as manifests
 from pipeline.data.manifest import InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
 from pipeline.data.progress import Progress
-from pipeline.data.publish import publish_json, publishing
 from pipeline.data.quarantine import BadRecordLimit
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
@@ -29,6 +28,7 @@ from pipeline.data.unit_work import Job, UnitRecord, finished_record, hash_input
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
+from pipeline.files import published_file, write_json
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
@@ -87,7 +87,7 @@ def preprocess(
     try:
         _begin(job, plan)
         if reference_only and not job.reference_only.exists():
-            publish_json(job.reference_only, {"reason": "asked for"})
+            write_json(job.reference_only, {"reason": "asked for"})
         units = _split(job, files, unit_bytes, workers, share)
         _work(job, files, units, workers, max_bad_fraction, share)
         return _close(job, plan, files, units, tokenizer.vocab_size, max_bad_fraction)
@@ -104,7 +104,7 @@ def _begin(job: Job, plan: Plan) -> None:
         job.heldout.mkdir(exist_ok=True)
     path = job.state / "plan.json"
     if not path.exists():
-        publish_json(path, plan.model_dump())
+        write_json(path, plan.model_dump())
     _refuse_other(job, plan, Plan.model_validate_json(path.read_bytes()))
 
 
@@ -154,7 +154,7 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
     if kept.exists():
         return index, TypeAdapter(list[Unit]).validate_json(kept.read_bytes())
     units = split_file(path, index, job.text_key, unit_bytes)
-    publish_json(kept, [asdict(unit) for unit in units])
+    write_json(kept, [asdict(unit) for unit in units])
     return index, units
 
 
@@ -274,6 +274,6 @@ def _publish_quarantine(job: Job, units: Iterable[Unit]) -> None:
     """Joins the units' quarantine files; without a bad record there is none."""
     parts = list(_quarantines(job, units))
     if parts:
-        with publishing(job.output / QUARANTINE, job.state) as joined:
+        with published_file(job.output / QUARANTINE, job.state) as joined:
             for part in parts:
                 joined.write(part.read_bytes())

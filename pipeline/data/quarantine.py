@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 import orjson
 
-from pipeline.data.publish import publishing
 from pipeline.data.records import Rejected
 from pipeline.errors import DataError
+from pipeline.files import published_file
 
 _SHOWN = 3
 # Below so many records a fraction says little; the end of the job checks it whatever their number.
@@ -32,7 +32,7 @@ class Quarantine(AbstractContextManager["Quarantine"]):
 
     @cached_property
     def _file(self) -> BinaryIO:
-        return self._files.enter_context(publishing(self._path))
+        return self._files.enter_context(published_file(self._path))
 
     def add(self, record: Rejected) -> None:
         """Writes a record down; bytes that are not UTF-8 are shown as \\xNN."""

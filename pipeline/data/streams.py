@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import os
 import zlib
@@ -120,15 +119,6 @@ class DecompressedStream:
                         data = decompressor.unused_data if whole else b""
         if not whole:
             self.fault = "truncated_file"
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of the file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(4 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def text_length(path: Path) -> int:

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.publish import publishing
 from pipeline.errors import DataError
+from pipeline.files import published_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -69,10 +69,10 @@ class ShardWriter:
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
     """A writer whose `.bin` and `.idx` are there, whole, when the block ends; without a document there are none."""
     bin_path, idx_path = shard_files(prefix)
-    with publishing(bin_path, scratch) as bin_file:
+    with published_file(bin_path, scratch) as bin_file:
         writer = ShardWriter(bin_file, dtype)
         yield writer
-    with publishing(idx_path, scratch) as idx_file:
+    with published_file(idx_path, scratch) as idx_file:
         writer.write_index(idx_file)
     if writer.documents == 0:
         bin_path.unlink()

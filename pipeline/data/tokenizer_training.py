@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 
 import sentencepiece
 
-from pipeline.data.publish import publishing
 from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import default_unit_bytes, input_files, split_file, unit_records
 from pipeline.errors import DataError
+from pipeline.files import published_file
 
 # SentencePiece drops what is longer, in bytes.
 _LONGEST_SENTENCE = 16_384
@@ -90,7 +90,7 @@ def train_sentencepiece(
         reason = str(error).strip().splitlines()[-1]
         raise DataError(f"{output}: cannot train {vocab_size} pieces on this text: {reason}") from None
     output.parent.mkdir(parents=True, exist_ok=True)
-    with publishing(output) as file:
+    with published_file(output) as file:
         file.write(model.getvalue())
 
 

@@ -17,14 +17,13 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
 from pipeline.data.encoders import Encoder, agree
-from pipeline.data.publish import publish_json
 from pipeline.data.quarantine import Quarantine
 from pipeline.data.records import Rejected
-from pipeline.data.streams import sha256_of
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
+from pipeline.files import file_hash, write_json
 
 _BATCH_BYTES = 2 * 2**20
 # The fast path is checked on the beginning of one document a batch: often enough to notice, too little to slow it down.
@@ -114,7 +113,7 @@ def hash_input(job: Job, file_index: int, path: str) -> str:
     """The SHA-256 of an input file, computed once."""
     known = hash_path(job, file_index)
     if not known.exists():
-        publish_json(known, sha256_of(Path(path)))
+        write_json(known, file_hash(Path(path)))
     return known.read_text().strip().strip('"')
 
 
@@ -135,7 +134,7 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
             _logger.warning(
                 "%s, unit %s: %s; the whole corpus is now encoded by the reference", unit.path, unit.name, difference
             )
-            publish_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
+            write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
     return _tokenize_with(job, unit, tokenizer, tokenizer.reference)
 
 
@@ -167,7 +166,7 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder)
         heldout=heldout.counts if heldout is not train else PartCounts(),
         rejected=dict(sorted(quarantine.counts.items())),
     )
-    publish_json(unit_record_path(job, unit), outcome.model_dump())
+    write_json(unit_record_path(job, unit), outcome.model_dump())
     return outcome
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.errors import CheckpointError
-from pipeline.files import file_hash, sync_folder, write_text
+from pipeline.files import file_hash, sync, write_text
 from pipeline.training import manifest as manifests
 from pipeline.training.engine import Engine
 from pipeline.training.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
@@ -91,7 +91,7 @@ class Checkpoints:
         if final.exists():
             _discard(final)  # a run that was killed before `latest` named it took the same steps again
         partial.rename(final)
-        sync_folder(self.folder)
+        sync(self.folder)
         write_text(self.folder / LATEST, final.name + "\n")
         for old in whole_checkpoints(self.folder)[: -self.keep_last]:
             _discard(old)

@@ -19,10 +19,10 @@ from pipeline.data import unit_work
 from pipeline.data.encoders import Encoded, GigatokenEncoder
 from pipeline.data.manifest import load_manifest
 from pipeline.data.preprocess import preprocess
-from pipeline.data.streams import sha256_of
 from pipeline.data.unit_work import is_heldout
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError
+from pipeline.files import file_hash
 from tests.data.helpers import (
     DEMO,
     PROJECT,
@@ -260,7 +260,7 @@ def test_the_manifest_tells_what_there_is(tmp_path: Path):
     assert made.rejected == heldout.rejected == {"text_not_string": 1}
     assert made.tokens_per_character == pytest.approx(made.tokens / made.characters, abs=1e-6)
     (file,) = made.inputs
-    assert (file.path, file.bytes, file.sha256) == (str(source), source.stat().st_size, sha256_of(source))
+    assert (file.path, file.bytes, file.sha256) == (str(source), source.stat().st_size, file_hash(source))
     assert made.tokenizer.backend == "gigatoken"
     assert (made.tokenizer.vocab_size, made.token_dtype) == (512, "uint16")
     assert not (tmp_path / "corpus" / ".units").exists()

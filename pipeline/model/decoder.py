@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
         rotary = RotaryTable(self.spec.rotary, self.spec.head_dim, positions, dtype)
-        return Context(rotary, None if document_ids is None else document_mask(document_ids))
+        return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
 
     def _layer(
         self, index: int, x: Tensor, x_up: Tensor | None, context: Context, masked: bool
@@ -130,12 +130,14 @@ class Decoder(nn.Module):
         return self.activation_checkpointing == "all"
 
 
-def document_mask(document_ids: Tensor) -> Tensor | None:
-    """document_ids: [B, S] -> [B, 1, S, S], true where a query may see a key: none later, none of another document."""
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """document_ids: [B, S] -> [B, 1, S, S]: 0 where a query may see a key, -inf where the key is later or of another
+    document. Additive, in the type of the queries: attention would otherwise make its own copy in every layer."""
     length = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return (same & causal).unsqueeze(1)
+    hidden = (same & causal).logical_not_().unsqueeze(1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _rows(streams: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:

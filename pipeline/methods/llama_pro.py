@@ -17,6 +17,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import held_values
 from pipeline.parallel.topology import TensorParallel
 
 _ZEROED = ("attention.output.base.", "ffn.down.base.")
@@ -75,7 +76,7 @@ class LlamaProMethod(TrainingMethod):
         for layer, origin in zip(model.layers, origins, strict=True):
             for name, parameter in layer.named_parameters():
                 if origin.added and name.startswith(_ZEROED):
-                    parameter.zero_()
+                    held_values(parameter).zero_()
 
 
 def _base_name(name: str, origins: list[LayerOrigin]) -> str:

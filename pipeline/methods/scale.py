@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import full_shape_of, partition_of
+from pipeline.parallel.parameter import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.expansion_folder import open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
@@ -39,7 +40,6 @@ class Scale(TrainingMethod):
             parameter.requires_grad_(not is_base(name))
         return model
 
-    @torch.no_grad()
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = open_expansion(self.expansion_folder)
         expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
@@ -47,7 +47,7 @@ class Scale(TrainingMethod):
         for name, parameter in model.named_parameters():
             if not is_base(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
-                parameter.copy_(expansion.read(name, shape, partition, tp.rank, tp.size))
+                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
 
 
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:

@@ -6,12 +6,11 @@ Nothing here runs code from the folder: only safetensors and JSON are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,26 +19,23 @@ from pipeline.errors import BaseModelError
 from pipeline.files import file_hash
 from pipeline.model.hf_names import HfTensor, hf_tensor
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import REPLICATED, Partition, split
+from pipeline.parallel.sharding import REPLICATED, Partition
+from pipeline.parallel.stored import Rows, StoredTensor, read_shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-class SafeSlice(Protocol):
-    """What `safe_open(...).get_slice` gives: shape without reading, and any slice."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class BaseFolder:
-    """The weights of a Hugging Face folder, read tensor by tensor and slice by slice."""
+    """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
+
+    `known_hashes` are what `hashes` shall say where they are known already: hashing reads every byte.
+    """
 
     path: Path
     spec: DecoderSpec
+    known_hashes: Mapping[str, str] | None = field(default=None, compare=False)
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
@@ -79,6 +75,8 @@ class BaseFolder:
 
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: what a base is known by."""
+        if self.known_hashes is not None:
+            return dict(self.known_hashes)
         return {file.name: file_hash(file) for file in sorted(set(self.file_of.values()))}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,16 +87,23 @@ class BaseFolder:
         # Query, key and value share a fused tensor's rows evenly; rows that no three can share fit nothing, and stay.
         return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
 
-    def read(self, name: str, partition: Partition = REPLICATED, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """The base parameter `name` (ours), or the shard of it that `tp_rank` holds.
+    def read(
+        self,
+        name: str,
+        partition: Partition = REPLICATED,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """The base parameter `name` (ours), or the shard of it that `tp_rank` holds, or some rows of that shard.
 
-        No more is read from disk than the shard needs.
+        No more is read from disk than these need.
         """
         source, file = self._source(name)
         with self._slice(file, source.name) as view:
             if source.fused_part is not None:
-                return self._fused(view, source, partition, tp_rank, tp_size)
-            return self._shard(view, partition, tp_rank, tp_size)
+                return self._fused(view, source.fused_part, partition, tp_rank, tp_size, rows)
+            return read_shard(view, partition, tp_rank, tp_size, rows)
 
     def _source(self, name: str) -> tuple[HfTensor, Path]:
         """Where the base parameter `name` lies; a tied output projection may lie in the embedding's place only."""
@@ -110,26 +115,21 @@ class BaseFolder:
         raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
 
     @contextmanager
-    def _slice(self, file: Path, tensor: str) -> Iterator[SafeSlice]:
+    def _slice(self, file: Path, tensor: str) -> Iterator[StoredTensor]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 yield tensors.get_slice(tensor)
         except SafetensorError as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
-    def _shard(self, view: SafeSlice, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
-        if partition.dim is None or tp_size == 1:
-            return view[:]
-        size = view.get_shape()[partition.dim]
-        start, stop = partition.bounds(size, tp_rank, tp_size)
-        if stop > size:
-            return split(view[:], partition, tp_rank, tp_size)
-        return view[start:stop] if partition.dim == 0 else view[:, start:stop]
-
-    def _fused(self, view: SafeSlice, source: HfTensor, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
-        """Rows [heads, 3, head_dim, ...] of this shard's heads, and of those the one part."""
-        heads = self.spec.widths.num_attention_heads
-        first, stop = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
-        width = 3 * self.spec.head_dim
-        rows = view[first * width : stop * width].unflatten(0, (stop - first, 3, self.spec.head_dim))
-        return rows[:, source.fused_part].flatten(0, 1).contiguous()
+    def _fused(
+        self, view: StoredTensor, part: int, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None
+    ) -> Tensor:
+        """Rows [heads, 3, head_dim, ...] of the heads that are asked for, and of those the one part."""
+        heads, head_dim = self.spec.widths.num_attention_heads, self.spec.head_dim
+        above, below = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
+        first, stop = rows or (0, (below - above) * head_dim)
+        first_head, stop_head = first // head_dim, -(-stop // head_dim)
+        fused = view[(above + first_head) * 3 * head_dim : (above + stop_head) * 3 * head_dim]
+        of_part = fused.unflatten(0, (stop_head - first_head, 3, head_dim))[:, part].flatten(0, 1)
+        return of_part[first - first_head * head_dim : stop - first_head * head_dim].contiguous()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
@@ -17,7 +17,7 @@ from pipeline.errors import BaseModelError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.ffn import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, RotarySpec
-from pipeline.parallel.parameter import full_shape_of, partition_of
+from pipeline.parallel.parameter import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
@@ -139,14 +139,13 @@ def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
     )
 
 
-@torch.no_grad()
 def load_base(
     model: nn.Module,
     base: BaseFolder,
     tp: TensorParallel = SINGLE,
     source: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Fills the base parameters of `model` with this rank's shards of the folder's weights.
+    """Fills the base parameters of `model` with what this rank holds of the folder's weights, tensor by tensor.
 
     `source` says from which of the base's parameters one of the model's is read, where the names differ.
 
@@ -161,7 +160,8 @@ def load_base(
             raise BaseModelError(
                 f"{base.path}: {source(name)} has shape {found}, config.json implies {expected}; copy the folder again"
             )
-        parameter.copy_(base.read(source(name), partition_of(parameter), tp.rank, tp.size))
+        read = partial(base.read, source(name), partition_of(parameter), tp.rank, tp.size)
+        fill(parameter, tp, read)
 
 
 def is_base(name: str) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import sum_gradient
 from pipeline.parallel.sharding import REPLICATED, Partition, local_shape
+from pipeline.parallel.stored import Rows
 from pipeline.parallel.topology import TensorParallel
 
 
@@ -50,3 +53,29 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of `module` that train, by name."""
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def held_values(parameter: Tensor) -> Tensor:
+    """What this rank holds of `parameter`: the shard, or, once ZeRO-3 has partitioned that, a flat piece of it."""
+    values: Tensor = getattr(parameter, "ds_tensor", parameter)
+    return values
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
+    """Sets what this rank holds of `parameter`. `read` gives rows of its shard: no more are asked for than that takes.
+
+    ZeRO-3 flattens a shard and cuts it into equal pieces, one a data-parallel rank; the last ones end in padding.
+    """
+    shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
+    held = held_values(parameter)
+    if held is parameter:
+        held.copy_(read((0, shape[0])))
+        return
+    row = prod(shape[1:])
+    first = min(prod(shape), held.numel() * dist.get_rank(parameter.ds_process_group))  # type: ignore[attr-defined]
+    stop = min(prod(shape), first + held.numel())
+    held[stop - first :].zero_()
+    if first < stop:
+        rows = first // row, -(-stop // row)
+        held[: stop - first].copy_(read(rows).flatten()[first - rows[0] * row : stop - rows[0] * row])

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.files import file_hash, published_folder, write_json
-from pipeline.parallel.sharding import REPLICATED, Partition, split
+from pipeline.parallel.sharding import REPLICATED, Partition
+from pipeline.parallel.stored import Rows, read_shard
 
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
@@ -41,8 +42,10 @@ class ExpansionFolder:
         partition: Partition = REPLICATED,
         tp_rank: int = 0,
         tp_size: int = 1,
+        rows: Rows | None = None,
     ) -> Tensor:
-        """The parameter `name`, whose whole shape is `shape`, or the shard of it that `tp_rank` holds.
+        """The parameter `name`, whose whole shape is `shape`, or the shard of it that `tp_rank` holds, or some of its
+        rows.
 
         Raises:
             CheckpointError: it is missing, damaged or of another shape.
@@ -52,14 +55,13 @@ class ExpansionFolder:
         file = self.path / self.manifest["tensors"][name]
         try:
             with safe_open(file, framework="pt") as tensors:
-                full = tensors.get_tensor(name)
+                stored = tensors.get_slice(name)
+                found = tuple(stored.get_shape())
+                if found == shape:
+                    return read_shard(stored, partition, tp_rank, tp_size, rows)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged or missing ({error}); make the expansion again") from None
-        if full.shape != shape:
-            raise CheckpointError(
-                f"{file}: {name} has shape {tuple(full.shape)}, expected {shape}; make the expansion again"
-            )
-        return split(full, partition, tp_rank, tp_size)
+        raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; make the expansion again")
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
         """Raises where the folder was made of another base (BaseModelError), or by other settings (CheckpointError)."""

@@ -62,6 +62,16 @@ class DeepSpeedConfig:
         return int(self.zero["stage"])
 
     @property
+    def partitions_at_once(self) -> bool:
+        """Whether parameters are partitioned while the model is built.
+
+        Copies within a node (hpZ) and on NVMe are made of whole values, which are not there yet then.
+        """
+        copied = self.zero.get("zero_hpz_partition_size", 1) > 1 or self.zero.get("mics_shard_size", 0) > 0
+        on_nvme = self.zero.get("offload_param", {}).get("device") == "nvme"
+        return self.zero_stage == 3 and not copied and not on_nvme
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the weights are held and multiplied in."""
         return torch.bfloat16 if self.values.get("bf16", {}).get("enabled") else torch.float32

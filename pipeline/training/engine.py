@@ -16,28 +16,18 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from pipeline import methods
 from pipeline.config import RunConfig, Schedule
 from pipeline.errors import ConfigError
-from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.decoder import Path as LogitsPath
 from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
-from pipeline.parallel.topology import ProcessGroups, TensorParallel
+from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
 from pipeline.training.deepspeed_config import DeepSpeedConfig
 from pipeline.training.torch_files import read_torch_file, write_torch_file
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-
-
-def build_initial_model(config: RunConfig, base: BaseFolder, tp: TensorParallel, dtype: torch.dtype) -> Decoder:
-    """The run's model with this rank's shards of the initial weights, in `dtype`, on the host."""
-    with _default_dtype(dtype):
-        model = methods.build_model(config, base, tp)
-    methods.load_initial_weights(model, config, base, tp)
-    return model
 
 
 class Engine:
@@ -178,20 +168,13 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
 def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     """AdamW over the trained parameters alone; vectors (gains, biases) do not decay."""
     trained = [parameter for _, parameter in named_trained_parameters(model)]
+    # By the whole shapes: what ZeRO-3 has partitioned is flat.
+    matrices = [parameter for parameter in trained if len(full_shape_of(parameter)) > 1]
+    vectors = [parameter for parameter in trained if len(full_shape_of(parameter)) <= 1]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": schedule.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": schedule.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=schedule.learning_rate, betas=schedule.betas, fused=True
     )
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipeline import log
+from pipeline import log, methods
 from pipeline.config import RunConfig, load_config
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
@@ -20,10 +21,11 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
 from pipeline.training.batches import TrainingBatches
+from pipeline.training.building import build_model
 from pipeline.training.checkpoint import Checkpoints, latest_checkpoint, remove_unfinished
 from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.training.diagnostics import make_probe
-from pipeline.training.engine import Engine, build_initial_model
+from pipeline.training.engine import Engine
 from pipeline.training.gate import check_preservation
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.manifest import Position, describe_layout, describe_run, load_manifest
@@ -107,8 +109,9 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
     torch.manual_seed(config.seed)
     groups = ProcessGroups(layout)
-    model = in_unison(lambda: load_model(inputs, groups.tensor_parallel))
-    run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
+    base = with_shared_hashes(inputs.base)
+    model = load_model(inputs, base, groups)
+    run = describe_run(config, base, model, inputs.tokenizer_fingerprint)
     engine = Engine(model, config, inputs.deepspeed_config, groups)
     batches = TrainingBatches(inputs.training, config, layout, rank, device)
     # Before the checkpoint is read: it also tells whether base and expansion arrived as they were.
@@ -138,12 +141,28 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
     return trainer, position, difference
 
 
-def load_model(inputs: Inputs, tp: TensorParallel) -> Decoder:
-    """The model before its first step, on the host."""
+def with_shared_hashes(base: BaseFolder) -> BaseFolder:
+    """`base`, knowing its hashes: the first rank reads every byte of it, and tells the others."""
+    hashes = [in_unison(lambda: base.hashes() if dist.get_rank() == 0 else {})]
+    dist.broadcast_object_list(hashes, src=0)
+    return replace(base, known_hashes=hashes[0])
+
+
+def load_model(inputs: Inputs, base: BaseFolder, groups: ProcessGroups) -> Decoder:
+    """The model before its first step; each rank reads no more than it will hold."""
+    config, tp = inputs.config, groups.tensor_parallel
     started = time.perf_counter()
-    model = build_initial_model(inputs.config, inputs.base, tp, inputs.deepspeed_config.dtype)
-    _logger.info("loaded %s in %.1f s", inputs.base.path, time.perf_counter() - started)
+    in_unison(lambda: check_model(inputs, tp))
+    model = build_model(config, base, inputs.deepspeed_config, groups)
+    in_unison(lambda: methods.load_initial_weights(model, config, base, tp))
+    _logger.info("loaded %s in %.1f s", base.path, time.perf_counter() - started)
     return model
+
+
+def check_model(inputs: Inputs, tp: TensorParallel) -> None:
+    """Raises what building the model would, without any memory or message."""
+    with torch.device("meta"):
+        methods.build_model(inputs.config, inputs.base, tp)
 
 
 def summarise(trainer: Trainer, outcome: Outcome, difference: float) -> None:

@@ -100,6 +100,23 @@ def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
         assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
 
 
+@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
+    folder = base(name)
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(tp_size):
+        model = Decoder(folder.spec, tp=TensorParallel(rank=rank, size=tp_size))
+        for parameter, held in model.named_parameters():
+            partition = partition_of(held)
+            shard = folder.read(parameter, partition, rank, tp_size)
+            assert shard.shape == held.shape
+            for _ in range(5):
+                first, stop = sorted(torch.randint(0, len(shard) + 1, (2,), generator=generator).tolist())
+                rows = folder.read(parameter, partition, rank, tp_size, rows=(first, stop))
+                assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
+
+
 def test_hashes_tell_bases_apart(base, tmp_path):
     other = tmp_path / "other"
     random_model(CONFIGS["llama"], seed=1).save_pretrained(other)

@@ -1,0 +1,128 @@
+"""A rank reads what it will hold, and holds no more while it reads."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from pipeline.config import load_config
+from pipeline.model import base_folder
+from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.parameter import full_shape_of, held_values
+from pipeline.parallel.topology import Layout, ProcessGroups
+from tests.distributed import run_ranks
+from tests.training.runs import start_deepspeed, write_config
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A base of some 230 MiB in two files."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=6001,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
+    wide, inner = config.hidden_size, config.intermediate_size
+    shapes = {"model.embed_tokens.weight": (config.vocab_size, wide), "model.norm.weight": (wide,)}
+    for layer in range(config.num_hidden_layers):
+        maps = {
+            "q_proj": (wide, wide),
+            "k_proj": (wide // 2, wide),
+            "v_proj": (wide // 2, wide),
+            "o_proj": (wide, wide),
+        }
+        shapes |= {f"model.layers.{layer}.self_attn.{name}.weight": shape for name, shape in maps.items()}
+        maps = {"gate_proj": (inner, wide), "up_proj": (inner, wide), "down_proj": (wide, inner)}
+        shapes |= {f"model.layers.{layer}.mlp.{name}.weight": shape for name, shape in maps.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"model.layers.{layer}.{name}.weight": (wide,) for name in norms}
+    names = sorted(shapes)
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        # Every element is another number, so that one in another's place is seen.
+        save_file(
+            {
+                name: torch.arange(prod(shapes[name]), dtype=torch.float32).view(shapes[name]) + index
+                for index, name in enumerate(names)
+                if files[name] == file
+            },
+            folder / file,
+        )
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize(("zero", "tp_size"), [(3, 1), (1, 2)])
+def test_no_rank_holds_much_more_than_its_shard_while_it_loads(large, tmp_path, zero, tp_size):
+    config = write_config(
+        tmp_path, tmp_path, zero=zero, base=str(large), method={"name": "fft"}, parallel__tp_size=tp_size
+    )
+    for peak, held, whole, largest in run_ranks(_load, 2, config):
+        assert whole > 200 * MIB and held < 0.51 * whole
+        assert held * 0.9 < peak < 1.5 * held + largest, f"held {held / MIB:.0f} MiB, at its peak {peak / MIB:.0f} MiB"
+
+
+def _load(path: Path) -> tuple[int, int, int, int]:
+    """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
+    tensor; all in bytes."""
+    start_deepspeed()
+    from pipeline.training.deepspeed_config import load_deepspeed_config
+    from pipeline.training.run import Inputs, load_model, with_shared_hashes
+
+    if dist.get_rank() != 0:
+        base_folder.file_hash = _must_not_hash
+    config = load_config(path)
+    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    groups = ProcessGroups(layout)
+    base = with_shared_hashes(open_base(config.base))
+    assert len(base.hashes()) == 2 and all(len(digest) == 64 for digest in base.hashes().values())
+    inputs = Inputs(config, load_deepspeed_config(config.deepspeed, layout), layout, base, "", None, {})
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    model = load_model(inputs, base, groups)
+    peak = _status("VmHWM") - before
+    parameters = list(model.parameters())
+    held = sum(held_values(parameter).nbytes for parameter in parameters)
+    whole = sum(prod(full_shape_of(parameter)) for parameter in parameters) * 4
+    largest = max(prod(full_shape_of(parameter)) for parameter in parameters) * 4 // layout.tp_size
+    _check_values(model, base, groups)
+    return peak, held, whole, largest
+
+
+def _must_not_hash(path: Path) -> str:
+    raise AssertionError(f"{path} is hashed by more than the first rank")
+
+
+def _check_values(model, base, groups: ProcessGroups) -> None:
+    """ZeRO-3's pieces of a few parameters lie where they belong."""
+    tp = groups.tensor_parallel
+    parameters = dict(model.named_parameters())
+    for name in ("embedding.base.weight", "layers.1.ffn.down.base.weight", "final_norm.base.weight"):
+        parameter = parameters[name]
+        shard = base.read(name, parameter.tp_partition, tp.rank, tp.size).flatten()
+        held = held_values(parameter).flatten()
+        first = 0 if len(held) == len(shard) else len(held) * groups.get_data_parallel_rank()
+        expected = shard[first : first + len(held)]
+        assert torch.equal(held[: len(expected)], expected), name
+
+
+def _status(entry: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:")) * 1024

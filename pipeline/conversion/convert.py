@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 
 from pipeline import log
+from pipeline.checkpoint.manifest import NAME as MANIFEST
+from pipeline.checkpoint.manifest import check_file
 from pipeline.config import ScaleMethod
 from pipeline.conversion.export import Export
 from pipeline.conversion.hf_folder import write_hf_folder
@@ -18,7 +20,7 @@ from pipeline.conversion.ordinary import ordinary_export
 from pipeline.conversion.probe import Probe
 from pipeline.conversion.scale_format import scale_export
 from pipeline.conversion.stock import stock_export, why_not_stock
-from pipeline.conversion.trained_model import MANIFEST, TrainedModel, check_hashes, open_trained
+from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import verify
 from pipeline.errors import ConversionError
 from pipeline.files import file_hash, published_folder, write_json
@@ -55,7 +57,8 @@ def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
     if _is_done(asked.output, request):
         return False
     model = open_trained(asked.checkpoint, asked.base)
-    check_hashes(asked.checkpoint, model.manifest)
+    for name in model.manifest.files:
+        check_file(model.manifest, asked.checkpoint, name)
     _refuse_foreign(asked.output)
     record = {**request, **_facts(model)}
     asked.output.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,7 @@ def _write_expansion(output: Path, model: TrainedModel, record: Mapping[str, Any
         **record,
         "base_hashes": model.base.hashes(),
         "method": origin_of(model.method),
-        "seed": model.manifest["run"].get("seed"),
+        "seed": model.manifest.run.seed,
     }
     write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)
 
@@ -117,8 +120,8 @@ def _facts(model: TrainedModel) -> dict[str, Any]:
     return {
         "checkpoint": str(model.checkpoint),
         "base": str(model.base.path),
-        "position": model.manifest.get("position"),
-        "method": model.manifest["run"]["method"],
+        "position": model.manifest.position.model_dump(),
+        "method": model.manifest.run.method,
     }
 
 

@@ -7,7 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.conversion.trained_model import TrainedModel, open_trained, read_manifest
+from pipeline.checkpoint.manifest import load_manifest
+from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.from_hf import is_base
 
 BLOCKS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
@@ -19,17 +20,17 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     Raises:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
     """
-    manifest = read_manifest(checkpoint)
-    model = open_trained(checkpoint, base or Path(manifest["run"]["base"]["path"]))
+    manifest = load_manifest(checkpoint)
+    model = open_trained(checkpoint, base or Path(manifest.run.base.path))
     trained = sum(prod(model.shapes[name]) for name in model.trained)
     total = sum(prod(shape) for shape in model.shapes.values())
     return {
-        "run": manifest["run"]["name"],
-        "base": manifest["run"]["base"]["path"],
-        "method": manifest["run"]["method"],
-        "expansion": manifest["run"]["expansion"],
-        **manifest["position"],
-        "layout": manifest["layout"],
+        "run": manifest.run.name,
+        "base": manifest.run.base.path,
+        "method": manifest.run.method,
+        "expansion": manifest.run.expansion,
+        **manifest.position.model_dump(),
+        "layout": manifest.layout.model_dump(),
         "trainable_parameters": trained,
         "total_parameters": total,
         "trained_fraction": trained / total,

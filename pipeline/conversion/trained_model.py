@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from pipeline.checkpoint.manifest import NAME, Manifest, load_manifest
+from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.config import Method, ScaleMethod
-from pipeline.conversion.checkpoint_reader import CheckpointReader
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.files import file_hash
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.parameter import full_shape_of
 from pipeline.scale.plan import ExpansionPlan, plan_expansion
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class TrainedModel:
 
     checkpoint: Path
     base: BaseFolder
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     method: Method
     plan: ExpansionPlan | None
     reader: CheckpointReader
@@ -93,50 +88,19 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         CheckpointError: the checkpoint is missing, damaged, or does not fit the base's architecture.
         BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = load_manifest(checkpoint)
     base = open_base(base_path)
     method = _method(manifest, checkpoint)
-    promised = _field(manifest, checkpoint, "run", "base", "hashes")
-    if base.hashes() != promised:
+    if base.hashes() != manifest.run.base.hashes:
         raise BaseModelError(
             f"{base_path}: other weights than the base that {checkpoint} was trained on "
-            f"({_field(manifest, checkpoint, 'run', 'base', 'path')}); give that model's folder"
+            f"({manifest.run.base.path}); give that model's folder"
         )
     plan = plan_expansion(method, base.spec.widths, base.spec.num_layers) if isinstance(method, ScaleMethod) else None
     reader = CheckpointReader(checkpoint, skeleton(base.spec, plan))
     model = TrainedModel(checkpoint, base, manifest, method, plan, reader)
     _check_whole(model)
     return model
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's description of the checkpoint in the folder `checkpoint`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    path = checkpoint / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; expected a checkpoint folder such as step_00000500") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged ({error}); use another checkpoint") from None
-    if not isinstance(manifest, dict):
-        raise CheckpointError(f"{path}: expected an object, found {type(manifest).__name__}; use another checkpoint")
-    return manifest
-
-
-def check_hashes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a file is not, byte for byte, what the trainer wrote."""
-    for name, record in _field(manifest, checkpoint, "files").items():
-        path = checkpoint / name
-        if Path(name).name != name:
-            raise CheckpointError(f"{checkpoint / MANIFEST}: names files outside its folder; do not use it")
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one")
-        if file_hash(path) != record["sha256"]:
-            raise CheckpointError(f"{path}: its content changed since it was written; use another checkpoint")
 
 
 def _check_whole(model: TrainedModel) -> None:
@@ -150,21 +114,12 @@ def _check_whole(model: TrainedModel) -> None:
         )
 
 
-def _method(manifest: Mapping[str, Any], checkpoint: Path) -> Method:
+def _method(manifest: Manifest, checkpoint: Path) -> Method:
     try:
-        method: Method = TypeAdapter(Method).validate_python(_field(manifest, checkpoint, "run", "method"))
+        method: Method = TypeAdapter(Method).validate_python(manifest.run.method)
     except ValidationError as error:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST}: run.method is none that this version knows "
+            f"{checkpoint / NAME}: run.method is none that this version knows "
             f"({error.errors()[0]['msg']}); convert it with the version that wrote it"
         ) from None
     return method
-
-
-def _field(manifest: Mapping[str, Any], checkpoint: Path, *path: str) -> Any:  # noqa: ANN401
-    value: Any = manifest
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            raise CheckpointError(f"{checkpoint / MANIFEST}: lacks {'.'.join(path)}; use another checkpoint")
-        value = value[key]
-    return value

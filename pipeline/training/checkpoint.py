@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
+from pipeline.checkpoint import manifest as manifests
+from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
+from pipeline.checkpoint.torch_files import open_torch_file, write_torch_file
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, sync, write_text
-from pipeline.training import manifest as manifests
 from pipeline.training.engine import Engine
-from pipeline.training.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
-from pipeline.training.torch_files import read_torch_file, write_torch_file
 from pipeline.training.unison import in_unison
 
 LATEST = "latest"
 _PREFIX = "step_"
-_USE_ANOTHER = "remove this checkpoint, and write the name of another into the file `latest` beside it"
 _logger = log.get_logger(__name__)
 
 
@@ -54,25 +53,25 @@ class Checkpoints:
         return final
 
     def resume(self, engine: Engine, checkpoint: Path) -> Position:
-        """Restores `engine` from a whole checkpoint of this run and layout; every rank must call it.
+        """Restores `engine` from a whole checkpoint of this run, of whatever layout; every rank must call it.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another base, run or layout.
+            CheckpointError: it is damaged, or belongs to another base or run.
         """
         manifest = in_unison(lambda: self._checked(checkpoint))
-        engine.load(checkpoint)
-        _restore_random_state(read_torch_file(checkpoint / _random_state_file(self.rank)))
+        if manifest.layout != self.layout:
+            _logger.info("%s was written by another layout: %s", checkpoint, manifest.layout)
+        engine.load(checkpoint, manifest.position.step)
+        # A rank that the checkpoint does not know takes up the state of one that it does.
+        writer = self.rank % manifest.layout.world_size
+        _restore_random_state(in_unison(lambda: open_torch_file(checkpoint / _random_state_file(writer))))
         return manifest.position
 
     def _checked(self, checkpoint: Path) -> Manifest:
         manifest = manifests.load_manifest(checkpoint)
-        manifests.check_same_run(manifest, checkpoint, self.run, self.layout)
+        manifests.check_same_run(manifest, checkpoint, self.run)
         for name in self._share(sorted(manifest.files)):
-            path = checkpoint / name
-            if not path.exists() or path.stat().st_size != manifest.files[name].bytes:
-                raise CheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
-            if file_hash(path) != manifest.files[name].sha256:
-                raise CheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
+            manifests.check_file(manifest, checkpoint, name)
         return manifest
 
     def _hash(self, paths: list[Path]) -> dict[str, FileRecord]:

@@ -16,6 +16,8 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.torch_files import write_torch_file
 from pipeline.config import RunConfig, Schedule
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import Decoder
@@ -24,7 +26,8 @@ from pipeline.parallel.parameter import full_shape_of, named_trained_parameters,
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
 from pipeline.training.deepspeed_config import DeepSpeedConfig
-from pipeline.training.torch_files import read_torch_file, write_torch_file
+from pipeline.training.restoring import publish, restore
+from pipeline.training.unison import in_unison
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -150,19 +153,27 @@ class Engine:
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
         )
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote into a fresh engine of the same layout; the base must be in place already."""
-        self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
+    def load(self, folder: Path, step: int) -> None:
+        """Restores what `save` wrote after `step` steps, at whatever layout; the base must be in place already.
+
+        Learning rates and weight decay stay as the run's configuration has them.
+
+        Raises:
+            CheckpointError: the files are damaged, or hold other parameters than the model trains.
+        """
+        in_unison(lambda: self._restore(CheckpointReader(folder, self.model)))
+        publish(self.model, self._engine.optimizer)
+        self._engine.global_steps = step
+
+    def _restore(self, reader: CheckpointReader) -> None:
+        restore(self.model, self._engine.optimizer, reader, self.tensor_parallel)
 
 
 class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """How DeepSpeed reads and writes its files: no code in a file ever runs, and a full disk is an OSError."""
+    """How DeepSpeed writes its files: a full disk is an OSError."""
 
     def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
         write_torch_file(Path(path), state_dict)
-
-    def load(self, path: str, map_location: Any = None) -> Any:  # noqa: ANN401
-        return read_torch_file(Path(path), map_location)
 
 
 def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:

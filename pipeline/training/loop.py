@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.checkpoint.manifest import Position
 from pipeline.config import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.diagnostics import Diagnostics
 from pipeline.training.engine import Engine
-from pipeline.training.manifest import Position
 from pipeline.training.metrics import Metrics
 from pipeline.training.progress import Progress
 from pipeline.training.schedule import learning_rate

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log, methods
+from pipeline.checkpoint.manifest import Position, describe_layout, describe_run, load_manifest
 from pipeline.config import RunConfig, load_config
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
@@ -28,7 +29,6 @@ from pipeline.training.diagnostics import make_probe
 from pipeline.training.engine import Engine
 from pipeline.training.gate import check_preservation
 from pipeline.training.loop import Outcome, Trainer, train
-from pipeline.training.manifest import Position, describe_layout, describe_run, load_manifest
 from pipeline.training.metrics import Metrics
 from pipeline.training.progress import Progress
 from pipeline.training.signals import RESUME_LATER, StopSignals

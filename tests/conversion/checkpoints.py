@@ -51,10 +51,10 @@ def save(
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
     from pipeline.training.checkpoint import Checkpoints
     from pipeline.training.deepspeed_config import load_deepspeed_config
     from pipeline.training.engine import Engine
-    from pipeline.training.manifest import Position, describe_layout, describe_run
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

@@ -127,7 +127,7 @@ def test_the_expansion_alone_joins_its_base_again(asked):
     assert expansion.names == model.trained
     assert all(torch.equal(expansion.read(name, model.shapes[name]), model.read(name)) for name in model.trained)
     # A run can start from it.
-    expansion.check_origin(model.base.hashes(), origin_of(model.method), seed=model.manifest["run"]["seed"])
+    expansion.check_origin(model.base.hashes(), origin_of(model.method), seed=model.manifest.run.seed)
     assert not convert(replace(asked, format="expansion"), probe_maker({}))
 
 

@@ -156,11 +156,11 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "while DeepSpeed writes": ("engine", "write_torch_file"),
-    "before the files are hashed": ("checkpoint", "file_hash"),
-    "before the folder is renamed": ("manifest", "write_json"),
-    "before latest names it": ("checkpoint", "write_text"),
-    "before the old one is removed": ("checkpoint", "_discard"),
+    "while DeepSpeed writes": ("training.engine", "write_torch_file"),
+    "before the files are hashed": ("training.checkpoint", "file_hash"),
+    "before the folder is renamed": ("checkpoint.manifest", "write_json"),
+    "before latest names it": ("training.checkpoint", "write_text"),
+    "before the old one is removed": ("training.checkpoint", "_discard"),
 }
 
 
@@ -169,7 +169,7 @@ def _kill_in_second_save(point: str) -> None:
     from pipeline.training.checkpoint import Checkpoints
 
     module_name, function = KILL_POINTS[point]
-    module = importlib.import_module(f"pipeline.training.{module_name}")
+    module = importlib.import_module(f"pipeline.{module_name}")
     assert callable(getattr(module, function))
     original, saves = Checkpoints.save, itertools.count(1)
 

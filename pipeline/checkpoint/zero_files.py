@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.conversion.torch_files import open_torch_file
-from pipeline.conversion.zero_layout import Fragments, each_cut, joined_and_cut
+from pipeline.checkpoint.torch_files import open_torch_file
+from pipeline.checkpoint.zero_layout import Fragments, Span, each_cut, joined_and_cut, overlapping
 from pipeline.errors import CheckpointError
 
 Moment = Literal["exp_avg", "exp_avg_sq"]
@@ -48,11 +48,22 @@ class SavedShards(ABC):
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
         """The shard of a trained parameter in fp32, or a moment of it."""
+        shape = self.shapes[name]
+        return self.read_span(name, moment, (0, math.prod(shape))).view(shape)
+
+    def read_span(self, name: str, moment: Moment | None, span: Span) -> Tensor:
+        """A run of the flattened shard; other parts of the files are not touched."""
         pieces = [
             self._flat(fragment.dp_rank, fragment.group, moment).narrow(0, fragment.start, fragment.length)
-            for fragment in self.fragments[name]
+            for fragment in overlapping(self.fragments[name], span)
         ]
-        return torch.cat(pieces).view(self.shapes[name])
+        return torch.cat(pieces)
+
+    @property
+    def adam_step(self) -> Tensor:
+        """How many steps Adam has counted."""
+        slots = next(iter(self.optimizers[0][self.optimizer_key]["state"].values()))
+        return torch.as_tensor(slots["step"])
 
     def _flat(self, dp_rank: int, group: int, moment: Moment | None) -> Tensor:
         optimizer = self.optimizers[dp_rank]

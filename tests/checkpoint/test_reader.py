@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.conversion.checkpoint_reader import CheckpointReader
+from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.conversion.trained_model import open_trained, skeleton
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.parallel.sharding import Partition, merge

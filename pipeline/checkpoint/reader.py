@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from pipeline.conversion.zero_files import Moment, SavedShards, saved_shards
+from pipeline.checkpoint.zero_files import Moment, SavedShards, saved_shards
+from pipeline.checkpoint.zero_layout import Span
 from pipeline.errors import CheckpointError
 from pipeline.parallel.parameter import full_shape_of, partition_of
-from pipeline.parallel.sharding import merge
+from pipeline.parallel.sharding import merge, split
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
@@ -67,9 +68,31 @@ class CheckpointReader:
         """Adam's first or second moment of the parameter `name`, whole, in fp32."""
         return self._trained(name, moment)
 
-    def _trained(self, name: str, moment: Moment | None) -> Tensor:
+    def read_span(self, name: str, moment: Moment | None, tp_rank: int, tp_size: int, span: Span) -> Tensor:
+        """A run of the flattened shard that `tp_rank` of `tp_size` holds of a trained parameter, or of its moment.
+
+        Where the checkpoint is of the same tensor-parallel size, nothing else is read.
+        """
+        self._check_trained(name)
+        if tp_size == self.tp_size:
+            return self._ranks[tp_rank].read_span(name, moment, span)
+        whole = self._trained(name, moment)
+        return split(whole, partition_of(self._parameters[name]), tp_rank, tp_size).flatten()[slice(*span)]
+
+    @property
+    def adam_step(self) -> Tensor:
+        """How many steps Adam has counted: a scalar, of the type that the optimizer counts in."""
+        try:
+            return self._ranks[0].adam_step
+        except (KeyError, StopIteration, TypeError):
+            raise CheckpointError(f"{self.folder}: holds no state of Adam; use another checkpoint") from None
+
+    def _check_trained(self, name: str) -> None:
         if name not in self._ranks[0].shapes:
             raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
+
+    def _trained(self, name: str, moment: Moment | None) -> Tensor:
+        self._check_trained(name)
         return self._merged(name, [rank.read(name, moment) for rank in self._holders(name)])
 
     def _holders(self, name: str) -> list[SavedShards]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import deepspeed
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import RunConfig
 from pipeline.errors import CheckpointError
-from pipeline.files import write_json
+from pipeline.files import file_hash, write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
 NAME = "manifest.json"
-FORMAT = "scale-cpt checkpoint 1"
+FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
+_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` beside it"
 _WHERE_DATA_LIES: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
 
 
@@ -79,7 +80,7 @@ class Position(_Part):
 class Manifest(_Part):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
-    format: str = FORMAT
+    format: Literal["scale-cpt checkpoint 1"] = FORMAT
     run: RunRecord
     position: Position
     layout: LayoutRecord
@@ -118,7 +119,7 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
 
 def versions() -> dict[str, str]:
     """Of what reads and writes checkpoints."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -131,7 +132,7 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; {folder} is not a whole checkpoint") from None
+        raise CheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"])) or "the file"
@@ -141,8 +142,20 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, layout: LayoutRecord) -> None:
-    """Raises CheckpointError where a run cannot go on from a checkpoint: another base, method, data or layout."""
+def check_file(manifest: Manifest, folder: Path, name: str) -> None:
+    """Raises CheckpointError where the file `name` of a checkpoint is not, byte for byte, what was written."""
+    path, record = folder / name, manifest.files[name]
+    if not path.exists() or path.stat().st_size != record.bytes:
+        raise CheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
+    if file_hash(path) != record.sha256:
+        raise CheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
+
+
+def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
+    """Raises CheckpointError where a run cannot go on from a checkpoint: another base, method or data.
+
+    The layout may be another one.
+    """
     saved = manifest.run
     if saved.base.hashes != run.base.hashes:
         raise CheckpointError(
@@ -155,11 +168,6 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, layout: Lay
                 f"{folder}: was trained with another {name} ({_difference(getattr(saved, name), getattr(run, name))}); "
                 "set it back, or start a run in another folder"
             )
-    if manifest.layout != layout:
-        raise CheckpointError(
-            f"{folder}: was written by another layout "
-            f"({_difference(manifest.layout.model_dump(), layout.model_dump())}); start with that one"
-        )
 
 
 def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401

@@ -1,7 +1,9 @@
-"""Opening files that `torch.save` wrote, without running any code that they may contain."""
+"""Files of tensors, as `torch.save` writes them: on the disk when written, and harmless when read."""
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -29,6 +31,26 @@ _STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
+def write_torch_file(path: Path, value: Any) -> None:  # noqa: ANN401
+    """Writes `value` and waits until it is on the disk.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    file = _Writer(io.FileIO(path, "wb"))
+    try:
+        with file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (RuntimeError, OSError) as error:
+        # torch reports every failed write as an error of its own.
+        cause = error if isinstance(error, OSError) else file.error
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
+
+
 def open_torch_file(path: Path) -> Any:  # noqa: ANN401
     """What `path` holds. Tensors stay on disk until they are touched (mmap).
 
@@ -44,6 +66,19 @@ def open_torch_file(path: Path) -> Any:  # noqa: ANN401
         raise CheckpointError(f"{path}: {_refusal(error)}") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
+
+
+class _Writer(io.BufferedWriter):
+    """A file that remembers why a write failed."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:  # noqa: ANN401
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _refusal(error: pickle.UnpicklingError) -> str:

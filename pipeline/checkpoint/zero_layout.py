@@ -7,7 +7,7 @@ first and cut once, so that a rank holds a run of whole parameters; stage 3 cuts
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,20 @@ Fragments = dict[str, list[Fragment]]
 
 Slices = Mapping[str, tuple[int, int]]
 """Start and length, by parameter name."""
+
+
+Span = tuple[int, int]
+"""The first element of a flattened tensor, and the one past the last."""
+
+
+def overlapping(fragments: Sequence[Fragment], span: Span) -> Iterator[Fragment]:
+    """The parts of `fragments`, which follow one another in a flattened tensor, that hold its elements in `span`."""
+    at = 0
+    for fragment in fragments:
+        first, stop = max(span[0], at), min(span[1], at + fragment.length)
+        if first < stop:
+            yield replace(fragment, start=fragment.start + first - at, length=stop - first)
+        at += fragment.length
 
 
 def joined_and_cut(slices: Sequence[Sequence[Slices]]) -> Fragments:

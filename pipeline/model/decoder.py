@@ -88,15 +88,18 @@ class Decoder(nn.Module):
         """The normalised hidden states that the output projection reads, a row a token."""
         x, x_up = self.embedding(tokens)
         context = self._context(tokens, positions, document_ids, x.dtype)
-        if path == "base":
+        if path == "base" and self.tp.size <= 2:
             x_up = None
-        masked = path == "preserved"
+        # Three ranks and more add up in an order that depends on where in a message an element stands. So that the base
+        # alone gives the same bits there, its stream travels beside the other's, from which it takes nothing.
+        masked = path != "model"
         routed = self.plan is not None and self.plan.routed and path == "model"
         common = self.plan.l_fp if self.plan is not None and routed else len(self.layers)
         for index in range(common):
             x, x_up = self._layer(index, x, x_up, context, masked)
         if not routed:
-            return HiddenStates(*_rows(self.final_norm(x, x_up)))
+            hidden = HiddenStates(*_rows(self.final_norm(x, x_up)))
+            return HiddenStates(hidden.x) if path == "base" else hidden
         # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
         preserved_x, preserved_x_up = x, x_up
         for index in range(common, len(self.layers)):

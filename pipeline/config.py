@@ -20,6 +20,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -147,7 +148,7 @@ class Schedule(Section):
     decay_fraction: Fraction = Field(default=0.1, description="share of the steps that wsd spends decaying")
     final_learning_rate_fraction: Fraction = 0.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     gradient_clipping: PositiveFloat = 1.0
 
 

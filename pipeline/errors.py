@@ -39,5 +39,9 @@ class PreservationError(UserError):
     """The widened model does not reproduce its base: training must not start."""
 
 
+class DivergenceError(UserError):
+    """Training that has come to a loss which is no number."""
+
+
 class ConversionError(UserError):
     """An exported model that cannot be made, or that differs from the model it was made of."""

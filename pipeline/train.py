@@ -24,10 +24,9 @@ def main() -> int:
     device = launch.initialise(launch.read_launch(os.environ))
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
-    try:
-        return run_training(arguments.config, device)
-    finally:
-        launch.finish()
+    code = run_training(arguments.config, device)
+    launch.finish()  # not after a fault: it waits for ranks that may hang in a collective
+    return code
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ run_stage() {
         code=0
         wait "$stage_pid" || code=$?
     done
-    if [[ -n "$stop_signal" ]] || ((code == RESUME_LATER)); then
+    # After a signal: ended by it, or well; but a fault on the way out is a fault.
+    if ((code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((code == 0 || code > 128)); }; then
         resume_later "$name"
     fi
     if ((code != 0)); then

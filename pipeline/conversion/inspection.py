@@ -10,8 +10,7 @@ from typing import Any
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.from_hf import is_base
-
-BLOCKS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
+from pipeline.scale.linear import block_kind
 
 
 def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def block_norms(model: TrainedModel) -> dict[str, list[float]]:
     for name in model.shapes:
         if not name.startswith("layers.") or not name.endswith(".weight"):
             continue
-        kind = "base" if is_base(name) else next((block for block in BLOCKS if f".{block}." in name), None)
+        kind = "base" if is_base(name) else block_kind(name)
         if kind is not None:
             squares[kind][int(name.split(".")[1])] += float(model.read(name).detach().float().square().sum())
     return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}

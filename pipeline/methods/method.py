@@ -1,4 +1,4 @@
-"""The interface of a training method, and the choice among them."""
+"""The interface of a training method."""
 
 from __future__ import annotations
 

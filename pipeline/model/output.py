@@ -69,6 +69,11 @@ class OutputProjection(nn.Module):
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         return self.route(hidden).logits
 
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Runs of rows, so short that the logits of one may be held in fp32."""
+        size = max(1, CHUNK_ELEMENTS // self.base.shape[0])
+        return (slice(first, first + size) for first in range(0, tokens, size))
+
     def route(self, hidden: HiddenStates) -> Routed:
         """The logits of some tokens, and how they came about."""
         z = F.linear(hidden.x, self.base).float()
@@ -133,9 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         nll = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
         preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
-        size = max(1, CHUNK_ELEMENTS // base.shape[0])
-        for first in range(0, len(targets), size):
-            rows = slice(first, first + size)
+        for rows in projection.chunks(len(targets)):
             chunk = hidden.rows(rows)
             routed = projection.route(chunk)
             if routed.preserved is not None:
@@ -151,8 +154,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients.tensors())
-        return (None, None, *scaled)
+        # Given away at once: whoever still holds the loss must not hold these as well.
+        gradients, ctx.gradients = ctx.gradients.tensors(), None
+        return (None, None, *(None if gradient is None else gradient.mul_(scale) for gradient in gradients))
 
 
 @dataclass

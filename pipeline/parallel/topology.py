@@ -6,6 +6,7 @@ Tensor-parallel neighbours have consecutive ranks, so that they share a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -73,8 +74,10 @@ SINGLE = TensorParallel()
 class ProcessGroups:
     """The groups of a layout, made once by every rank together; also the `mpu` that DeepSpeed asks."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, timeout: timedelta | None = None) -> None:
+        """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
         self.layout = layout
+        self._timeout = timeout
         self.rank = dist.get_rank()
         self._tp_group = self._own_group(layout.tp_groups())
         self._dp_group = self._own_group(layout.dp_groups())
@@ -88,7 +91,7 @@ class ProcessGroups:
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         # new_group is collective: every rank makes every group, and keeps the one it stands in.
-        made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
 
     # The names below are DeepSpeed's.

@@ -16,7 +16,7 @@ def mean_cosine(x: Tensor, reference: Tensor) -> float:
 
 
 def kl_divergence(logits: Tensor, reference: Tensor, tp: TensorParallel) -> float:
-    """KL(reference ‖ model) in nats, the mean over tokens.
+    """KL(reference ‖ model) in nats, summed over tokens.
 
     logits, reference: [N, V / tp_size] in fp32, this rank's columns without padding.
     """
@@ -24,7 +24,7 @@ def kl_divergence(logits: Tensor, reference: Tensor, tp: TensorParallel) -> floa
     terms = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     if tp.size > 1:
         dist.all_reduce(terms, group=tp.group)
-    return float(terms.mean())
+    return float(terms.sum())
 
 
 def log_probabilities(logits: Tensor, tp: TensorParallel) -> Tensor:

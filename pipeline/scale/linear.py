@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from pipeline.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
 
+BLOCKS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
+
+
+def block_kind(name: str) -> str | None:
+    """Which of the new blocks the parameter `name` is the weight of, or None."""
+    return next((block for block in BLOCKS if name.endswith(f".{block}.weight")), None)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -20,7 +20,7 @@ from pipeline.checkpoint.torch_files import open_torch_file, write_torch_file
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, sync, write_text
 from pipeline.training.engine import Engine
-from pipeline.training.unison import in_unison
+from pipeline.training.unison import from_first_rank, in_unison
 
 LATEST = "latest"
 _PREFIX = "step_"
@@ -45,7 +45,8 @@ class Checkpoints:
         engine.save(partial)
         write_torch_file(partial / _random_state_file(self.rank), _random_state())
         dist.barrier()
-        files = self._hash(sorted(path for path in partial.iterdir() if path.is_file()))
+        names = from_first_rank(lambda: sorted(path.name for path in partial.iterdir() if path.is_file()))
+        files = self._hash([partial / name for name in names])
         manifest = Manifest(
             run=self.run, position=position, layout=self.layout, versions=manifests.versions(), files=files
         )
@@ -92,7 +93,9 @@ class Checkpoints:
         partial.rename(final)
         sync(self.folder)
         write_text(self.folder / LATEST, final.name + "\n")
-        for old in whole_checkpoints(self.folder)[: -self.keep_last]:
+        # Later ones, of an attempt that was rolled back, stay until a save takes their place.
+        up_to_now = [path for path in whole_checkpoints(self.folder) if path.name <= final.name]
+        for old in up_to_now[: -self.keep_last]:
             _discard(old)
         _logger.info("saved %s", final)
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from pipeline.config import RunConfig
 from pipeline.data.samples import HeldoutSamples
 from pipeline.scale.diagnostics import kl_divergence, mean_cosine
+from pipeline.scale.linear import block_kind
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
-
-BLOCKS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
 
 
 class Diagnostics:
@@ -35,13 +34,12 @@ class Diagnostics:
             return {}
         with engine.evaluating():
             with base_streams(engine.model.layers) as preserved:
-                engine.logits(self.probe, "preserved")
+                engine.hidden_states(self.probe, "preserved")
             with base_streams(engine.model.layers) as adapted:
-                logits = engine.logits(self.probe, "model")
-            base_logits = engine.logits(self.probe, "base")
-        columns = engine.model.output.columns  # beyond them lies the padding of a split vocabulary
-        divergence = kl_divergence(logits[:, :columns], base_logits[:, :columns], engine.tensor_parallel)
-        figures = {f"kl_from_base/{self.probe_name}": divergence}
+                hidden = engine.hidden_states(self.probe, "model")
+            chunks = engine.logit_chunks(hidden, engine.hidden_states(self.probe, "base"))
+            divergence = sum(kl_divergence(logits, base, engine.tensor_parallel) for logits, base in chunks)
+        figures = {f"kl_from_base/{self.probe_name}": divergence / self.probe.tokens.numel()}
         for layer, (x, reference) in enumerate(zip(adapted, preserved, strict=True)):
             figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference)
         return figures | block_norms(engine.squared_norms())
@@ -72,7 +70,7 @@ def block_norms(squares: Mapping[str, float]) -> dict[str, float]:
     """Per layer and kind of block, the Frobenius norm over all its maps; `squares` are those of each parameter."""
     sums: dict[str, float] = defaultdict(float)
     for name, square in squares.items():
-        kind = next((block for block in BLOCKS if f".{block}.weight" in name), None)
+        kind = block_kind(name)
         if kind is not None and name.startswith("layers."):
             sums[f"norm_{kind}/layer_{int(name.split('.')[1]):02d}"] += square
     return {name: total**0.5 for name, total in sorted(sums.items())}

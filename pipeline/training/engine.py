@@ -22,6 +22,7 @@ from pipeline.config import RunConfig, Schedule
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import Decoder
 from pipeline.model.decoder import Path as LogitsPath
+from pipeline.model.output import HiddenStates
 from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
@@ -99,12 +100,21 @@ class Engine:
         return float(self._engine.get_global_grad_norm())
 
     @torch.no_grad()
-    def logits(self, batch: MicroBatch, path: LogitsPath) -> Tensor:
-        """This rank's columns of the logits along `path`: [B·S, V / tp_size] in fp32."""
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, batch.document_ids, path=path)
+    def hidden_states(self, batch: MicroBatch, path: LogitsPath) -> HiddenStates:
+        """The normalised hidden states along `path`, a row a token."""
+        return self.model.hidden_states(batch.tokens, batch.positions, batch.document_ids, path=path)
+
+    @torch.no_grad()
+    def logit_chunks(self, *hidden: HiddenStates) -> Iterator[tuple[Tensor, ...]]:
+        """This rank's columns of the logits of each of `hidden`, some tokens at a time: [n, columns] in fp32.
+
+        Every rank must go through all of them. Logits of a whole batch would not fit on a GPU.
+        """
+        output = self.model.output
         # ZeRO-3 gathers a module's parameters around its forward, and this is not one.
-        with deepspeed.zero.GatheredParameters(list(self.model.output.parameters(recurse=False))):
-            return self.model.output.logits(hidden)
+        with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
+            for rows in output.chunks(len(hidden[0].x)):
+                yield tuple(output.logits(states.rows(rows))[:, : output.columns] for states in hidden)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -133,7 +143,8 @@ class Engine:
     def squared_norms(self) -> dict[str, float]:
         """The sum of squares of every trained parameter, over all ranks; every rank must call it."""
         named = list(named_trained_parameters(self.model))
-        squares = torch.stack([self._share_of_square(parameter) for _, parameter in named])
+        # Offloaded parameters lie on the host, others beside them do not.
+        squares = torch.stack([self._share_of_square(parameter).to(self._engine.device) for _, parameter in named])
         dist.all_reduce(squares)
         return dict(zip((name for name, _ in named), squares.tolist(), strict=True))
 

@@ -35,6 +35,9 @@ _LOOPBACK = "127.0.0.1"
 Resolve = Callable[[str], str]
 
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A process's place: what torch and DeepSpeed read from the environment."""
@@ -82,7 +85,7 @@ def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> L
     return launch
 
 
-def initialise(launch: Launch, timeout: timedelta = timedelta(minutes=30)) -> torch.device:
+def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
     """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's device.
 
     `timeout` is how long a collective waits for a rank that does not come. End with `finish`.

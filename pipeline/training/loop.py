@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from pipeline.checkpoint.manifest import Position
 from pipeline.config import RunConfig
 from pipeline.data.packing import IGNORED
+from pipeline.errors import DivergenceError
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.diagnostics import Diagnostics
@@ -21,6 +23,7 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.progress import Progress
 from pipeline.training.schedule import learning_rate
 from pipeline.training.signals import StopSignals
+from pipeline.training.unison import in_unison
 from pipeline.training.validation import HeldoutScore, Validation
 
 
@@ -64,6 +67,8 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
             engine.step(rate)
             sums.add(nll_sum, batch.targets, preserved)
         totals = sums.over_all_ranks(engine, stop=signals.received is not None)
+        if not math.isfinite(totals.nll_per_token):
+            in_unison(lambda: refuse_to_go_on(step + 1, totals.nll_per_token))  # noqa: B023  # called at once
         seconds = time.perf_counter() - started
 
         done = step + 1
@@ -87,6 +92,14 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
         if totals.stop and not last:
             return Outcome(position, scores, finished=False)
     return Outcome(position, scores, finished=True)
+
+
+def refuse_to_go_on(step: int, loss: float) -> None:
+    """Raises DivergenceError: DeepSpeed skips such a step's update without a word, and the next is no better."""
+    raise DivergenceError(
+        f"step {step}: the loss is {loss}; nothing was saved since the last checkpoint, from which the same command "
+        "goes on; lower schedule.learning_rate, or look at this step's data"
+    )
 
 
 def validation_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Metrics:
         kept = [json.dumps(line) + "\n" for line in read_metrics(path) if step > 0 and line["step"] <= step]
         write_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Records what is known after `step` steps."""

@@ -15,7 +15,7 @@ from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.config import RunConfig, load_config
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.files import write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -28,11 +28,12 @@ from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_ste
 from pipeline.training.diagnostics import make_probe
 from pipeline.training.engine import Engine
 from pipeline.training.gate import check_preservation
+from pipeline.training.launch import COLLECTIVE_TIMEOUT
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.metrics import Metrics
 from pipeline.training.progress import Progress
 from pipeline.training.signals import RESUME_LATER, StopSignals
-from pipeline.training.unison import in_unison
+from pipeline.training.unison import from_first_rank, in_unison
 from pipeline.training.validation import Validation
 
 SUMMARY = "training.json"
@@ -59,7 +60,7 @@ def run_training(config_path: Path, device: torch.device) -> int:
     """
     with StopSignals() as signals:
         inputs = in_unison(lambda: read_inputs(config_path))
-        if in_unison(lambda: is_finished(inputs.config)):
+        if from_first_rank(lambda: is_finished(inputs.config)):
             return 0
         trainer, position, difference = prepare(inputs, device)
         outcome = train(trainer, position, signals)
@@ -79,6 +80,8 @@ def read_inputs(config_path: Path) -> Inputs:
     accumulation_steps(config.schedule, layout.dp_size)
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
     base = open_base(config.base)
+    check_can_be_exported(config)
+    check_context(config, base)
     fingerprint = load_tokenizer(config.base).fingerprint
     training = TrainingSamples(config.data, seed=config.seed, tokenizer_fingerprint=fingerprint)
     needed = config.schedule.steps * config.schedule.global_batch_size
@@ -90,6 +93,25 @@ def read_inputs(config_path: Path) -> Inputs:
         )
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     return Inputs(config, deepspeed_config, layout, base, fingerprint, training, heldout)
+
+
+def check_can_be_exported(config: RunConfig) -> None:
+    """Raises ConfigError for a method whose checkpoints nothing could read later."""
+    if config.method.name not in ("scale", "fft"):
+        raise ConfigError(
+            f"method.name: {config.method.name} can be built and estimated, but its checkpoints cannot be converted "
+            "yet; use scale or fft"
+        )
+
+
+def check_context(config: RunConfig, base: BaseFolder) -> None:
+    """Raises ConfigError where samples are longer than what the base was made for."""
+    longest = base.spec.max_position_embeddings
+    if config.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
+            f"use at most {longest}"
+        )
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -104,11 +126,11 @@ def is_finished(config: RunConfig) -> bool:
     return True
 
 
-def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, float]:
+def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, float | None]:
     """Everything the loop drives, where it begins, and how far the widened model was from its base before any step."""
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
     torch.manual_seed(config.seed)
-    groups = ProcessGroups(layout)
+    groups = ProcessGroups(layout, COLLECTIVE_TIMEOUT)
     base = with_shared_hashes(inputs.base)
     model = load_model(inputs, base, groups)
     run = describe_run(config, base, model, inputs.tokenizer_fingerprint)
@@ -122,7 +144,7 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
     layout_record = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
     checkpoints = Checkpoints(folder, run, layout_record, keep_last=config.checkpoints.keep_last)
     position = Position(step=0, tokens_seen=0, seconds=0.0)
-    latest = in_unison(lambda: latest_checkpoint(folder))
+    latest = from_first_rank(lambda: latest_checkpoint(folder))
     if latest is not None:
         position = checkpoints.resume(engine, latest)
         _logger.info("goes on from %s", latest)
@@ -143,9 +165,7 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
 
 def with_shared_hashes(base: BaseFolder) -> BaseFolder:
     """`base`, knowing its hashes: the first rank reads every byte of it, and tells the others."""
-    hashes = [in_unison(lambda: base.hashes() if dist.get_rank() == 0 else {})]
-    dist.broadcast_object_list(hashes, src=0)
-    return replace(base, known_hashes=hashes[0])
+    return replace(base, known_hashes=from_first_rank(base.hashes))
 
 
 def load_model(inputs: Inputs, base: BaseFolder, groups: ProcessGroups) -> Decoder:
@@ -165,7 +185,7 @@ def check_model(inputs: Inputs, tp: TensorParallel) -> None:
         methods.build_model(inputs.config, inputs.base, tp)
 
 
-def summarise(trainer: Trainer, outcome: Outcome, difference: float) -> None:
+def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> None:
     """Writes the run's figures to training.json; its presence says that the run is finished."""
     engine, config = trainer.engine, trainer.config
     optimizer_state_elements = engine.optimizer_state_elements()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -17,22 +17,34 @@ def in_unison(work: Callable[[], Result]) -> Result:
     """Runs `work`, which must contain no collective, on every rank.
 
     Raises:
-        UserError: on the first rank whose `work` raised it.
+        Exception: whatever `work` raised, on the first rank where it did.
         SystemExit: on the others, without a word, so that the user reads one line and no rank waits for another.
     """
     result: list[Result] = []
-    error: UserError | None = None
+    error: Exception | None = None
     try:
         result.append(work())
-    except UserError as fault:
+    except Exception as fault:  # noqa: BLE001  # raised again below, when the others know of it
         error = fault
     exit_codes: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(exit_codes, error.exit_code if error else None)
+    dist.all_gather_object(exit_codes, getattr(error, "exit_code", 1) if error else None)
     failed = [rank for rank, code in enumerate(exit_codes) if code is not None]
     if not failed:
         return result[0]
     if error is None or dist.get_rank() != failed[0]:
         raise SystemExit(exit_codes[failed[0]])
-    if len(failed) < len(exit_codes):
+    if isinstance(error, UserError) and len(failed) < len(exit_codes):
         raise type(error)(f"rank {failed[0]} on {socket.gethostname()}: {error}") from None
     raise error
+
+
+def from_first_rank(work: Callable[[], Result]) -> Result:
+    """Runs `work` on the first rank, and gives its result to all: file systems may show ranks different things.
+
+    Raises:
+        Exception, SystemExit: as `in_unison`.
+    """
+    own = in_unison(lambda: work() if dist.get_rank() == 0 else None)
+    results = [own]
+    dist.broadcast_object_list(results, src=0)
+    return cast(Result, results[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
 
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
+
 
 @dataclass(frozen=True)
 class HeldoutScore:
@@ -27,7 +30,7 @@ class HeldoutScore:
     @property
     def perplexity(self) -> float:
         """exp(nll per token)."""
-        return math.exp(self.nll_per_token)
+        return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
 
 
 class Validation:

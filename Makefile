@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export DS_ACCELERATOR ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs-check slurm bench-step bench-data clean
+.PHONY: help install demo test elastic lint format docs-check slurm bench-step bench-data clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -44,6 +44,9 @@ format: $(STAMP)  ## mend what ruff can mend
 
 docs-check: $(STAMP)  ## links, paths and make targets that the documentation names must exist
 	$(BIN)/python -m pytest -q tests/test_docs.py
+
+elastic: $(STAMP)  ## a run is killed and moved over three layouts, exported, and compared with one that nothing befell
+	$(BIN)/python benchmarks/elastic.py --folder runs/elastic
 
 bench-step: $(STAMP)  ## what a training step costs under each method, on one base
 	$(BIN)/python benchmarks/step_cost.py --json benchmarks/out/step_cost.json

@@ -82,8 +82,8 @@ def test_a_checkpoint_of_another_base_is_refused(tokens, trained, tmp_path):
 def test_a_checkpoint_of_another_run_is_refused(tokens, trained):
     config = write_config(trained, tokens, zero=1, data__replay_fraction=0.5)
     refused(config, "CheckpointError", "another data (replay_fraction expected 0.25, found 0.5)")
-    config = write_config(trained, tokens, zero=1, method__variant="route")
-    refused(config, "CheckpointError", "another method (variant expected 'adapt', found 'route')")
+    config = write_config(trained, tokens, zero=1, method__norm="base")
+    refused(config, "CheckpointError", "another method (norm expected 'separate', found 'base')")
 
 
 def test_a_damaged_checkpoint_is_refused(tokens, trained):

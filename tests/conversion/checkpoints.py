@@ -62,6 +62,7 @@ def save(
     layout = Layout(world_size, tp_size)
     groups = ProcessGroups(layout)
     config, json_path = _config(base_path, method, folder, layout.dp_size), folder.parent / f"{folder.name}.{rank}.json"
+    json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(deepspeed_values or zero(3)))
     settings = load_deepspeed_config(json_path, layout)
     base = open_base(base_path)

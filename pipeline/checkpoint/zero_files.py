@@ -109,6 +109,8 @@ class PartitionedShards(SavedShards):
     optimizer_key = "optimizer_state_dict"
 
     def layout(self) -> Fragments:
+        if any(model["param_shapes"] != self.models[0]["param_shapes"] for model in self.models):
+            raise ValueError("its data-parallel ranks saved different parameters")
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         group_sizes = [flat.numel() for flat in self.optimizers[0][self.weights_key]]
         return each_cut(sizes, group_sizes, len(self.optimizers))

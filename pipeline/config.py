@@ -170,6 +170,9 @@ class Checkpoints(Section):
 
     every_steps: PositiveInt = 500
     keep_last: PositiveInt = 2
+    asynchronous: bool = Field(
+        default=False, description="train on while a copy in the host's memory, of what this rank saves, is written"
+    )
 
 
 class RunConfig(Section):

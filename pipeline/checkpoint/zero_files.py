@@ -109,9 +109,13 @@ class PartitionedShards(SavedShards):
     optimizer_key = "optimizer_state_dict"
 
     def layout(self) -> Fragments:
+        if any(model["param_shapes"] != self.models[0]["param_shapes"] for model in self.models):
+            raise ValueError("its data-parallel ranks saved different parameters")
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        group_sizes = [flat.numel() for flat in self.optimizers[0][self.weights_key]]
-        return each_cut(sizes, group_sizes, len(self.optimizers))
+        group_sizes = [[flat.numel() for flat in rank[self.weights_key]] for rank in self.optimizers]
+        if any(sizes_there != group_sizes[0] for sizes_there in group_sizes):
+            raise ValueError("its data-parallel ranks saved flat tensors of different lengths")
+        return each_cut(sizes, group_sizes[0], len(self.optimizers))
 
     @property
     def frozen_names(self) -> Collection[str]:

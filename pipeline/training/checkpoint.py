@@ -19,8 +19,10 @@ from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Pos
 from pipeline.checkpoint.torch_files import open_torch_file, write_torch_file
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, sync, write_text
+from pipeline.training.background import Background, HostCopies
 from pipeline.training.engine import Engine
-from pipeline.training.unison import from_first_rank, in_unison
+from pipeline.training.launch import COLLECTIVE_TIMEOUT
+from pipeline.training.unison import in_unison
 
 LATEST = "latest"
 _PREFIX = "step_"
@@ -30,28 +32,76 @@ _logger = log.get_logger(__name__)
 class Checkpoints:
     """The checkpoints of one run, in `folder`."""
 
-    def __init__(self, folder: Path, run: RunRecord, layout: LayoutRecord, *, keep_last: int) -> None:
+    def __init__(
+        self, folder: Path, run: RunRecord, layout: LayoutRecord, *, keep_last: int, asynchronous: bool = False
+    ) -> None:
+        """Every rank must make one. `asynchronous`: `save` returns when the state is copied to the host's memory."""
         self.folder = folder
         self.run = run
         self.layout = layout
         self.keep_last = keep_last
+        self.asynchronous = asynchronous
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # Of its own: a thread that saves must not mix its messages with the training's.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._background = Background()
 
     def save(self, engine: Engine, position: Position) -> Path:
-        """Writes a checkpoint of `engine`; every rank must call it. Returns its folder."""
+        """Writes a checkpoint of `engine`; every rank must call it. Returns its folder.
+
+        An asynchronous one is whole when `finish` returns, or the next `save`.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        self.finish()
         final = self.folder / f"{_PREFIX}{position.step:08d}"
         partial = final.with_name(f".{final.name}.partial")
         self._on_first_rank(lambda: _make_empty(partial))
-        engine.save(partial)
-        write_torch_file(partial / _random_state_file(self.rank), _random_state())
-        dist.barrier()
-        names = from_first_rank(lambda: sorted(path.name for path in partial.iterdir() if path.is_file()))
-        files = self._hash([partial / name for name in names])
+        random_state = partial / _random_state_file(self.rank)
+        if self.asynchronous:
+            copies = HostCopies()
+            engine.save(partial, copies.add)
+            copies.add(random_state, _random_state())
+            self._background.start(lambda: self._complete(copies, position, partial, final))
+        else:
+            engine.save(partial, write_torch_file)
+            write_torch_file(random_state, _random_state())
+            self._seal(position, partial, final)
+        return final
+
+    def finish(self) -> None:
+        """Waits until what was begun is whole; every rank must call it before it leaves.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._background.finish()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: the last checkpoint could not be written: {error}") from None
+
+    def _complete(self, copies: HostCopies, position: Position, partial: Path, final: Path) -> None:
+        """What the thread of an asynchronous save does."""
+        fault: str | None = None
+        try:
+            copies.write()
+        except OSError as error:
+            fault = f"rank {self.rank}: {error}"
+        faults: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(faults, fault, group=self._group)
+        if said := [one for one in faults if one is not None]:
+            raise CheckpointError(f"{final}: could not be written ({said[0]}); the checkpoint before it is whole")
+        self._seal(position, partial, final)
+
+    def _seal(self, position: Position, partial: Path, final: Path) -> None:
+        """Makes a checkpoint of the files that all ranks have written."""
+        dist.barrier(group=self._group)
+        files = self._hash([partial / name for name in self._names_in(partial)])
         manifest = Manifest(
             run=self.run, position=position, layout=self.layout, versions=manifests.versions(), files=files
         )
         self._on_first_rank(lambda: self._publish(manifest, partial, final))
-        return final
 
     def resume(self, engine: Engine, checkpoint: Path) -> Position:
         """Restores `engine` from a whole checkpoint of this run, of whatever layout; every rank must call it.
@@ -75,11 +125,17 @@ class Checkpoints:
             manifests.check_file(manifest, checkpoint, name)
         return manifest
 
+    def _names_in(self, folder: Path) -> list[str]:
+        """The files in `folder` as the first rank sees them: the others may see them later."""
+        names = [sorted(path.name for path in folder.iterdir() if path.is_file()) if self.rank == 0 else []]
+        dist.broadcast_object_list(names, src=0, group=self._group)
+        return names[0]
+
     def _hash(self, paths: list[Path]) -> dict[str, FileRecord]:
         """Every file's size and hash; the ranks share the work."""
         own = {path.name: (path.stat().st_size, file_hash(path)) for path in self._share(paths)}
         parts: list[dict[str, tuple[int, str]]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(parts, own)
+        dist.all_gather_object(parts, own, group=self._group)
         merged = {name: record for part in parts for name, record in part.items()}
         return {name: FileRecord(bytes=size, sha256=digest) for name, (size, digest) in sorted(merged.items())}
 
@@ -102,7 +158,7 @@ class Checkpoints:
     def _on_first_rank(self, work: Callable[[], None]) -> None:
         if self.rank == 0:
             work()
-        dist.barrier()
+        dist.barrier(group=self._group)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.torch_files import write_torch_file
 from pipeline.config import RunConfig, Schedule
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import Decoder
@@ -29,6 +28,9 @@ from pipeline.training.batches import MicroBatch
 from pipeline.training.deepspeed_config import DeepSpeedConfig
 from pipeline.training.restoring import publish, restore
 from pipeline.training.unison import in_unison
+
+WriteFile = Callable[[Path, Any], None]
+"""Writes a value to a file, now or soon."""
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -70,7 +72,6 @@ class Engine:
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}") from None
-        self._engine.checkpoint_engine = CheckpointFiles()
         # DeepSpeed would put scripts beside the checkpoints that assemble a model without its frozen parameters.
         self._engine._copy_recovery_script = lambda save_path: None
         self.model: Decoder = self._engine.module
@@ -158,8 +159,12 @@ class Engine:
         held = parameter.ds_numel - dist.get_rank(self._dp_group) * partition.numel()
         return partition.flatten()[: max(0, min(held, partition.numel()))].double().square().sum() / replicas
 
-    def save(self, folder: Path) -> None:
-        """Writes DeepSpeed's files of the trained parameters and their optimizer state to `folder`; every rank must."""
+    def save(self, folder: Path, write: WriteFile) -> None:
+        """Hands DeepSpeed's files of the trained parameters and their optimizer state, to lie in `folder`, to `write`.
+
+        Every rank must call it.
+        """
+        self._engine.checkpoint_engine = CheckpointFiles(write)
         self._engine.save_checkpoint(
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
         )
@@ -181,10 +186,14 @@ class Engine:
 
 
 class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """How DeepSpeed writes its files: a full disk is an OSError."""
+    """Where DeepSpeed's files go."""
+
+    def __init__(self, write: WriteFile) -> None:
+        super().__init__()
+        self._write = write
 
     def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
-        write_torch_file(Path(path), state_dict)
+        self._write(Path(path), state_dict)
 
 
 def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:

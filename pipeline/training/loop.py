@@ -89,6 +89,8 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
         trainer.metrics.write(done, figures)
         if last or totals.stop or done % config.checkpoints.every_steps == 0:
             trainer.checkpoints.save(engine, position)
+        if last or totals.stop:
+            trainer.checkpoints.finish()
         if totals.stop and not last:
             return Outcome(position, scores, finished=False)
     return Outcome(position, scores, finished=True)

@@ -142,7 +142,13 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
 
     folder = config.folder / "checkpoints"
     layout_record = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
-    checkpoints = Checkpoints(folder, run, layout_record, keep_last=config.checkpoints.keep_last)
+    checkpoints = Checkpoints(
+        folder,
+        run,
+        layout_record,
+        keep_last=config.checkpoints.keep_last,
+        asynchronous=config.checkpoints.asynchronous,
+    )
     position = Position(step=0, tokens_seen=0, seconds=0.0)
     latest = from_first_rank(lambda: latest_checkpoint(folder))
     if latest is not None:

@@ -124,7 +124,7 @@ def test_a_file_of_something_else_is_named(copied, base):
 
 def test_another_base_is_refused(checkpoint, base, tmp_path):
     with pytest.raises(BaseModelError, match="other weights"):
-        open_trained(checkpoint, base("llama linear rope").path)
+        open_trained(checkpoint, base("llama biases").path)
 
 
 def test_a_checkpoint_of_another_method_is_refused(copied, base):

@@ -105,9 +105,9 @@ def test_another_models_folder_is_told_apart(checkpoints, asked):
 def test_a_changed_file_is_noticed(asked, tmp_path):
     copied = shutil.copytree(asked.checkpoint, tmp_path / "copy")
     file = min(copied.glob("*optim_states.pt"))
-    state = torch.load(file, weights_only=False)
-    state["optimizer_state_dict"]["fp32_flat_groups"][0].data[3] += 1.0
-    torch.save(state, file)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
     with pytest.raises(CheckpointError, match="content changed"):
         convert(replace(asked, checkpoint=copied), probe_maker(TEXTS))
     assert not asked.output.exists()

@@ -156,7 +156,7 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "while DeepSpeed writes": ("training.engine", "write_torch_file"),
+    "while DeepSpeed writes": ("training.checkpoint", "write_torch_file"),
     "before the files are hashed": ("training.checkpoint", "file_hash"),
     "before the folder is renamed": ("checkpoint.manifest", "write_json"),
     "before latest names it": ("training.checkpoint", "write_text"),

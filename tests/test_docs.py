@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config_reference import as_markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)")
@@ -39,6 +41,11 @@ def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = set(TARGET.findall(page.read_text(encoding="utf-8"))) - NOT_TARGETS
     assert named <= targets
+
+
+def test_the_configuration_page_is_what_the_classes_say():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == as_markdown(), "make it again: python tools/describe_config.py > docs/configuration.md"
 
 
 def test_flags_that_the_documentation_shows_exist():

@@ -23,6 +23,8 @@ def main() -> int:
     parser.add_argument("program", help="a Python file or module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     arguments = parser.parse_args()
+    if arguments.ranks < 1:
+        parser.error(f"--ranks: expected 1 or more, found {arguments.ranks}")
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={arguments.ranks}"]

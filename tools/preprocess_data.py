@@ -58,6 +58,13 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     ]
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
+    return number
+
+
 def _share(text: str) -> tuple[int, int]:
     k, n = map(int, text.split("/"))
     if not 0 <= k < n:
@@ -83,7 +90,7 @@ def _options() -> argparse.Namespace:
     add("--max-bad-fraction", type=float, default=0.01, help="stop when more of the records are bad (default: 0.01)")
     add(
         "--workers",
-        type=int,
+        type=_positive,
         default=len(os.sched_getaffinity(0)),
         help="processes (default: the cores of this machine)",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config import RunConfig
+from pipeline.config import Method, RunConfig
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, write_json
 from pipeline.model.base_folder import BaseFolder
@@ -131,7 +132,7 @@ def load_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
     except ValidationError as error:
         fault = error.errors()[0]
@@ -157,17 +158,33 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
     The layout may be another one.
     """
     saved = manifest.run
-    if saved.base.hashes != run.base.hashes:
-        raise CheckpointError(
-            f"{folder}: its base {saved.base.path} had other weights than {run.base.path} has; "
-            "point `base` at that model, or start a run in another folder"
-        )
+    _check_base(manifest, folder, run.base.hashes)
     for name in ("method", "expansion", "data", "global_batch_size", "seed", "tokenizer_fingerprint"):
         if getattr(saved, name) != getattr(run, name):
             raise CheckpointError(
                 f"{folder}: was trained with another {name} ({_difference(getattr(saved, name), getattr(run, name))}); "
                 "set it back, or start a run in another folder"
             )
+
+
+def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], method: Method) -> None:
+    """Raises CheckpointError where a checkpoint is of another base or of another method."""
+    _check_base(manifest, folder, base_hashes)
+    wanted = method.model_dump(mode="json")
+    if manifest.run.method != wanted:
+        raise CheckpointError(
+            f"{folder}: was trained with another method ({_difference(manifest.run.method, wanted)}); "
+            "set it back, or start a run in another folder"
+        )
+
+
+def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]) -> None:
+    saved = manifest.run.base
+    if saved.hashes != base_hashes:
+        raise CheckpointError(
+            f"{folder}: its base {saved.path} had other weights than the configuration's base has; "
+            "point `base` at that model, or start a run in another folder"
+        )
 
 
 def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401

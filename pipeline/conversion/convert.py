@@ -54,9 +54,9 @@ def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
         ConversionError: the format cannot express the model, or what was written differs from it.
     """
     request = _request(asked)
+    model = open_trained(asked.checkpoint, asked.base)
     if _is_done(asked.output, request):
         return False
-    model = open_trained(asked.checkpoint, asked.base)
     for name in model.manifest.files:
         check_file(model.manifest, asked.checkpoint, name)
     _refuse_foreign(asked.output)

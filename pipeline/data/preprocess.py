@@ -131,8 +131,8 @@ def _refuse_other(job: Job, wanted: Plan, there: Plan) -> None:
         expected, found = getattr(wanted, name), getattr(there, name)
         if expected != found:
             raise DataError(
-                f"{job.output}: holds a corpus made with another {name}: expected {_short(expected)}, "
-                f"found {_short(found)}; remove the folder or choose another"
+                f"{job.output}: was begun with another {name.replace('_', ' ')}: expected {_short(expected)}, "
+                f"found {_short(found)}; remove the folder to begin anew, or choose another"
             )
 
 

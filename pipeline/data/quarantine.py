@@ -77,7 +77,8 @@ class BadRecordLimit:
         examples = "; ".join(_examples(quarantines))
         raise DataError(
             f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: {examples}"
-            f"; mend the input, or raise the fraction and start again (finished work is kept)"
+            "; raise --max-bad-fraction and start again (finished work is kept), or mend the input and remove the "
+            "output folder"
         )
 
 

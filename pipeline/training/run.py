@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log, methods
-from pipeline.checkpoint.manifest import Position, describe_layout, describe_run, load_manifest
+from pipeline.checkpoint.manifest import Position, check_same_model, describe_layout, describe_run, load_manifest
 from pipeline.config import RunConfig, load_config
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
@@ -60,7 +60,7 @@ def run_training(config_path: Path, device: torch.device) -> int:
     """
     with StopSignals() as signals:
         inputs = in_unison(lambda: read_inputs(config_path))
-        if from_first_rank(lambda: is_finished(inputs.config)):
+        if from_first_rank(lambda: is_finished(inputs.config, inputs.base)):
             return 0
         trainer, position, difference = prepare(inputs, device)
         outcome = train(trainer, position, signals)
@@ -114,15 +114,22 @@ def check_context(config: RunConfig, base: BaseFolder) -> None:
         )
 
 
-def is_finished(config: RunConfig) -> bool:
-    """Whether an earlier attempt came to the end; says so if it did."""
+def is_finished(config: RunConfig, base: BaseFolder) -> bool:
+    """Whether an earlier attempt came to the end; says so if it did.
+
+    Raises:
+        CheckpointError: it did, but with another base or method than the configuration now has.
+    """
     checkpoint = latest_checkpoint(config.folder / "checkpoints")
     if checkpoint is None or not (config.folder / SUMMARY).exists():
         return False
-    step = load_manifest(checkpoint).position.step
-    if step < config.schedule.steps:
+    manifest = load_manifest(checkpoint)
+    if manifest.position.step < config.schedule.steps:
         return False
-    _logger.info("%s is already at step %d of %d: nothing to train", config.folder, step, config.schedule.steps)
+    check_same_model(manifest, checkpoint, base.hashes(), config.method)
+    _logger.info(
+        "%s is already at step %d of %d: nothing to train", config.folder, manifest.position.step, config.schedule.steps
+    )
     return True
 
 

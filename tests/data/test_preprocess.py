@@ -228,7 +228,7 @@ def test_another_job_does_not_go_on_in_the_same_folder(tmp_path: Path, finished:
         write_jsonl(source, documents(30))
     before = contents(output)
     with pytest.raises(
-        DataError, match=f"holds a corpus made with another {name}: expected .*, found .*; remove the folder"
+        DataError, match=f"was begun with another {name.replace('_', ' ')}: expected .*, found .*; remove the folder"
     ):
         tokenize(output, source, **change)
     assert contents(output) == before
@@ -369,7 +369,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--input", "x.jsonl"], "give --config, or all of --input, --tokenizer and --output"),
-        (["--config", "missing.yaml"], "missing.yaml: no such configuration file"),
+        (["--config", "missing.yaml"], "missing.yaml: cannot read this configuration: No such file or directory"),
     ],
 )
 def test_what_the_command_line_refuses(arguments: list[str], message: str):

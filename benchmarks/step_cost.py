@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,15 @@ def lora_model(size: Size) -> nn.Module:
     return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear"))
 
 
-def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], float]]:
-    """The model of `method`, and a function that makes one training step with it and says how long it took."""
+class Cost(NamedTuple):
+    """Of one step. Processor seconds, summed over threads, say more than the clock where the machine is shared."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], Cost]]:
+    """The model of `method`, and a function that makes one training step with it and says what it cost."""
     torch.manual_seed(0)
     lora = method == "lora"
     model: nn.Module = lora_model(size) if lora else our_model(method, size)
@@ -123,14 +130,14 @@ def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], float]]:
         total, _, _ = model(tokens, tokens)
         return total / tokens.numel()
 
-    def step() -> float:
-        started = time.perf_counter()
+    def step() -> Cost:
+        started, cpu_started = time.perf_counter(), time.process_time()
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
         if size.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return Cost(time.perf_counter() - started, time.process_time() - cpu_started)
 
     return model, step
 
@@ -176,11 +183,11 @@ def measure(size: Size, methods: list[str], rounds: int) -> list[dict[str, Any]]
         process.start()
         processes.append(process)
         trained[method] = pipes[method].recv()
-    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    costs: dict[str, list[Cost]] = {method: [] for method in methods}
     for _ in range(rounds + 1):
         for method in methods:
             pipes[method].send(True)
-            seconds[method].append(pipes[method].recv())
+            costs[method].append(pipes[method].recv())
     memory = {}
     for method in methods:
         pipes[method].send(False)
@@ -188,14 +195,18 @@ def measure(size: Size, methods: list[str], rounds: int) -> list[dict[str, Any]]
     for process in processes:
         process.join()
 
-    median = {method: statistics.median(seconds[method][1:]) for method in methods}
+    seconds = {method: [cost.seconds for cost in costs[method][1:]] for method in methods}
+    median = {method: statistics.median(seconds[method]) for method in methods}
+    cpu = {method: statistics.median(cost.cpu_seconds for cost in costs[method][1:]) for method in methods}
     flops = {method: predicted_flops(method, size) for method in methods}
     return [
         {
             "method": method,
             "seconds_per_step": median[method],
-            "seconds_min": min(seconds[method][1:]),
-            "seconds_max": max(seconds[method][1:]),
+            "seconds_min": min(seconds[method]),
+            "seconds_max": max(seconds[method]),
+            "cpu_seconds_per_step": cpu[method],
+            "cpu_ratio_to_fft": cpu[method] / cpu["fft"],
             "peak_memory_mib": memory[method],
             "flops_ratio_predicted": flops[method] / flops["fft"],
             "ratio_to_fft": median[method] / median["fft"],
@@ -214,6 +225,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "max": ("seconds_max", ".3f"),
         "x FFT": ("ratio_to_fft", ".2f"),
         "FLOPs": ("flops_ratio_predicted", ".2f"),
+        "cpu x FFT": ("cpu_ratio_to_fft", ".2f"),
         "x LoRA": ("ratio_to_lora", ".2f"),
         "MiB": ("peak_memory_mib", ".0f"),
         "trained": ("trainable_parameters", ",d"),

@@ -58,7 +58,8 @@ def test_a_sharded_run_equals_one_process(tokens, tmp_path, one_process, zero, w
         assert [line[key] for line in metrics(tmp_path) if key in line] == pytest.approx(expected, rel=1e-4)
         assert expected
     for result in results:
-        assert result["step0_max_abs_logit_difference"] == 0.0
+        # Full fine-tuning adds nothing whose effect there could be.
+        assert result["step0_max_abs_logit_difference"] == (None if variant == "fft" else 0.0)
         assert result["trainable_parameters"] == reference["trainable_parameters"]
         if tp_size == 1:
             assert result["optimizer_state_elements"] == 2 * result["trainable_parameters"]

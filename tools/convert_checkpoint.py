@@ -1,7 +1,7 @@
 """Turns a training checkpoint into a Hugging Face folder, and checks that it is the model that trained.
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
-    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000250 --base data/demo/stories260K \
+    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/demo/stories260K \
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf. Formats: `stock` loads anywhere with no code of ours;
@@ -25,7 +25,7 @@ logger = log.get_logger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the run's YAML file")
-    parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000250")
+    parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
     parser.add_argument("--output", type=Path, help="the folder to make")
     parser.add_argument("--format", choices=("auto", "stock", "scale", "expansion"), default="auto")

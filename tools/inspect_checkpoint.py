@@ -1,6 +1,6 @@
 """Says what a checkpoint is: its method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
-python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000250
+python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.conversion.inspection import as_text, describe_checkpoint
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000250")
+    parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=Path, help="where the base lies, if not where the checkpoint says")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()

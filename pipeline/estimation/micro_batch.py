@@ -25,6 +25,7 @@ from pipeline.methods import training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import default_dtype
 from pipeline.parallel.topology import TensorParallel
 
 
@@ -95,7 +96,7 @@ def measure_micro_batch(
     """
     messages: list[AllReduce] = []
     with FakeTensorMode():
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             tp = imagined_ranks(tp_size, messages)
             model = training_method(config).build(spec, tp, activation_checkpointing)
         shape = config.schedule.micro_batch_size, config.data.sequence_length
@@ -168,13 +169,3 @@ def _fetches_of(model: Decoder) -> Iterator[list[Fetch]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

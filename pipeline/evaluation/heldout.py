@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config import Corpus, RunConfig
+from pipeline.data.corpora import has_heldout
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import is_heldout
 from pipeline.errors import DataError
@@ -16,16 +17,12 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[str]]:
     Raises:
         DataError: none has.
     """
-    found = {name: _documents(corpus) for name, corpus in config.data.corpora.items() if _has_heldout(corpus)}
+    found = {name: _documents(corpus) for name, corpus in config.data.corpora.items() if has_heldout(config.data, name)}
     if not found:
         raise DataError(
             f"data.corpora of {config.name}: none has a held-out part to score; set heldout_input or heldout_fraction"
         )
     return found
-
-
-def _has_heldout(corpus: Corpus) -> bool:
-    return bool(corpus.heldout_input) or corpus.heldout_fraction > 0
 
 
 def _documents(corpus: Corpus) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -79,3 +80,14 @@ def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) 
     if first < stop:
         rows = first // row, -(-stop // row)
         held[: stop - first].copy_(read(rows).flatten()[first - rows[0] * row : stop - rows[0] * row])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made in the block are of type `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

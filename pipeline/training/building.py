@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import deepspeed
-import torch
 from torch import nn
 
 from pipeline import methods
 from pipeline.config import RunConfig
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
+from pipeline.parallel.parameter import default_dtype
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.deepspeed_config import DeepSpeedConfig
 
@@ -25,7 +24,7 @@ def build_model(
     Under ZeRO-3 each parameter is partitioned as soon as it is made, so that a rank never holds a whole shard.
     """
     with ExitStack() as contexts:
-        contexts.enter_context(_default_dtype(deepspeed_config.dtype))
+        contexts.enter_context(default_dtype(deepspeed_config.dtype))
         if deepspeed_config.partitions_at_once:
             partitioned = _PartitionedUnset(
                 data_parallel_group=groups.get_data_parallel_group(),
@@ -44,13 +43,3 @@ class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
     def _zero_init_param(self, param: nn.Parameter) -> None:
         self._convert_to_deepspeed_param(param)
         param.partition()  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -154,9 +154,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        # Given away at once: whoever still holds the loss must not hold these as well.
-        gradients, ctx.gradients = ctx.gradients.tensors(), None
-        return (None, None, *(None if gradient is None else gradient * scale for gradient in gradients))
+        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients.tensors())
+        return (None, None, *scaled)
 
 
 @dataclass

@@ -4,6 +4,10 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# What one tool needs and training does not.
+EVAL = ["lm-eval>=0.4.13,<0.5"]
+REPORT = ["resvg_py>=0.5,<1"]
+
 setup(
     name="scale-cpt",
     version="0.1.0",
@@ -12,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"]},
+    package_data={"pipeline": ["py.typed"], "pipeline.report": ["templates/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",
@@ -32,12 +36,18 @@ setup(
         "zstandard>=0.22",
         "gigatoken>=0.10,<0.11",
         "tqdm>=4.66",
+        "jinja2>=3.1",
         "ninja>=1.11",
     ],
     extras_require={
+        "eval": EVAL,
+        "report": REPORT,
         "dev": [
+            *EVAL,
+            *REPORT,
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
             "ruff>=0.9",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import sys
+import traceback
 from collections.abc import Callable
 
 from pipeline import log
 from pipeline.errors import UserError
-
-INTERRUPTED = 130
-DISK_FULL = 1
+from pipeline.exit_codes import INTERNAL_FAULT, INTERRUPTED, PASSING_FAULT
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -22,14 +21,20 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(
-            f"error: no space left on the disk of {error.filename or 'the output'}; free some and start again",
-            file=sys.stderr,
-        )
-        code = DISK_FULL
+        code = _of_system_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
+    except Exception:  # noqa: BLE001  # its code must not be the interpreter's 1, which is a user's fault
+        traceback.print_exc()
+        code = INTERNAL_FAULT
     sys.exit(code)
+
+
+def _of_system_error(error: OSError) -> int:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        traceback.print_exception(error)
+        return INTERNAL_FAULT
+    where = error.filename or "the output"
+    print(f"error: no space left on the disk of {where}; free some and start again", file=sys.stderr)
+    return PASSING_FAULT

@@ -6,17 +6,19 @@ A traceback, by contrast, always means a bug of ours.
 
 from __future__ import annotations
 
+from pipeline.exit_codes import CONFIG_ERROR, FOLDER_TAKEN, INTERNAL_FAULT, LOST_RANK, PASSING_FAULT, USER_ERROR
+
 
 class UserError(Exception):
     """A fault that the user can mend: the command lines print it as one line and exit with `exit_code`."""
 
-    exit_code = 1
+    exit_code = USER_ERROR
 
 
 class ConfigError(UserError):
     """A run configuration, a flag or a combination of settings that cannot work."""
 
-    exit_code = 2
+    exit_code = CONFIG_ERROR
 
 
 class BaseModelError(UserError):
@@ -27,12 +29,52 @@ class DataError(UserError):
     """A corpus, a tokenizer or a record that cannot be used."""
 
 
+class MissingPackageError(UserError):
+    """A library that only one of the tools needs, and that is not installed."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not, byte for byte, what was written: an older one may be whole."""
+
+
+class CheckpointStorageError(CheckpointError):
+    """A checkpoint that a disk did not take, or does not give back now: that says nothing about its content."""
+
+    exit_code = PASSING_FAULT
+
+
+class RunFolderError(UserError):
+    """A run folder that is not there."""
+
+
+class FolderTakenError(RunFolderError):
+    """A run folder in which another job is at work."""
+
+    exit_code = FOLDER_TAKEN
+
+
 class LayoutError(UserError):
     """Sizes that do not divide over the ranks, or a world that is not the one that was asked for."""
+
+
+class PreflightError(UserError):
+    """An allocation that a run must not start on: what was measured there is wrong, too slow or too small."""
+
+
+class PassingPreflightError(PreflightError):
+    """The same, where another attempt may find better nodes, or these nodes in a better state."""
+
+    exit_code = PASSING_FAULT
+
+
+class RendezvousError(UserError):
+    """Ranks that could not meet. Another attempt, at another port, may succeed, and the exit code says so."""
+
+    exit_code = LOST_RANK
 
 
 class PreservationError(UserError):
@@ -40,8 +82,35 @@ class PreservationError(UserError):
 
 
 class DivergenceError(UserError):
-    """Training that has come to a loss which is no number."""
+    """Training that did not find back, or met too many steps from which no number came."""
+
+
+class ForgettingError(UserError):
+    """A run that came to the end of its forgetting budget, and saved."""
+
+
+class BudgetError(UserError):
+    """A forgetting budget that none of the candidates of a search is expected to keep."""
+
+
+class StudyError(UserError):
+    """A run of a study that ended in a fault; the study ends with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ConversionError(UserError):
     """An exported model that cannot be made, or that differs from the model it was made of."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process ends with for it: a user's fault says itself; any other is nobody's to have foreseen."""
+    return int(getattr(error, "exit_code", INTERNAL_FAULT))
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception in one line: a user's fault as it says itself, else with its type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

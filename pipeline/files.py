@@ -27,6 +27,13 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def free_bytes(path: Path) -> int:
+    """The room there is for an ordinary user where `path` lies, or will lie: what statvfs says."""
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    system = os.statvfs(existing)
+    return system.f_bavail * system.f_frsize
+
+
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """A file to fill; it becomes `path` when the block ends well, and vanishes when it does not.
@@ -46,6 +53,11 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
         unfinished.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name`, which a stranger's file gave, leads to a place in its own folder and nowhere else."""
+    return name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ class _Where(logging.Filter):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank = rank
-        self.where = f"[{rank}@{socket.gethostname()}]" if world_size > 1 else "[main]"
+        self.where = f"[{rank}@{node()}]" if world_size > 1 else "[main]"
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.where = self.where
@@ -26,6 +26,11 @@ class _Where(logging.Filter):
 def get_logger(name: str) -> logging.Logger:
     """A logger below the package's own, so that one `configure` governs them all."""
     return logging.getLogger(f"pipeline.{name.removeprefix('pipeline.')}")
+
+
+def node() -> str:
+    """This machine as the cluster calls it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def configure(level: int = logging.INFO) -> None:

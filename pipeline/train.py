@@ -2,8 +2,13 @@
 
     torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
 
-It goes on from the run's newest checkpoint, and does nothing where the run is finished. A signal (SIGTERM, SIGUSR1,
-Ctrl-C) makes it save once more and leave with exit code 75.
+With --dry-run one process, on any machine, prints the run's plan and what would stop it instead, and exits with 0 only
+where nothing would:
+
+    python -m pipeline.train --dry-run --gpus 16 configs/demo.yaml
+
+Training goes on from the run's newest checkpoint, and does nothing where the run is finished. A signal (SIGTERM,
+SIGUSR1, Ctrl-C) makes it save once more and leave with exit code 75.
 """
 
 from __future__ import annotations
@@ -12,16 +17,29 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline import command_line
+from pipeline import command_line, log
+from pipeline.estimation.options import add_cluster_options
 from pipeline.training import launch
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="the run's YAML file, e.g. configs/demo.yaml")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
+    planned = parser.add_argument_group("with --dry-run")
+    add_cluster_options(planned)
+    planned.add_argument("--base-config", type=Path, help="the base's config.json, where its folder is not here")
+    planned.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
+    if arguments.dry_run:
+        from pipeline.planning.dry_run import dry_run  # training's ranks need none of it
+
+        return dry_run(arguments)
+    if arguments != parser.parse_args([str(arguments.config)]):
+        parser.error("only --dry-run takes options: training has its ranks from the launcher")
 
     device = launch.initialise(launch.read_launch(os.environ))
+    log.configure()  # once more: now the environment says which rank this is, whoever started it
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
     code = run_training(arguments.config, device)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import platform
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config import Method, RunConfig
-from pipeline.errors import CheckpointError
-from pipeline.files import file_hash, write_json
+from pipeline.checkpoint.position import Position
+from pipeline.config.method import Method
+from pipeline.config.run import RunConfig
+from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
+from pipeline.files import file_hash, is_plain_name, write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
@@ -70,14 +74,6 @@ class FileRecord(_Part):
     sha256: str
 
 
-class Position(_Part):
-    """How far a run is. `seconds` counts the time spent in training steps, over all attempts."""
-
-    step: int
-    tokens_seen: int
-    seconds: float
-
-
 class Manifest(_Part):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
@@ -127,29 +123,63 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        DamagedCheckpointError: there is none, or it is none.
+        CheckpointStorageError: it cannot be read now.
+        CheckpointError: it is of another version, or means harm.
     """
     path = folder / NAME
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        manifest = Manifest.model_validate_json(content)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
+        raise DamagedCheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"])) or "the file"
-        raise CheckpointError(f"{path}: not a checkpoint's manifest: {where}: {fault['msg']}") from None
-    if any(Path(name).name != name for name in manifest.files):
+        kind = CheckpointError if _is_of_another_version(content) else DamagedCheckpointError
+        raise kind(f"{path}: not a checkpoint's manifest: {where}: {fault['msg']}") from None
+    if not all(map(is_plain_name, manifest.files)):
         raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
     return manifest
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
+    return CheckpointStorageError(
+        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; look at the file system there, and start "
+        "again"
+    )
+
+
+def _is_of_another_version(content: bytes) -> bool:
+    try:
+        values = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(values, dict) and values.get("format") != FORMAT
+
+
 def check_file(manifest: Manifest, folder: Path, name: str) -> None:
-    """Raises CheckpointError where the file `name` of a checkpoint is not, byte for byte, what was written."""
+    """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
+
+    Raises:
+        DamagedCheckpointError: it is not.
+        CheckpointStorageError: it cannot be read now, or the whole checkpoint is out of this node's sight.
+    """
     path, record = folder / name, manifest.files[name]
-    if not path.exists() or path.stat().st_size != record.bytes:
-        raise CheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
-    if file_hash(path) != record.sha256:
-        raise CheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
+    try:
+        whole, digest = path.stat().st_size == record.bytes, file_hash(path)
+    except FileNotFoundError as error:
+        if not (folder / NAME).exists():
+            raise _unreadable(path, error) from None
+        whole = False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not whole:
+        raise DamagedCheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
+    if digest != record.sha256:
+        raise DamagedCheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
 
 
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:

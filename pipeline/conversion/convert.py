@@ -13,10 +13,12 @@ import torch
 from pipeline import log
 from pipeline.checkpoint.manifest import NAME as MANIFEST
 from pipeline.checkpoint.manifest import check_file
-from pipeline.config import ScaleMethod
+from pipeline.config.method import ScaleMethod
 from pipeline.conversion.export import Export
+from pipeline.conversion.hf_config import dtype_name
 from pipeline.conversion.hf_folder import write_hf_folder
 from pipeline.conversion.ordinary import ordinary_export
+from pipeline.conversion.peft_format import peft_export
 from pipeline.conversion.probe import Probe
 from pipeline.conversion.scale_format import scale_export
 from pipeline.conversion.stock import stock_export, why_not_stock
@@ -27,7 +29,7 @@ from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion_folder import write_expansion
 
-Format = Literal["auto", "stock", "scale", "expansion"]
+Format = Literal["auto", "stock", "scale", "peft", "expansion"]
 MakeProbe = Callable[[TrainedModel], Probe]
 RECORD = "conversion.json"
 VERIFICATION = "verification.json"
@@ -66,12 +68,12 @@ def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
         _write_expansion(asked.output, model, record)
         return True
     export = choose_export(model, asked.format, asked.dtype or model.base_dtype)
-    _logger.info("writing %s, format %s, %s", asked.output, export.format, export.config["dtype"])
+    _logger.info("writing %s, format %s, %s", asked.output, export.format, dtype_name(export.dtype))
     with published_folder(asked.output) as folder:
         write_hf_folder(folder, export, model.base.path)
         report = verify(model, folder, make_probe(model), export.dtype)
         write_json(folder / VERIFICATION, report.as_json())
-        written = {"written_format": export.format, "written_dtype": export.config["dtype"]}
+        written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
         write_json(folder / RECORD, {**record, **written})
     _logger.info(
         "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
@@ -86,6 +88,8 @@ def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Ex
     Raises:
         ConversionError: `format` cannot.
     """
+    if format == "peft":
+        return peft_export(model, dtype)
     if model.plan is None and format in ("auto", "stock"):
         return ordinary_export(model, dtype)
     if format == "stock" or (format == "auto" and why_not_stock(model) is None):
@@ -94,13 +98,13 @@ def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Ex
 
 
 def _write_expansion(output: Path, model: TrainedModel, record: Mapping[str, Any]) -> None:
-    if not isinstance(model.method, ScaleMethod):
-        raise ConversionError(f"{model.checkpoint}: full fine-tuning has no expansion; use --format stock")
+    if not isinstance(model.settings, ScaleMethod):
+        raise ConversionError(f"{model.checkpoint}: method {model.settings.name} has no expansion; use --format stock")
     # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
     origin = {
         **record,
         "base_hashes": model.base.hashes(),
-        "method": origin_of(model.method),
+        "method": origin_of(model.settings),
         "seed": model.manifest.run.seed,
     }
     write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)

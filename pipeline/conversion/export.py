@@ -26,15 +26,29 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
+class FileNames:
+    """What the files of a folder are called. `in_parts` says whether weights of many GiB lie in several."""
+
+    weights: str
+    config: str
+    in_parts: bool
+
+
+MODEL = FileNames("model.safetensors", "config.json", in_parts=True)
+ADAPTER = FileNames("adapter_model.safetensors", "adapter_config.json", in_parts=False)
+
+
+@dataclass(frozen=True)
 class Export:
     """A Hugging Face folder to be written.
 
     Attributes:
-        format: `stock` or `scale`.
-        config: the contents of config.json.
+        format: `stock`, `scale` or `peft`.
+        config: the contents of the configuration.
         tensors: in the order in which they are written.
         dtype: what they are written in.
         code: files of Python that the folder carries, by name.
+        files: what weights and configuration are called.
     """
 
     format: str
@@ -42,3 +56,4 @@ class Export:
     tensors: Sequence[PlannedTensor]
     dtype: torch.dtype
     code: Mapping[str, str] = field(default_factory=dict)
+    files: FileNames = MODEL

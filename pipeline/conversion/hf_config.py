@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.errors import BaseModelError
+from pipeline.model.from_hf import RESIDUAL_KEY
+from pipeline.model.residual import StoredResidual
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of the base as it was downloaded, and untrue of what is made of it.
@@ -27,6 +30,11 @@ def base_config(base: Path) -> dict[str, Any]:
 def token_ids(config: dict[str, Any]) -> dict[str, Any]:
     """The ids of the special tokens."""
     return {key: config[key] for key in _TOKEN_IDS if key in config}
+
+
+def residual_config(residual: StoredResidual) -> dict[str, Any]:
+    """What `model.from_hf` finds again when the folder is a base."""
+    return {RESIDUAL_KEY: asdict(residual)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

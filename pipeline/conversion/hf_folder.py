@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.conversion.export import Export, PlannedTensor
 from pipeline.conversion.safetensors_file import write_safetensors
 from pipeline.files import write_json, write_text
-from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE
+from pipeline.model.base_folder import INDEX_FILE
 
 FILE_BYTES = 4 * 2**30
 # Fixed names: nothing that a file says decides where we write.
@@ -34,8 +34,12 @@ _FROM_BASE = (
 
 def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int = FILE_BYTES) -> None:
     """Fills the existing `folder`. One tensor is held at a time."""
-    files = shards(export.tensors, file_bytes // export.dtype.itemsize)
-    names = [SINGLE_FILE] if len(files) == 1 else [_shard_name(index, len(files)) for index in range(len(files))]
+    files: Sequence[Sequence[PlannedTensor]] = [export.tensors]
+    if export.files.in_parts:
+        files = shards(export.tensors, file_bytes // export.dtype.itemsize)
+    names = [export.files.weights]
+    if len(files) > 1:
+        names = [_shard_name(index, len(files)) for index in range(len(files))]
     for name, tensors in zip(names, files, strict=True):
         write_safetensors(folder / name, tensors, export.dtype)
     if len(files) > 1:
@@ -48,7 +52,7 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
     for name in _FROM_BASE:
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
-    write_json(folder / "config.json", export.config)
+    write_json(folder / export.files.config, export.config)
 
 
 def shards(tensors: Sequence[PlannedTensor], elements: int) -> list[list[PlannedTensor]]:

@@ -11,6 +11,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.conversion.export import ADAPTER
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
 from pipeline.errors import BaseModelError
 
@@ -47,6 +48,16 @@ def load_hf_model(
             names = sorted(map(str, found[fault]))
             raise BaseModelError(f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more")
     return model.to(device).eval()
+
+
+def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """A folder that a conversion wrote, as others load it: by transformers, or, where it holds adapters only, by PEFT
+    beside the `base`."""
+    if not (folder / ADAPTER.config).exists():
+        return load_hf_model(folder, dtype)
+    from peft import PeftModel  # only where adapters are written
+
+    return PeftModel.from_pretrained(load_hf_model(base, dtype), str(folder)).eval()
 
 
 def _check_config(folder: Path, trust_remote_code: bool) -> None:

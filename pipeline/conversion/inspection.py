@@ -38,14 +38,16 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
 
 
 def block_norms(model: TrainedModel) -> dict[str, list[float]]:
-    """The Frobenius norm of each kind of block in every layer, beside the frozen base's."""
+    """The Frobenius norm of each kind of block in every layer, beside the base's; a whole added layer is a kind too."""
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0] * model.spec.num_layers)
     for name in model.shapes:
-        if not name.startswith("layers.") or not name.endswith(".weight"):
+        if not name.startswith("layers.") or name.endswith(".bias"):
             continue
-        kind = "base" if is_base(name) else block_kind(name)
+        layer = int(name.split(".")[1])
+        own = "added layer" if layer in model.structure.added_layers else "base"
+        kind = own if is_base(name) else block_kind(name)
         if kind is not None:
-            squares[kind][int(name.split(".")[1])] += float(model.read(name).detach().float().square().sum())
+            squares[kind][layer] += float(model.read(name).detach().float().square().sum())
     return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
 
 

@@ -57,6 +57,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         norm: str = "rmsnorm",
         norm_eps: float = 1e-5,
         norm_statistics: str = "separate",
+        normed_size: int | None = None,
         hidden_act: str = "silu",
         gated_ffn: bool = True,
         query_key_value_bias: bool = False,
@@ -86,6 +87,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         self.norm = norm
         self.norm_eps = norm_eps
         self.norm_statistics = norm_statistics
+        self.normed_size = normed_size
         self.hidden_act = hidden_act
         self.gated_ffn = gated_ffn
         self.query_key_value_bias = query_key_value_bias
@@ -131,18 +133,23 @@ class WidenedLinear(nn.Module):
 
 
 class StreamNorm(nn.Module):
-    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be taken of the other one."""
+    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be taken of the other one.
 
-    def __init__(self, kind: str, size: int, eps: float) -> None:
+    With `normed_size` (RMSNorm alone) only so many channels are summed for them, and the others count as zeros.
+    """
+
+    def __init__(self, kind: str, size: int, eps: float, normed_size: int | None) -> None:
         super().__init__()
         self.eps = eps
+        self.normed_size = normed_size
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
 
     def forward(self, x: Tensor, statistics_of: Tensor) -> Tensor:
         source = statistics_of.float()
         if self.bias is None:
-            scale = torch.rsqrt(source.pow(2).mean(-1, keepdim=True) + self.eps)
+            squares = source[..., : self.normed_size].pow(2)
+            scale = torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
             return self.weight * (x.float() * scale).to(x.dtype)
         variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
         normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
@@ -155,8 +162,9 @@ class WidenedNorm(nn.Module):
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.shared = config.norm_statistics == "base"
-        self.base = StreamNorm(config.norm, config.hidden_size, config.norm_eps)
-        self.expansion = StreamNorm(config.norm, config.expansion_hidden_size, config.norm_eps)
+        of_base = config.normed_size if self.shared else None
+        self.base = StreamNorm(config.norm, config.hidden_size, config.norm_eps, config.normed_size)
+        self.expansion = StreamNorm(config.norm, config.expansion_hidden_size, config.norm_eps, of_base)
 
     def forward(self, path: Path) -> Path:
         x, x_up, masked = path

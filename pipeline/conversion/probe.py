@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeline.conversion.trained_model import TrainedModel
+from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.tokenizer_training import good_documents
 from pipeline.errors import DataError
 
 # Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
@@ -37,8 +38,13 @@ Probe = Mapping[str, list[Tensor]]
 """Token windows [S] of each text, by its name."""
 
 
-def probe_maker(sources: Mapping[str, Sequence[str]], text_key: str = "text") -> Callable[[TrainedModel], Probe]:
-    """The beginnings of the first documents of each source (a list of files), or without one of the passages above."""
+def probe_maker(
+    sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
+) -> Callable[[TrainedModel], Probe]:
+    """The beginnings of the first documents of each source (a list of files), or without one of the passages above.
+
+    `keys` are those of sources whose texts lie elsewhere than under "text", or stand behind prompts.
+    """
 
     def make(model: TrainedModel) -> Probe:
         tokenizer = load_tokenizer(model.base.path)
@@ -46,7 +52,10 @@ def probe_maker(sources: Mapping[str, Sequence[str]], text_key: str = "text") ->
         count = max(1, min(DOCUMENTS, LOGITS // (context * model.spec.vocab_size)))
         documents: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
-            documents = {name: islice(texts(files, text_key=text_key), count) for name, files in sources.items()}
+            documents = {
+                name: (one.whole_text for one in islice(good_documents(files, (keys or {}).get(name, Keys())), count))
+                for name, files in sources.items()
+            }
         probe = {name: _windows(found, tokenizer, context) for name, found in documents.items()}
         if empty := [name for name, windows in probe.items() if not windows]:
             raise DataError(f"{empty[0]}: holds no document to verify on; name other files with --text")

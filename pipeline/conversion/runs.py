@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import RunConfig, load_config
+from pipeline.checkpoint.folder import LATEST, latest_checkpoint
+from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, Format
+from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError
 
 HF_FOLDER = "hf"
@@ -25,17 +27,20 @@ def latest_conversion(config_path: Path, format: Format, dtype: torch.dtype | No
 
 def newest_checkpoint(config: RunConfig) -> Path:
     """The checkpoint that `checkpoints/latest` names."""
-    pointer = config.folder / "checkpoints" / "latest"
-    try:
-        name = pointer.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise CheckpointError(f"{pointer}: no such file; the run has no checkpoint yet: train it first") from None
-    if Path(name).name != name or not (pointer.parent / name).is_dir():
-        raise CheckpointError(f"{pointer}: names {name!r}, which is no checkpoint there; write the name of one that is")
-    return pointer.parent / name
+    folder = config.folder / "checkpoints"
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder / LATEST}: no such file; the run has no checkpoint yet: train it first")
+    return checkpoint
 
 
 def run_texts(config_path: Path) -> dict[str, list[str]]:
     """The text files of each corpus that the run has not trained on, or else its inputs, by the corpus's name."""
     corpora = load_config(config_path).data.corpora
     return {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
+
+
+def run_keys(config_path: Path) -> dict[str, Keys]:
+    """Where the records of each of these corpora have their text, and its prompt."""
+    corpora = load_config(config_path).data.corpora
+    return {name: Keys(corpus.text_key, corpus.prompt_key) for name, corpus in corpora.items()}

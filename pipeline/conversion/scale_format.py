@@ -24,10 +24,11 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """Any SCALE model, of any family.
 
     Raises:
-        ConversionError: nothing was added to the base.
+        ConversionError: the base was not widened.
     """
     if model.plan is None:
-        raise ConversionError(f"{model.checkpoint}: nothing was added to the base; convert it with --format stock")
+        method = model.settings.name
+        raise ConversionError(f"{model.checkpoint}: method {method} widens nothing; convert it with --format stock")
     return Export(
         format="scale",
         config={
@@ -52,9 +53,11 @@ def _architecture(spec: DecoderSpec, plan: ExpansionPlan) -> dict[str, Any]:
     described = asdict(spec)
     widths, rotary = described.pop("widths"), described.pop("rotary")
     renamed = {"activation": "hidden_act", "num_layers": "num_hidden_layers"}
-    described = {renamed.get(key, key): value for key, value in described.items() if key != "family"}
+    left_out = ("family", "residual")
+    described = {renamed.get(key, key): value for key, value in described.items() if key not in left_out}
     return {
         **described,
+        "normed_size": spec.normed_size,
         **widths,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
         "rotary": rotary,

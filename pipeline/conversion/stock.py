@@ -8,6 +8,9 @@ square, and the gains take it back (METHOD, "Stock export"). With D the base's w
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
     eps     times D / D'
+
+Where the base was widened before, what was added then is stored in the same way. config.json says which channels they
+are, and s, so that training can take it back (`model.residual`).
 """
 
 from __future__ import annotations
@@ -21,15 +24,13 @@ import torch
 from torch import Tensor
 
 from pipeline.conversion.export import Export, PlannedTensor
-from pipeline.conversion.hf_config import base_config, dtype_name
+from pipeline.conversion.hf_config import base_config, dtype_name, residual_config
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.hf_names import hf_tensor
+from pipeline.model.residual import StoredResidual, scale_in
 from pipeline.scale.plan import ExpansionPlan
 
-# 2^-20 leaves 2^-40 of x_up's square in the mean square. Half precision has five bits of exponent: there 2^-6, which
-# keeps the scaled weights normal numbers and the error below its own rounding.
-_SCALE_EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 6}
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
 
 
@@ -59,7 +60,8 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     if reason is not None or model.plan is None:
         raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
     widths, added = model.spec.widths, model.plan.expansion
-    fusion = Fusion(model, model.plan, 2.0 ** -_SCALE_EXPONENT[dtype], dtype)
+    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype))
+    fusion = Fusion(model, model.plan, residual, dtype)
     config = base_config(model.base.path) | {
         "hidden_size": fusion.hidden_size,
         "intermediate_size": widths.intermediate_size + added.intermediate_size,
@@ -69,6 +71,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / fusion.hidden_size,
         "tie_word_embeddings": False,
         "dtype": dtype_name(dtype),
+        **residual_config(residual),
     }
     return Export(format="stock", config=config, tensors=list(fusion.tensors()), dtype=dtype)
 
@@ -80,11 +83,11 @@ def stock_hidden_size(hidden_size: int, heads: int) -> int:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Each ordinary tensor from the blocks that it is made of; `scale` is s above."""
+    """Each ordinary tensor from the blocks that it is made of."""
 
     model: TrainedModel
     plan: ExpansionPlan
-    scale: float
+    residual: StoredResidual
     dtype: torch.dtype
 
     @property
@@ -117,14 +120,14 @@ class Fusion:
             make = partial(self._embedding, fused)
         elif kind == "bias":
             fused = (self.hidden_size if writes_residual else shape[0] + self._rows(f"{stem}.base_to_expansion.bias"),)
-            make = partial(self._bias, stem, fused, self.scale if writes_residual else 1.0)
+            make = partial(self._bias, stem, fused)
         elif writes_residual:
             fused = (self.hidden_size, shape[1] + self._columns(f"{stem}.expansion_to_expansion.weight"))
-            make = partial(self._linear, stem, fused, self.scale)
+            make = partial(self._linear, stem, fused)
         else:
             fused = (shape[0] + self._rows(f"{stem}.base_to_expansion.weight"), self.hidden_size)
-            make = partial(self._linear, stem, fused, 1.0)
-        return PlannedTensor(target, fused, make)
+            make = partial(self._linear, stem, fused)
+        return PlannedTensor(target, fused, lambda: self.residual.store(name, make()))
 
     def _rows(self, name: str) -> int:
         return self.model.shapes[name][0]
@@ -132,8 +135,8 @@ class Fusion:
     def _columns(self, name: str) -> int:
         return self.model.shapes[name][1]
 
-    def _linear(self, stem: str, shape: tuple[int, ...], expansion_scale: float) -> Tensor:
-        """[[W, W12], [s W21, s W22]]; what no block fills is zero."""
+    def _linear(self, stem: str, shape: tuple[int, ...]) -> Tensor:
+        """[[W, W12], [W21, W22]]; what no block fills is zero."""
         fused = torch.zeros(shape, dtype=self.dtype)
         rows, columns = self.model.shapes[f"{stem}.base.weight"]
         up_rows, up_columns = self.model.shapes[f"{stem}.expansion_to_expansion.weight"]
@@ -142,19 +145,18 @@ class Fusion:
         fused[above, left] = self.model.read(f"{stem}.base.weight")
         if f"{stem}.expansion_to_base.weight" in self.model.shapes:
             fused[above, right] = self.model.read(f"{stem}.expansion_to_base.weight")
-        fused[below, left] = self.model.read(f"{stem}.base_to_expansion.weight") * expansion_scale
-        fused[below, right] = self.model.read(f"{stem}.expansion_to_expansion.weight") * expansion_scale
+        fused[below, left] = self.model.read(f"{stem}.base_to_expansion.weight")
+        fused[below, right] = self.model.read(f"{stem}.expansion_to_expansion.weight")
         return fused
 
-    def _bias(self, stem: str, shape: tuple[int, ...], expansion_scale: float) -> Tensor:
-        bias = self.model.read(f"{stem}.base.bias")
-        added = self.model.read(f"{stem}.base_to_expansion.bias") * expansion_scale
+    def _bias(self, stem: str, shape: tuple[int, ...]) -> Tensor:
+        bias, added = (self.model.read(f"{stem}.{block}.bias") for block in ("base", "base_to_expansion"))
         return self._row(shape, bias, added)
 
     def _gain(self, stem: str) -> Tensor:
         correction = math.sqrt(self.model.spec.widths.hidden_size / self.hidden_size)
         gain = self.model.read(f"{stem}.base.weight").float() * correction
-        added = self.model.read(f"{stem}.expansion.weight") * (correction / self.scale)
+        added = self.model.read(f"{stem}.expansion.weight") * correction
         return self._row((self.hidden_size,), gain, added)
 
     def _row(self, shape: tuple[int, ...], base: Tensor, added: Tensor) -> Tensor:
@@ -164,15 +166,15 @@ class Fusion:
         return fused
 
     def _embedding(self, shape: tuple[int, ...]) -> Tensor:
-        return self._beside(shape, "embedding.base.weight", "embedding.expansion.weight", self.scale)
+        return self._beside(shape, "embedding.base.weight", "embedding.expansion.weight")
 
     def _output(self, shape: tuple[int, ...]) -> Tensor:
-        return self._beside(shape, "output.base", "output.expansion", 1.0)
+        return self._beside(shape, "output.base", "output.expansion")
 
-    def _beside(self, shape: tuple[int, ...], base: str, expansion: str, expansion_scale: float) -> Tensor:
-        """[base, s · expansion, 0]: the columns side by side."""
+    def _beside(self, shape: tuple[int, ...], base: str, expansion: str) -> Tensor:
+        """[base, expansion, 0]: the columns side by side."""
         fused = torch.zeros(shape, dtype=self.dtype)
         width, added = self.model.spec.widths.hidden_size, self.plan.expansion.hidden_size
         fused[:, :width] = self.model.read(base)
-        fused[:, width : width + added] = self.model.read(expansion) * expansion_scale
+        fused[:, width : width + added] = self.model.read(expansion)
         return fused

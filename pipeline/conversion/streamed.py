@@ -16,7 +16,7 @@ class StreamedDecoder:
     def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
         self.model = model
         self.dtype = dtype
-        self.decoder = skeleton(model.spec, model.plan).to(dtype).eval()
+        self.decoder = skeleton(model.method, model.base).to(dtype).eval()
         for name, module in self._units():
             module.register_forward_pre_hook(self._filler(name))
             module.register_forward_hook(_empty)

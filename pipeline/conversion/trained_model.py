@@ -12,14 +12,18 @@ from torch import Tensor
 
 from pipeline.checkpoint.manifest import NAME, Manifest, load_manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.config import Method, ScaleMethod
+from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.methods import method_for
+from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import full_shape_of
-from pipeline.scale.plan import ExpansionPlan, plan_expansion
+from pipeline.parallel.low_rank import LowRankAdapter
+from pipeline.parallel.parameter import full_shape_of, named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import ExpansionPlan
 
 
 @dataclass(frozen=True)
@@ -29,30 +33,44 @@ class TrainedModel:
     Attributes:
         checkpoint, base: where the two halves lie.
         manifest: what the trainer wrote about the checkpoint.
-        method: how it trained.
-        plan: what was added to the base; None where the base itself trained.
+        settings: the section `method` that it trained with.
+        method: what those settings make of the base.
+        structure: the decoder without values: it gives names, shapes and partitions.
     """
 
     checkpoint: Path
     base: BaseFolder
     manifest: Manifest
-    method: Method
-    plan: ExpansionPlan | None
+    settings: Method
+    method: TrainingMethod
+    structure: Decoder
     reader: CheckpointReader
 
     @property
     def spec(self) -> DecoderSpec:
-        """The base's architecture."""
-        return self.base.spec
+        """The model's architecture: the base's, with the layers that were added to it."""
+        return self.structure.spec
+
+    @property
+    def plan(self) -> ExpansionPlan | None:
+        """How the base was widened; None where it was not."""
+        return self.structure.plan
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter with its whole shape. A tied output projection is not one of its own."""
-        return {name: full_shape_of(parameter) for name, parameter in skeleton(self.spec, self.plan).named_parameters()}
+        return {name: full_shape_of(parameter) for name, parameter in self.structure.named_parameters()}
+
+    @cached_property
+    def adapters(self) -> dict[str, LowRankAdapter]:
+        """The low-rank adapters, without values, by their path."""
+        return {path: one for path, one in self.structure.named_modules() if isinstance(one, LowRankAdapter)}
 
     def read(self, name: str) -> Tensor:
         """The whole parameter: trained ones in fp32, the base's in the type they were published in."""
-        return self.reader.read(name) if name in self.trained else self.base.read(name)
+        if name in self.trained:
+            return self.reader.read(name)
+        return self.base.read(self.method.base_name(name, self.base.spec))
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -67,7 +85,7 @@ class TrainedModel:
     @torch.no_grad()
     def decoder(self) -> Decoder:
         """The training model itself, in fp32 on the host."""
-        model = skeleton(self.spec, self.plan).to_empty(device="cpu")
+        model = skeleton(self.method, self.base).to_empty(device="cpu")
         if self.spec.tie_word_embeddings:
             model.output.base = model.embedding.base.weight
         for name, parameter in model.named_parameters():
@@ -75,10 +93,10 @@ class TrainedModel:
         return model.eval()
 
 
-def skeleton(spec: DecoderSpec, plan: ExpansionPlan | None) -> Decoder:
-    """The decoder without values: it gives names, shapes and partitions."""
+def skeleton(method: TrainingMethod, base: BaseFolder) -> Decoder:
+    """The decoder that `method` makes of `base`, without values."""
     with torch.device("meta"):
-        return Decoder(spec, plan)
+        return method.build(base.spec, SINGLE, "none")
 
 
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
@@ -90,36 +108,38 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     """
     manifest = load_manifest(checkpoint)
     base = open_base(base_path)
-    method = _method(manifest, checkpoint)
+    settings = _settings(manifest, checkpoint)
     if base.hashes() != manifest.run.base.hashes:
         raise BaseModelError(
             f"{base_path}: other weights than the base that {checkpoint} was trained on "
             f"({manifest.run.base.path}); give that model's folder"
         )
-    plan = plan_expansion(method, base.spec.widths, base.spec.num_layers) if isinstance(method, ScaleMethod) else None
-    reader = CheckpointReader(checkpoint, skeleton(base.spec, plan))
-    model = TrainedModel(checkpoint, base, manifest, method, plan, reader)
+    # Only its structure is asked for: the initial values, of which the folder would be read, lie in the checkpoint.
+    method = method_for(settings, Path(), manifest.run.seed)
+    structure = skeleton(method, base)
+    model = TrainedModel(
+        checkpoint, base, manifest, settings, method, structure, CheckpointReader(checkpoint, structure)
+    )
     _check_whole(model)
     return model
 
 
 def _check_whole(model: TrainedModel) -> None:
-    """Everything that the base does not hold must have been trained."""
-    from_base = {name for name in model.shapes if ".base." in name or name == "output.base"}
-    missing = sorted(set(model.shapes) - model.trained - (from_base if model.plan else set()))
-    if missing:
+    """Everything that the method trains must be there."""
+    wanted = {name for name, _ in named_trained_parameters(model.structure)}
+    if missing := sorted(wanted - model.trained):
         raise CheckpointError(
             f"{model.checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
             "use another checkpoint"
         )
 
 
-def _method(manifest: Manifest, checkpoint: Path) -> Method:
+def _settings(manifest: Manifest, checkpoint: Path) -> Method:
     try:
-        method: Method = TypeAdapter(Method).validate_python(manifest.run.method)
+        settings: Method = TypeAdapter(Method).validate_python(manifest.run.method)
     except ValidationError as error:
         raise CheckpointError(
             f"{checkpoint / NAME}: run.method is none that this version knows "
             f"({error.errors()[0]['msg']}); convert it with the version that wrote it"
         ) from None
-    return method
+    return settings

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.hf_model import load_exported
 from pipeline.conversion.probe import Probe
 from pipeline.conversion.streamed import StreamedDecoder
 from pipeline.conversion.trained_model import TrainedModel
@@ -85,7 +85,8 @@ class Report:
 def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) -> Report:
     """Compares the training model with what `transformers` makes of `folder`, both in the type that it is written in.
 
-    Neither is ever whole in memory: of the one a layer is, and the other is mapped from its files.
+    Adapters alone go through PEFT. Neither model is ever whole in memory: of the one a layer is, and the other is
+    mapped from its files.
 
     Raises:
         ConversionError: they are further apart than rounding explains.
@@ -93,7 +94,7 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     windows = [window for windows in probe.values() for window in windows]
     finer = iter(StreamedDecoder(model, _FINER[dtype]).logits(windows))
     training = iter(StreamedDecoder(model, dtype).logits(windows))
-    exported = load_hf_model(folder, dtype)
+    exported = load_exported(folder, model.base.path, dtype)
     report = Report(str(dtype).removeprefix("torch."))
     for name, of_text in probe.items():
         expected = [next(training) for _ in of_text]

@@ -70,6 +70,13 @@ class _Segment:
     def stop(self) -> int | None:
         return None if self.blocks is None else self.start + self.blocks * self.block_size
 
+    def drawn_before(self, index: int, corpus: int) -> int:
+        """How many samples of `corpus` come before the global `index`, which lies in the segment or just behind it."""
+        block, position = divmod(index - self.start, self.block_size)
+        quota, slot_end = self.quotas[corpus], self.slot_ends[corpus]
+        earlier = _count_below(slot_end, position, self) - _count_below(slot_end - quota, position, self)
+        return self.drawn[corpus] + block * quota + earlier
+
 
 class Blend:
     """Maps global indices to corpora.
@@ -104,13 +111,19 @@ class Blend:
                 f"data: the corpora give {self.total} samples in all, but sample {index} was asked for; "
                 "raise epochs or token_budget, or lower schedule.steps"
             )
-        segment = self._segments[bisect.bisect_right(self._starts, index) - 1]
-        block, position = divmod(index - segment.start, segment.block_size)
+        segment = self._segment(index)
+        position = (index - segment.start) % segment.block_size
         slot = position * segment.stride % segment.block_size
         corpus = bisect.bisect_right(segment.slot_ends, slot)
-        quota, slot_end = segment.quotas[corpus], segment.slot_ends[corpus]
-        earlier = _count_below(slot_end, position, segment) - _count_below(slot_end - quota, position, segment)
-        return Draw(self.names[corpus], segment.drawn[corpus] + block * quota + earlier)
+        return Draw(self.names[corpus], segment.drawn_before(index, corpus))
+
+    def drawn_before(self, index: int) -> dict[str, int]:
+        """How many of the draws below the global `index`, which may be `total` itself, each corpus got."""
+        segment = self._segment(index)
+        return {name: segment.drawn_before(index, corpus) for corpus, name in enumerate(self.names)}
+
+    def _segment(self, index: int) -> _Segment:
+        return self._segments[bisect.bisect_right(self._starts, index) - 1]
 
     def _lay_out(self) -> list[_Segment]:
         """At most two segments a corpus: whole blocks while budgets last, then a smaller one to use up the scarcest."""

@@ -21,12 +21,19 @@ def summary(manifest: Manifest) -> list[tuple[str, str]]:
         ("tokens", f"{manifest.tokens:,} ({manifest.token_dtype}, in {len(manifest.shards):,} shards)"),
         ("characters", f"{manifest.characters:,} ({manifest.tokens_per_character:.4f} tokens each)"),
         ("bytes", f"{manifest.bytes:,} ({manifest.tokens_per_byte:.4f} tokens each)"),
+        *_prompts(manifest),
         ("tokenizer", f"{tokenizer.fingerprint}, {tokenizer.vocab_size:,} ids, encoded by {tokenizer.backend}"),
         ("a document is", f"{tokenizer.document_start} + its ids + {tokenizer.document_end}"),
         ("held-out fraction", f"{manifest.heldout_fraction}"),
         ("rejected", rejected or "none"),
         *(("input", f"{file.path} ({file.bytes:,} bytes, sha256 {file.sha256[:16]}…)") for file in manifest.inputs),
     ]
+
+
+def _prompts(manifest: Manifest) -> list[tuple[str, str]]:
+    if manifest.prompt_key is None:
+        return []
+    return [("prompts", f"{manifest.prompt_tokens:,} of the tokens, {manifest.prompt_bytes:,} of the bytes")]
 
 
 def decoded_documents(corpus: TokenCorpus, tokenizer: Tokenizer, count: int, seed: int) -> Iterator[tuple[str, str]]:

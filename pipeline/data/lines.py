@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import orjson
 
-from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, checked_text
+from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Keys, Record, Rejected, checked_text, with_prompt
 from pipeline.data.streams import Stream
 
 _BLOCK = 4 << 20
@@ -80,8 +80,8 @@ def lines(stream: Stream, start: int, stop: int, *, limit: int = MAX_RECORD_BYTE
         yield final
 
 
-def line_records(stream: Stream, start: int, stop: int, *, text_key: str | None) -> Iterator[Record]:
-    """The records of the lines that begin in [start, stop): JSON objects with `text_key`, or (None) each line as it is.
+def line_records(stream: Stream, start: int, stop: int, *, keys: Keys | None) -> Iterator[Record]:
+    """The records of the lines that begin in [start, stop): JSON objects with `keys`, or (None) each line as it is.
 
     Blank lines are no records. Where the stream is damaged, its last, cut line is one, with the damage as its reason.
     """
@@ -90,16 +90,16 @@ def line_records(stream: Stream, start: int, stop: int, *, text_key: str | None)
         if stream.fault and not stream.read_at(line.offset + line.size, 1):
             cut = line
         elif line.content and not line.content.isspace():
-            yield _record(line, text_key)
+            yield _record(line, keys)
     if not stream.read_at(stop, 1) and stream.fault:
         yield Rejected(cut.offset if cut else stop, stream.fault, cut.content[:EXCERPT_BYTES] if cut else b"")
 
 
-def _record(line: Line, text_key: str | None) -> Record:
+def _record(line: Line, keys: Keys | None) -> Record:
     excerpt = line.content[:EXCERPT_BYTES]
     if line.size > MAX_RECORD_BYTES:
         return Rejected(line.offset, "too_large", excerpt)
-    if text_key is None:
+    if keys is None:
         try:
             return checked_text(line.offset, line.content.decode())
         except UnicodeDecodeError:
@@ -110,9 +110,14 @@ def _record(line: Line, text_key: str | None) -> Record:
         return Rejected(line.offset, "malformed_json" if _is_utf8(line.content) else "invalid_utf8", excerpt)
     if not isinstance(value, dict):
         return Rejected(line.offset, "not_an_object", excerpt)
-    if text_key not in value:
+    if keys.text not in value:
         return Rejected(line.offset, "no_text_key", excerpt)
-    return checked_text(line.offset, value[text_key])
+    document = checked_text(line.offset, value[keys.text])
+    if keys.prompt is None:
+        return document
+    if keys.prompt not in value:
+        return Rejected(line.offset, "no_prompt_key", excerpt)
+    return with_prompt(line.offset, document, value[keys.prompt])
 
 
 def _is_utf8(content: bytes) -> bool:

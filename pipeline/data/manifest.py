@@ -47,18 +47,25 @@ class ShardRecord(_Part):
 
 
 class Manifest(_Part):
-    """The contents of `manifest.json`. `characters` and `bytes` (UTF-8) count the accepted text of this part."""
+    """The contents of `manifest.json`. `characters` and `bytes` (UTF-8) count the accepted text of this part.
+
+    `prompt_tokens` and `prompt_bytes` say how much of `tokens` and `bytes` is prompts, in a corpus that has them
+    (`prompt_key` is not None); then each shard has a third file, see `prompts.py`.
+    """
 
     format: str = "scale-cpt token corpus 1"
     part: str
     tokenizer: TokenizerRecord
     token_dtype: str
     text_key: str
+    prompt_key: str | None = None
     heldout_fraction: float
     documents: int
     tokens: int
     characters: int
     bytes: int
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
     tokens_per_character: float
     tokens_per_byte: float
     rejected: dict[str, int]

@@ -45,6 +45,7 @@ class Plan(BaseModel):
     document_start: list[int]
     document_end: list[int]
     text_key: str
+    prompt_key: str | None = None
     heldout_fraction: float
     unit_bytes: int
 
@@ -79,6 +80,7 @@ def preprocess(
         document_start=list(tokenizer.document_start),
         document_end=list(tokenizer.document_end),
         text_key=job.text_key,
+        prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
         unit_bytes=unit_bytes,
     )
@@ -99,9 +101,14 @@ def preprocess(
 
 
 def _begin(job: Job, plan: Plan) -> None:
-    job.state.mkdir(parents=True, exist_ok=True)
-    if job.heldout_fraction > 0:
-        job.heldout.mkdir(exist_ok=True)
+    try:
+        job.state.mkdir(parents=True, exist_ok=True)
+        if job.heldout_fraction > 0:
+            job.heldout.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: no folder can be made there ({error.strerror}); name another --output"
+        ) from None
     path = job.state / "plan.json"
     if not path.exists():
         write_json(path, plan.model_dump())
@@ -117,6 +124,7 @@ def _finished(job: Job, plan: Plan) -> Manifest:
         document_start=found.tokenizer.document_start,
         document_end=found.tokenizer.document_end,
         text_key=found.text_key,
+        prompt_key=found.prompt_key,
         heldout_fraction=found.heldout_fraction,
         unit_bytes=plan.unit_bytes,
     )
@@ -153,7 +161,7 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
     kept = job.state / f"{index:05d}.ranges.json"
     if kept.exists():
         return index, TypeAdapter(list[Unit]).validate_json(kept.read_bytes())
-    units = split_file(path, index, job.text_key, unit_bytes)
+    units = split_file(path, index, job.keys, unit_bytes)
     write_json(kept, [asdict(unit) for unit in units])
     return index, units
 
@@ -248,11 +256,14 @@ def _manifest(
         ),
         token_dtype=token_dtype(vocab_size).name,
         text_key=job.text_key,
+        prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
         documents=sum(one.documents for _, one in counted),
         tokens=tokens,
         characters=characters,
         bytes=size,
+        prompt_tokens=sum(one.prompt_tokens for _, one in counted),
+        prompt_bytes=sum(one.prompt_bytes for _, one in counted),
         tokens_per_character=round(tokens / max(characters, 1), 6),
         tokens_per_byte=round(tokens / max(size, 1), 6),
         rejected=dict(sorted(rejected.items())),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config import Corpus, Data
+from pipeline.config.data import Corpus, Data
 from pipeline.data.blend import Blend, Draw, Share
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.packing import Sample
@@ -77,6 +77,11 @@ class TrainingSamples:
         name, number = self._order[index]
         return self._corpora[name][number]
 
+    def epochs_after(self, samples: int) -> dict[str, float]:
+        """How many passes over each corpus the first `samples` samples make."""
+        drawn = self._order.blend.drawn_before(samples)
+        return {name: drawn[name] / len(corpus) for name, corpus in self._corpora.items()}
+
     def corpus_of(self, index: int) -> str:
         """The corpus that the sample at the global `index` comes from."""
         return self._order.blend[index].corpus
@@ -90,14 +95,15 @@ class HeldoutSamples:
 
     Attributes:
         corpus: its name.
-        tokens, characters, bytes: of the whole part. `bytes` are those of the text in UTF-8: bits per byte =
+        tokens, bytes: of the whole part, but for prompts. `bytes` are those of the text in UTF-8: bits per byte =
             nll_per_token · tokens / (bytes · ln 2).
+        prompted: whether it holds answers to prompts.
     """
 
     corpus: str
     tokens: int
-    characters: int
     bytes: int
+    prompted: bool
     _packed: PackedCorpus
 
     def __len__(self) -> int:
@@ -121,7 +127,13 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
         if has_heldout(data, name):
             corpus = TokenCorpus(heldout_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint)
             made = corpus.manifest
-            parts[name] = HeldoutSamples(name, made.tokens, made.characters, made.bytes, _packed(corpus, data))
+            parts[name] = HeldoutSamples(
+                name,
+                made.tokens - made.prompt_tokens,
+                made.bytes - made.prompt_bytes,
+                made.prompt_key is not None,
+                _packed(corpus, data),
+            )
     return parts
 
 
@@ -135,8 +147,13 @@ def rank_indices(
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
-    padding = corpus.manifest.tokenizer.document_end[-1]
-    return PackedCorpus(corpus, data.sequence_length, padding=padding, document_mask=data.document_mask)
+    return PackedCorpus(
+        corpus,
+        data.sequence_length,
+        padding=corpus.manifest.tokenizer.document_end[-1],
+        document_mask=data.document_mask,
+        whole_documents=corpus.manifest.prompt_key is not None,
+    )
 
 
 def _budget(corpus: Corpus, samples: int, sequence_length: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +10,59 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, checked_text
+from pipeline.data.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Document,
+    Keys,
+    Record,
+    Rejected,
+    checked_text,
+    with_prompt,
+)
 from pipeline.errors import DataError
 
 # Few rows at a time: what matters for memory is the longest documents that can meet in one batch.
 _ROWS = 256
 
 
-def parquet_ranges(path: Path, text_key: str, unit_bytes: int) -> list[tuple[int, int, int]]:
+def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Splits a Parquet file into row-group ranges of about `unit_bytes` of text: (start, stop, bytes).
 
     Raises:
-        DataError: the file is damaged or has no column `text_key`.
+        DataError: the file is damaged or lacks a column of `keys`.
     """
     with _open_parquet(path) as file:
-        _require_column(path, file.schema_arrow.names, text_key)
-        leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] == text_key)
+        _require_columns(path, file.schema_arrow.names, keys)
+        leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] == keys.text)
         groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
         sizes = [group.column(leaf).total_uncompressed_size for group in groups]
     return _grouped(sizes, unit_bytes)
 
 
-def parquet_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[Record]:
+def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
     """The records of the row groups [start, stop); offsets are row numbers in the file."""
     with _open_parquet(path) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(start))
         groups = list(range(start, stop))
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[text_key], use_threads=False):
-            yield from _column_records(batch.column(0), row)
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=keys.all, use_threads=False):
+            yield from _column_records([batch.column(key) for key in keys.all], row)
             row += batch.num_rows
 
 
-def arrow_ranges(path: Path, text_key: str, unit_bytes: int) -> list[tuple[int, int, int]]:
+def arrow_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """The same for an Arrow stream file, in record batches.
 
     Raises:
-        DataError: the file is damaged or has no column `text_key`.
+        DataError: the file is damaged or lacks a column of `keys`.
     """
     with _open_arrow(path) as batches:
-        _require_column(path, batches.schema.names, text_key)
-        sizes = [int(batch.column(text_key).nbytes) for batch in batches]
+        _require_columns(path, batches.schema.names, keys)
+        sizes = [int(batch.column(keys.text).nbytes) for batch in batches]
     return _grouped(sizes, unit_bytes)
 
 
-def arrow_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[Record]:
+def arrow_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
     """The records of the record batches [start, stop); offsets are row numbers in the file."""
     row = 0
     with _open_arrow(path) as batches:
@@ -62,7 +71,7 @@ def arrow_records(path: Path, start: int, stop: int, text_key: str) -> Iterator[
                 return
             if number >= start:
                 for at in range(0, batch.num_rows, _ROWS):
-                    yield from _column_records(batch.column(text_key).slice(at, _ROWS), row + at)
+                    yield from _column_records([batch.column(key).slice(at, _ROWS) for key in keys.all], row + at)
             row += batch.num_rows
 
 
@@ -84,7 +93,18 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     return [folder / Path(file["filename"]).name for file in orjson.loads(state.read_bytes())["_data_files"]]
 
 
-def _column_records(column: pa.Array, first_row: int) -> Iterator[Record]:
+def _column_records(columns: Sequence[pa.Array], first_row: int) -> Iterator[Record]:
+    """The records of a column of texts, or of one of answers and one of prompts."""
+    documents, *prompts = columns
+    if not prompts:
+        yield from _text_records(documents, first_row)
+        return
+    pairs = zip(_text_records(documents, first_row), _text_records(prompts[0], first_row), strict=True)
+    for row, (document, prompt) in enumerate(pairs, start=first_row):
+        yield with_prompt(row, document, prompt.text if isinstance(prompt, Document) else None)
+
+
+def _text_records(column: pa.Array, first_row: int) -> Iterator[Record]:
     text_like = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     if not text_like:
         for at, value in enumerate(column.to_pylist()):
@@ -121,9 +141,10 @@ def _open_arrow(path: Path) -> Any:  # noqa: ANN401
         raise DataError(f"{path}: not an Arrow file of `datasets`: {str(error).splitlines()[0]}") from None
 
 
-def _require_column(path: Path, names: list[str], text_key: str) -> None:
-    if text_key not in names:
-        raise DataError(f"{path}: has no column {text_key!r}; set --text-key to one of: {', '.join(names)}")
+def _require_columns(path: Path, names: list[str], keys: Keys) -> None:
+    for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
+        if key not in names:
+            raise DataError(f"{path}: has no column {key!r}; set {option} to one of: {', '.join(names)}")
 
 
 def _grouped(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.manifest import load_manifest
-from pipeline.data.packing import Sample, pack
+from pipeline.data.packing import Sample, cuts_between_documents, pack
+from pipeline.data.prompts import PromptedShard
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
+from pipeline.files import is_plain_name
 
 _OPEN_SHARDS = 64
 
@@ -30,6 +33,10 @@ class TokenSource(Protocol):
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The places in [start, stop) at which a document begins, ascending."""
+        ...
+
+    def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the ids [start, stop) belong to a prompt; None where no document has one."""
         ...
 
 
@@ -62,6 +69,14 @@ class TokenCorpus:
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         pieces = [shard.document_starts(low, high) + before for shard, low, high, before in self._pieces(start, stop)]
         return np.concatenate(pieces)
+
+    def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        pieces = [
+            shard.prompt_mask(low, high)
+            for shard, low, high, _ in self._pieces(start, stop)
+            if isinstance(shard, PromptedShard)
+        ]
+        return np.concatenate(pieces) if pieces else None
 
     def locate_document(self, document: int) -> tuple[Shard, int]:
         """The shard that holds the corpus' `document`-th document, and the document's number there."""
@@ -97,9 +112,9 @@ class TokenCorpus:
             self._open.move_to_end(number)
             return self._open[number]
         described = self.manifest.shards[number]
-        if Path(described.name).name != described.name:
+        if not is_plain_name(described.name):
             raise DataError(f"{self.folder}: its manifest names a shard outside the folder: {described.name!r}")
-        shard = Shard(self.folder / described.name)
+        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(self.folder / described.name)
         if shard.tokens != described.tokens or shard.documents != described.documents:
             raise DataError(
                 f"{shard.bin_path}: expected {described.tokens} tokens as in the manifest, found {shard.tokens}"
@@ -114,25 +129,47 @@ class TokenCorpus:
 
 
 class PackedCorpus:
-    """A run of tokens cut into samples of `sequence_length`.
+    """A run of tokens cut into samples of `sequence_length`, each token read exactly once.
 
-    Sample k reads the tokens from k·S to (k+1)·S: each is read exactly once. The last sample is filled up with padding.
+    Sample k reads the tokens from k·S to (k+1)·S; the last one is filled up with padding. With `whole_documents` a
+    sample ends where the last document ends that fits, and each is filled up: an answer stays with its prompt.
     """
 
-    def __init__(self, source: TokenSource, sequence_length: int, *, padding: int, document_mask: bool) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        sequence_length: int,
+        *,
+        padding: int,
+        document_mask: bool,
+        whole_documents: bool = False,
+    ) -> None:
         self.source = source
         self._sequence_length = sequence_length
         self._padding = padding
         self._document_mask = document_mask
+        self._cuts: Sequence[int] | npt.NDArray[np.int64] = range(0, source.tokens, sequence_length)
+        if whole_documents:
+            self._cuts = cuts_between_documents(
+                source.document_starts(0, source.tokens), source.tokens, sequence_length
+            )
 
     def __len__(self) -> int:
-        return (self.source.tokens + self._sequence_length - 1) // self._sequence_length
+        return len(self._cuts)
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        start = index * self._sequence_length
-        stop = min(start + self._sequence_length + 1, self.source.tokens)
+        start = int(self._cuts[index])
+        stop = int(self._cuts[index + 1]) if index + 1 < len(self) else self.source.tokens
+        if stop - start == self._sequence_length:
+            stop = min(stop + 1, self.source.tokens)  # the last target
         starts = self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, np.int64)
-        window = self.source.read(start, stop)
-        return pack(window, starts, self._sequence_length, padding=self._padding, document_mask=self._document_mask)
+        return pack(
+            self.source.read(start, stop),
+            starts,
+            self._sequence_length,
+            padding=self._padding,
+            document_mask=self._document_mask,
+            prompts=self.source.prompt_mask(start, stop),
+        )

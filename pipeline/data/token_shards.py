@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,10 +39,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Appends documents to an open `.bin` file and writes the `.idx` that belongs to it."""
+    """Appends documents to a `.bin` file, opened with the first one, and writes the `.idx` that belongs to it."""
 
-    def __init__(self, bin_file: BinaryIO, dtype: np.dtype[Any]) -> None:
-        self._file = bin_file
+    def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
+        self._open = open_bin
         self._dtype = dtype
         self._lengths: list[npt.NDArray[np.int32]] = []
         self.documents = 0
@@ -54,6 +54,10 @@ class ShardWriter:
         self._lengths.append(lengths.astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(ids)
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self._open()
 
     def write_index(self, idx_file: BinaryIO) -> None:
         """Writes the index of all documents added so far."""
@@ -69,14 +73,13 @@ class ShardWriter:
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
     """A writer whose `.bin` and `.idx` are there, whole, when the block ends; without a document there are none."""
     bin_path, idx_path = shard_files(prefix)
-    with published_file(bin_path, scratch) as bin_file:
-        writer = ShardWriter(bin_file, dtype)
+    with contextlib.ExitStack() as opened:
+        writer = ShardWriter(lambda: opened.enter_context(published_file(bin_path, scratch)), dtype)
         yield writer
-    with published_file(idx_path, scratch) as idx_file:
-        writer.write_index(idx_file)
-    if writer.documents == 0:
-        bin_path.unlink()
-        idx_path.unlink()
+    # An empty shard is never published, to be removed again: another job may be writing the same unit.
+    if writer.documents > 0:
+        with published_file(idx_path, scratch) as idx_file:
+            writer.write_index(idx_file)
 
 
 def shard_files(prefix: Path) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import sentencepiece
 
-from pipeline.data.records import Document
+from pipeline.data.records import Document, Keys
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import default_unit_bytes, input_files, split_file, unit_records
 from pipeline.errors import DataError
@@ -37,19 +37,24 @@ class Fertility(NamedTuple):
 
 
 def texts(inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None) -> Iterator[str]:
+    """The texts of the good documents of the inputs; with a limit, about the same of each file."""
+    return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes))
+
+
+def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
     """The good documents of the inputs, streamed; with a limit, about the same of each file."""
     files = input_files(inputs)
     share = None if max_bytes is None else max_bytes // len(files)
     for file in files:
-        yield from _texts_of(file, text_key, share)
+        yield from _documents_of(file, keys, share)
 
 
-def _texts_of(file: Path, text_key: str, max_bytes: int | None) -> Iterator[str]:
+def _documents_of(file: Path, keys: Keys, max_bytes: int | None) -> Iterator[Document]:
     taken = 0
-    for unit in split_file(file, 0, text_key, default_unit_bytes([file])):
-        for record in unit_records(unit, text_key):
+    for unit in split_file(file, 0, keys, default_unit_bytes([file])):
+        for record in unit_records(unit, keys):
             if isinstance(record, Document):
-                yield record.text
+                yield record
                 taken += record.utf8_bytes
                 if max_bytes is not None and taken >= max_bytes:
                     return
@@ -87,7 +92,7 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().splitlines()[-1].replace("--character_coverage", "--character-coverage")
         raise DataError(f"{output}: cannot train {vocab_size} pieces on this text: {reason}") from None
     output.parent.mkdir(parents=True, exist_ok=True)
     with published_file(output) as file:

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
 from pipeline.data.encoders import Encoder, agree
+from pipeline.data.prompts import writing_prompt_lengths
 from pipeline.data.quarantine import Quarantine
-from pipeline.data.records import Rejected
+from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import Unit, unit_records
@@ -43,9 +44,15 @@ class Job:
     output: Path
     part: str = "train"
     text_key: str = "text"
+    prompt_key: str | None = None
     heldout_fraction: float = 0.0
     end_of_document: str | None = None
     unit_bytes: int | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """Where a record has its text, and its prompt."""
+        return Keys(self.text_key, self.prompt_key)
 
     @property
     def heldout(self) -> Path:
@@ -72,6 +79,8 @@ class PartCounts(BaseModel):
     tokens: int = 0
     characters: int = 0
     bytes: int = 0
+    prompt_tokens: int = 0
+    prompt_bytes: int = 0
 
 
 class UnitRecord(BaseModel):
@@ -146,18 +155,23 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder)
     dtype = token_dtype(tokenizer.vocab_size)
     with ExitStack() as files:
         quarantine = files.enter_context(Quarantine(job.state / f"{unit.name}.quarantine.jsonl", unit.path))
-        train = _Part(files.enter_context(writing_shard(job.output / unit.name, dtype, job.state)), tokenizer, encoder)
-        heldout = train
-        if job.heldout_fraction > 0:
-            writer = files.enter_context(writing_shard(job.heldout / unit.name, dtype, job.state))
-            heldout = _Part(writer, tokenizer, encoder)
-        for record in unit_records(unit, job.text_key):
+
+        def part(folder: Path) -> _Part:
+            writer = files.enter_context(writing_shard(folder / unit.name, dtype, job.state))
+            if job.prompt_key is None:
+                return _Part(writer, tokenizer, encoder)
+            prompts = files.enter_context(writing_prompt_lengths(folder / unit.name, job.state))
+            return _Part(writer, tokenizer, encoder, prompts)
+
+        train = part(job.output)
+        heldout = part(job.heldout) if job.heldout_fraction > 0 else train
+        for record in unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 quarantine.add(record)
-            elif heldout is not train and is_heldout(record.text, job.heldout_fraction):
-                heldout.add(record.text, record.utf8_bytes)
+            elif heldout is not train and is_heldout(record.whole_text, job.heldout_fraction):
+                heldout.add(record)
             else:
-                train.add(record.text, record.utf8_bytes)
+                train.add(record)
         train.flush()
         heldout.flush()
     outcome = UnitRecord(
@@ -171,20 +185,35 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder)
 
 
 def is_heldout(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part: by a hash of its text, so that copies of it stay together."""
+    """Whether a document belongs to the held-out part: by a hash of its text, so that copies of it stay together.
+
+    `text` begins with the prompt, where there is one.
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 class _Part:
-    """Collects the documents of one part, and encodes them in batches."""
+    """Collects the documents of one part, and encodes them in batches.
 
-    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, encoder: Encoder) -> None:
+    With `prompt_lengths`, to which it appends, every document has a prompt. Prompt and text are encoded apart, so that
+    the tokens of a prompt are the same whatever follows.
+    """
+
+    def __init__(
+        self,
+        writer: ShardWriter,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        prompt_lengths: list[npt.NDArray[Any]] | None = None,
+    ) -> None:
         self._writer = writer
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._texts: list[str] = []
+        self._prompt_lengths = prompt_lengths
+        self._texts: list[str] = []  # of a document with a prompt two
         self._batch_bytes = self._bytes = self._characters = 0
+        self._prompt_bytes = self._prompt_tokens = 0
 
     @property
     def counts(self) -> PartCounts:
@@ -194,12 +223,15 @@ class _Part:
             tokens=self._writer.tokens,
             characters=self._characters,
             bytes=self._bytes,
+            prompt_tokens=self._prompt_tokens,
+            prompt_bytes=self._prompt_bytes,
         )
 
-    def add(self, text: str, utf8_bytes: int) -> None:
-        self._texts.append(text)
-        self._characters += len(text)
-        self._batch_bytes += utf8_bytes
+    def add(self, document: Document) -> None:
+        self._texts += [document.text] if document.prompt is None else [document.prompt, document.text]
+        self._characters += len(document.whole_text)
+        self._prompt_bytes += document.prompt_utf8_bytes
+        self._batch_bytes += document.utf8_bytes + document.prompt_utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
             self.flush()
 
@@ -215,9 +247,13 @@ class _Part:
             raise DataError(
                 f"{self._tokenizer.path}: gave the id {ids.max()}, but has a vocabulary of {self._tokenizer.vocab_size}"
             )
-        framed, framed_lengths = frame_documents(
-            ids, lengths, self._tokenizer.document_start, self._tokenizer.document_end
-        )
+        start, end = self._tokenizer.document_start, self._tokenizer.document_end
+        if self._prompt_lengths is not None:
+            prompts, answers = lengths.reshape(-1, 2).T
+            lengths = prompts + answers
+            self._prompt_lengths.append(len(start) + prompts)
+            self._prompt_tokens += int(self._prompt_lengths[-1].sum())
+        framed, framed_lengths = frame_documents(ids, lengths, start, end)
         self._writer.add(framed, framed_lengths)
         self._bytes += self._batch_bytes
         self._texts, self._batch_bytes = [], 0

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pipeline.data import tables
 from pipeline.data.lines import line_records
-from pipeline.data.records import Record
+from pipeline.data.records import Keys, Record
 from pipeline.data.streams import Stream, open_stream, text_length
 from pipeline.errors import DataError
 
@@ -90,17 +90,21 @@ def file_kind(path: Path) -> Kind:
     return kind
 
 
-def split_file(path: Path, file_index: int, text_key: str, unit_bytes: int) -> list[Unit]:
+def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
     """The units of one file, in its order. A compressed file is read once for its length.
 
     Raises:
-        DataError: a Parquet or Arrow file is damaged or lacks the column `text_key`.
+        DataError: a Parquet or Arrow file is damaged or lacks a column of `keys`, or lines of text should have prompts.
     """
     kind = file_kind(path)
     if kind == "parquet":
-        ranges = tables.parquet_ranges(path, text_key, unit_bytes)
+        ranges = tables.parquet_ranges(path, keys, unit_bytes)
     elif kind == "arrow":
-        ranges = tables.arrow_ranges(path, text_key, unit_bytes)
+        ranges = tables.arrow_ranges(path, keys, unit_bytes)
+    elif kind == "text" and keys.prompt is not None:
+        raise DataError(
+            f"{path}: a line of text has no {keys.prompt!r}; texts behind prompts come as JSONL, Parquet or Arrow"
+        )
     else:
         length = text_length(path)
         starts = range(0, max(length, 1), unit_bytes)
@@ -111,15 +115,14 @@ def split_file(path: Path, file_index: int, text_key: str, unit_bytes: int) -> l
     ]
 
 
-def unit_records(unit: Unit, text_key: str) -> Iterator[Record]:
+def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     """The records of a unit."""
     path = Path(unit.path)
     if unit.kind == "parquet":
-        return tables.parquet_records(path, unit.start, unit.stop, text_key)
+        return tables.parquet_records(path, unit.start, unit.stop, keys)
     if unit.kind == "arrow":
-        return tables.arrow_records(path, unit.start, unit.stop, text_key)
-    key = text_key if unit.kind == "jsonl" else None
-    return line_records(_kept_stream(path), unit.start, unit.stop, text_key=key)
+        return tables.arrow_records(path, unit.start, unit.stop, keys)
+    return line_records(_kept_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
 
 
 @lru_cache(maxsize=1)

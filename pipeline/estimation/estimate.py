@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from pipeline import log
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps
 from pipeline.errors import UserError
 from pipeline.estimation.cluster import Cluster
 from pipeline.estimation.gathering import Gathering, simulate_gathering
@@ -26,7 +27,6 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.flops import FlopsPerToken, count_flops
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps
 
 _logger = log.get_logger(__name__)
 
@@ -118,13 +118,24 @@ class Estimator:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         layout = Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
+        memory, host_bytes = self.memory(choice)
         costs = self._measured(choice.tp_size, choice.activation_checkpointing, zero)
-        gathering = self._gathered(choice, costs, zero) if zero.stage == 3 else None
-        memory, host_bytes = estimate_memory(costs, zero, layout.dp_size, gathering)
+        gathering = self._gathered(choice, costs, zero)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, gathering, self.cluster)
         compute_s = self._compute_s(choice.activation_checkpointing)
         step_s = step_seconds(compute_s, traffic, zero, self.cluster)
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
+
+    def memory(self, choice: Choice) -> tuple[Memory, int]:
+        """The memory of a GPU and, in bytes, what is kept on its host instead: the quickest part of an estimate.
+
+        Raises:
+            UserError: the model cannot be spread so.
+        """
+        zero = zero_settings(self.deepspeed, choice.zero_stage)
+        costs = self._measured(choice.tp_size, choice.activation_checkpointing, zero)
+        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
+        return estimate_memory(costs, zero, dp_size, self._gathered(choice, costs, zero))
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth a thought, and the run's own.
@@ -157,7 +168,9 @@ class Estimator:
             self._costs[key] = measure_micro_batch(self.config, self.spec, tp_size, checkpointing, zero.dtype)
         return self._costs[key]
 
-    def _gathered(self, choice: Choice, costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering:
+    def _gathered(self, choice: Choice, costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering | None:
+        if zero.stage < 3:
+            return None
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._gathering:
             self._gathering[key] = simulate_gathering(costs.fetches, costs.parameter_sizes, zero.gathering)

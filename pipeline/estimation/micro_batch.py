@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.estimation.gathering import Fetch
 from pipeline.estimation.live_memory import LiveMemory
 from pipeline.methods import training_method
@@ -26,13 +26,17 @@ from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.parameter import default_dtype
-from pipeline.parallel.topology import TensorParallel
+from pipeline.parallel.topology import TensorParallel, check_sequence_length
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """One message of tensor parallelism, over `group_size` neighbouring ranks."""
+class Message:
+    """One message of tensor parallelism, over `group_size` neighbouring ranks.
 
+    `collective` is `all-reduce`, `all-gather` or `reduce-scatter`; the payload is the longer of what is given and got.
+    """
+
+    collective: str
     group_size: int
     payload_bytes: int
 
@@ -46,7 +50,7 @@ class MicroBatchCosts:
         loss_bytes: what the output projection holds beside them at most: a chunk of logits, and the gradients that the
             loss computes ahead.
         temporary_bytes: what the backward pass holds beyond both at its largest moment.
-        messages: the all-reduces of tensor parallelism.
+        messages: those of tensor parallelism.
         fetches: the modules with parameters of their own, in the order in which they run.
         parameter_sizes, trained_sizes: the elements of this rank's shards; fetches name the former by index.
     """
@@ -54,7 +58,7 @@ class MicroBatchCosts:
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
-    messages: tuple[AllReduce, ...]
+    messages: tuple[Message, ...]
     fetches: tuple[Fetch, ...]
     parameter_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
@@ -63,23 +67,38 @@ class MicroBatchCosts:
 class RecordingGroup(dist.ProcessGroup):
     """A process group of one rank's imagination: it notes what it is given, and sends nothing."""
 
-    def __init__(self, size: int, messages: list[AllReduce]) -> None:
+    def __init__(self, size: int, messages: list[Message]) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]  # the stub knows another constructor only
         self._messages = messages
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         """Notes the message."""
+        self._note("all-reduce", *tensors)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Notes the message."""
+        self._note("all-gather", output)
+
+    def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Notes the message."""
+        self._note("reduce-scatter", given)
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def _note(self, collective: str, *tensors: Tensor) -> None:
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._messages.append(AllReduce(self.size(), payload))
+        self._messages.append(Message(collective, self.size(), payload))
 
 
-def imagined_ranks(tp_size: int, messages: list[AllReduce]) -> TensorParallel:
+def imagined_ranks(tp_size: int, messages: list[Message], *, sequence_parallel: bool = False) -> TensorParallel:
     """The first of `tp_size` tensor-parallel ranks, without the others; what it would send goes to `messages`."""
     if tp_size == 1:
         return TensorParallel()
     shared = [size for size in range(2, tp_size) if tp_size % size == 0]
     groups = tuple((size, RecordingGroup(size, messages)) for size in shared)
-    return TensorParallel(0, tp_size, RecordingGroup(tp_size, messages), groups)
+    return TensorParallel(0, tp_size, RecordingGroup(tp_size, messages), groups, sequence_parallel)
 
 
 def measure_micro_batch(
@@ -92,12 +111,13 @@ def measure_micro_batch(
     """Runs one micro-batch of the run `config` on the base `spec`, as the first of `tp_size` ranks.
 
     Raises:
-        UserError: the model cannot lie on `tp_size` ranks.
+        UserError: the model, or its sequences, cannot lie on `tp_size` ranks.
     """
-    messages: list[AllReduce] = []
+    messages: list[Message] = []
+    tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
+    check_sequence_length(config.data.sequence_length, tp)
     with FakeTensorMode():
         with default_dtype(dtype):
-            tp = imagined_ranks(tp_size, messages)
             model = training_method(config).build(spec, tp, activation_checkpointing)
         shape = config.schedule.micro_batch_size, config.data.sequence_length
         tokens = torch.zeros(shape, dtype=torch.long)

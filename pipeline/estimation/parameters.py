@@ -29,8 +29,12 @@ class Parameters:
 def count_parameters(model: Decoder, base: Decoder) -> Parameters:
     """Counts `model`, which a method made of `base`; either may be a model without data, and a rank's shard."""
     pretrained = _elements(base.parameters())
-    trained = _elements(parameter for parameter in model.parameters() if parameter.requires_grad)
-    return Parameters(pretrained, _elements(model.parameters()) - pretrained, trained)
+    return Parameters(pretrained, _elements(model.parameters()) - pretrained, count_trained(model))
+
+
+def count_trained(model: Decoder) -> int:
+    """The elements of `model` that train."""
+    return _elements(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> int:

@@ -6,6 +6,7 @@ to all-reduce. All of a ring's n edges carry as much; with m members on each nod
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
@@ -70,10 +71,12 @@ def estimate_traffic(
         scatters = zero.stage == 3
         made.append(_traffic(GATHER, "all-gather", gathered, layout.dp_size, members))
         made.append(_traffic(REDUCE, "reduce-scatter" if scatters else "all-reduce", reduced, layout.dp_size, members))
-    for group_size in sorted({message.group_size for message in costs.messages}):
-        payload = sum(message.payload_bytes for message in costs.messages if message.group_size == group_size)
+    payloads: Counter[tuple[int, str]] = Counter()
+    for message in costs.messages:
+        payloads[message.group_size, message.collective] += message.payload_bytes
+    for (group_size, collective), payload in sorted(payloads.items()):
         on_node = min(group_size, cluster.gpus_per_node)
-        made.append(_traffic(TENSOR_PARALLEL, "all-reduce", payload * micro_batches, group_size, on_node))
+        made.append(_traffic(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
     return made
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.estimation.gathering import GatherSettings
-from pipeline.training.deepspeed_config import DeepSpeedConfig
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 

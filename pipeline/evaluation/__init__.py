@@ -1,1 +1,1 @@
-"""What a model knows and what it has forgotten: perplexity on any corpora, and the summary of a run."""
+"""What a model knows and what it has forgotten: perplexity, benchmarks, and the summary of a run."""

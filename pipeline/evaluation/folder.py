@@ -13,7 +13,7 @@ from pipeline import log
 from pipeline.conversion.hf_model import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.evaluation.perplexity import Limits, Score, score
+from pipeline.evaluation.perplexity import Limits, Score, Text, score
 
 # Longer windows are asked for by --context: their logits take gigabytes where the vocabulary is large.
 DEFAULT_CONTEXT = 4096
@@ -22,7 +22,7 @@ _logger = log.get_logger(__name__)
 
 def score_folder(
     folder: Path,
-    corpora: Mapping[str, Iterable[str]],
+    corpora: Mapping[str, Iterable[Text]],
     *,
     context: int | None = None,
     stride: int | None = None,

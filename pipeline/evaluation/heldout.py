@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config import Corpus, RunConfig
+from pipeline.config.data import Corpus
+from pipeline.config.run import RunConfig
 from pipeline.data.corpora import has_heldout
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.records import Document, Keys
+from pipeline.data.tokenizer_training import good_documents
 from pipeline.data.unit_work import is_heldout
 from pipeline.errors import DataError
 
 
-def heldout_corpora(config: RunConfig) -> dict[str, Iterator[str]]:
+def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """The held-out documents of every corpus that has some, by the corpus's name.
 
     Raises:
@@ -25,8 +27,9 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[str]]:
     return found
 
 
-def _documents(corpus: Corpus) -> Iterator[str]:
+def _documents(corpus: Corpus) -> Iterator[Document]:
+    keys = Keys(corpus.text_key, corpus.prompt_key)
     if corpus.heldout_input:
-        return texts(corpus.heldout_input, text_key=corpus.text_key)
-    documents = texts(corpus.input, text_key=corpus.text_key)
-    return (text for text in documents if is_heldout(text, corpus.heldout_fraction))
+        return good_documents(corpus.heldout_input, keys)
+    documents = good_documents(corpus.input, keys)
+    return (document for document in documents if is_heldout(document.whole_text, corpus.heldout_fraction))

@@ -1,7 +1,7 @@
 """How well a language model predicts a text: nll per token, perplexity, and bits per byte, which compares tokenizers.
 
 Documents are scored one by one, each behind what the model expects before a text (its BOS, or without one its
-end-of-document token), so that every token of the text counts and no document sees another.
+end-of-document token), so that every token of the text counts and no document sees another. Prompts are read only.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.evaluation.windows import Window, windows
 
+Text = Union[str, Document]
+"""A text alone, or one that may stand behind a prompt."""
 Logits = Callable[[Tensor], Tensor]
 """Tokens [B, S], padded on the right -> logits [B, S, V]."""
 
@@ -61,17 +64,21 @@ class Score:
 
 
 def score(
-    logits: Logits, documents: Iterable[str], tokenizer: Tokenizer, limits: Limits, *, vocab_size: int, name: str = ""
+    logits: Logits, documents: Iterable[Text], tokenizer: Tokenizer, limits: Limits, *, vocab_size: int, name: str = ""
 ) -> Score:
     """Scores `documents`. The sum runs in their order, however they are batched.
 
     Raises:
         DataError: there is no document.
     """
-    texts, sequences = _encode(documents, tokenizer, limits)
+    sequences = _encode(documents, tokenizer, limits)
     if not sequences:
         raise DataError(f"{name}: holds no document to score; give another file")
-    cut = [(ids, window) for ids in sequences for window in windows(len(ids), limits.context, limits.stride)]
+    cut = [
+        (one.ids, window)
+        for one in sequences
+        for window in windows(len(one.ids), limits.context, limits.stride, one.first_scored)
+    ]
     # Batches of about equal lengths waste little on padding.
     nll = [0.0] * len(cut)
     order = sorted(range(len(cut)), key=lambda index: cut[index][1].start - cut[index][1].stop)
@@ -80,8 +87,8 @@ def score(
             for index, value in zip(batch, _batch_nll(logits, [cut[index] for index in batch]), strict=True):
                 nll[index] = value
             bar.update(len(batch))
-    tokens = sum(len(sequence) - 1 for sequence in sequences)
-    size = sum(len(text.encode()) for text in texts)
+    tokens = sum(len(one.ids) - one.first_scored for one in sequences)
+    size = sum(one.bytes for one in sequences)
     total = math.fsum(nll)
     return Score(
         documents=len(sequences),
@@ -93,25 +100,33 @@ def score(
     )
 
 
-def _encode(documents: Iterable[str], tokenizer: Tokenizer, limits: Limits) -> tuple[list[str], list[Tensor]]:
-    """The documents within the limits, and their tokens behind the one that is only read."""
+class _Sequence(NamedTuple):
+    """The tokens of a document, those from `first_scored` on to be scored, which are so many bytes of text."""
+
+    ids: Tensor
+    first_scored: int
+    bytes: int
+
+
+def _encode(documents: Iterable[Text], tokenizer: Tokenizer, limits: Limits) -> list[_Sequence]:
+    """The documents within the limits."""
     first = list(tokenizer.document_start or tokenizer.document_end)[-1:]
-    texts: list[str] = []
-    sequences: list[Tensor] = []
+    sequences: list[_Sequence] = []
     room = limits.max_tokens or sys.maxsize
     share = max(limits.context, room // 32)
-    for text in documents:
-        if room <= 0 or len(texts) == limits.max_documents:
+    for document in documents:
+        if room <= 0 or len(sequences) == limits.max_documents:
             break
+        text, prompt = (document, None) if isinstance(document, str) else (document.text, document.prompt)
+        read = first if prompt is None else first + tokenizer.reference.encode([prompt]).ids.tolist()
         ids = tokenizer.reference.encode([text]).ids.tolist()
         if len(ids) > share:
             # The text itself is cut, so that the bytes are those of what is scored.
             text = text[: max(1, len(text) * share // len(ids))]
             ids = tokenizer.reference.encode([text]).ids.tolist()
         room -= len(ids)
-        texts.append(text)
-        sequences.append(torch.tensor(first + ids))
-    return texts, sequences
+        sequences.append(_Sequence(torch.tensor(read + ids), len(read), len(text.encode())))
+    return sequences
 
 
 def _batches(order: Sequence[int], cut: Sequence[tuple[Tensor, Window]], batch_tokens: int) -> Iterator[list[int]]:

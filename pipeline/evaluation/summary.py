@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import RunConfig, ScaleMethod
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.evaluation.folder import score_folder
 from pipeline.evaluation.heldout import heldout_corpora
@@ -153,7 +154,7 @@ def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary
 def _method_name(config: RunConfig) -> str:
     if isinstance(config.method, ScaleMethod):
         return f"SCALE-{config.method.variant.capitalize()}"
-    return "full fine-tuning"
+    return {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}[config.method.name]
 
 
 def _flat(scores: Scores, when: str) -> dict[str, float]:

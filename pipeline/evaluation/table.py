@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
 
 from pipeline.evaluation.perplexity import Score
 
@@ -23,10 +26,17 @@ def readable(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
-def score_table(scores: Mapping[str, Score]) -> str:
-    """One row a corpus."""
-    rows = [
-        [name, f"{one.documents:,}", f"{one.tokens:,}", readable(one.perplexity), f"{one.bits_per_byte:.4f}"]
-        for name, one in scores.items()
-    ]
+def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
+    """One row a corpus and model, by both their names; of a single model the corpora's say enough."""
+    rows = []
+    for model, corpora in scores.items():
+        for corpus, one in corpora.items():
+            name = corpus if len(scores) == 1 else f"{model}: {corpus}"
+            sizes = [f"{one.documents:,}", f"{one.tokens:,}"]
+            rows.append([name, *sizes, readable(one.perplexity), f"{one.bits_per_byte:.4f}"])
     return table(["", "documents", "tokens", "perplexity", "bits per byte"], rows)
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """The same figures for a program, dataclasses included."""
+    return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()

@@ -14,16 +14,17 @@ class Window(NamedTuple):
     first_scored: int
 
 
-def windows(length: int, context: int, stride: int) -> Iterator[Window]:
-    """Windows over a sequence of `length` tokens whose first is only read, never scored.
+def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[Window]:
+    """Windows over a sequence of `length` tokens, of which those before `first_scored`, at least one, are only read.
 
     Each begins `stride` tokens after the one before it, and scores what that one did not. So every scored token sees at
     least `context - stride` tokens before it, or all there are.
     """
     start = 0
-    scored = 1
+    scored = first_scored
     while scored < length:
         stop = min(start + context, length)
-        yield Window(start, stop, scored)
-        scored = stop
+        if stop > scored:
+            yield Window(start, stop, scored)
+            scored = stop
         start += stride

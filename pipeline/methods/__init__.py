@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config import Freeze, FullFineTuning, LlamaPro, Method, RunConfig, ScaleMethod
+from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.config.run import RunConfig
 from pipeline.methods.fft import FullFineTuningMethod
 from pipeline.methods.freeze import FreezeMethod
 from pipeline.methods.llama_pro import LlamaProMethod
+from pipeline.methods.lora import LoraMethod
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.parallel.topology import TensorParallel
+from pipeline.parallel.topology import TensorParallel, check_sequence_length
 
 
 def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
-    """The method that `settings` name; SCALE reads its initial expansion from `expansion_folder`."""
+    """The method that `settings` name; SCALE reads its initial expansion from `expansion_folder`.
+
+    `seed` is of random initial values.
+    """
     match settings:
         case ScaleMethod():
             return Scale(settings, expansion_folder, seed)
@@ -24,6 +29,8 @@ def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingM
             return FullFineTuningMethod()
         case Freeze():
             return FreezeMethod(settings)
+        case Lora():
+            return LoraMethod(settings, seed)
         case LlamaPro():
             return LlamaProMethod(settings)
 
@@ -34,8 +41,18 @@ def training_method(config: RunConfig) -> TrainingMethod:
 
 
 def build_model(config: RunConfig, base: BaseFolder, tp: TensorParallel) -> Decoder:
-    """The run's model with this rank's shards, its values not yet set; `requires_grad` says what trains."""
+    """The run's model with this rank's shards, its values not yet set; `requires_grad` says what trains.
+
+    Raises:
+        UserError: the model, or its sequences, cannot be spread over so many ranks.
+    """
+    check_sequence_length(config.data.sequence_length, tp)
     return training_method(config).build(base.spec, tp, config.activation_checkpointing)
+
+
+def check_files(config: RunConfig, share: slice) -> None:
+    """Raises UserError where what the run starts from, beside its base, is not what was written; reads a `share`."""
+    training_method(config).check_files(share)
 
 
 def load_initial_weights(model: Decoder, config: RunConfig, base: BaseFolder, tp: TensorParallel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config import Freeze
+from pipeline.config.method import Freeze
 from pipeline.errors import ConfigError
 from pipeline.methods.fft import FullFineTuningMethod
 from pipeline.methods.method import ActivationCheckpointing

@@ -7,10 +7,11 @@ down maps start at zero, so that it starts as the identity.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from pipeline.config import LlamaPro
+from pipeline.config.method import LlamaPro
 from pipeline.errors import ConfigError
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
@@ -38,7 +39,7 @@ def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
         ConfigError: the base's layers cannot be cut into so many equal groups; names the nearest numbers that fit.
     """
     if added_layers > num_layers or num_layers % added_layers:
-        fits = [count for count in range(1, num_layers + 1) if num_layers % count == 0]
+        fits = fitting_added_layers(num_layers)
         nearest = sorted(sorted(fits, key=lambda count: abs(count - added_layers))[:2])
         raise ConfigError(
             f"method.added_layers: the base's {num_layers} layers cannot be cut into {added_layers} equal groups; "
@@ -53,6 +54,11 @@ def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
     return origins
 
 
+def fitting_added_layers(num_layers: int) -> list[int]:
+    """How many blocks can be added to a base: as many as groups that its layers can be cut into."""
+    return [count for count in range(1, num_layers + 1) if num_layers % count == 0]
+
+
 class LlamaProMethod(TrainingMethod):
     """The added blocks train, whole; everything else is frozen."""
 
@@ -64,23 +70,24 @@ class LlamaProMethod(TrainingMethod):
     ) -> Decoder:
         origins = layer_origins(spec.num_layers, self.settings.added_layers)
         deeper = replace(spec, num_layers=len(origins))
-        model = Decoder(deeper, tp=tp, activation_checkpointing=activation_checkpointing).requires_grad_(False)
-        for layer, origin in zip(model.layers, origins, strict=True):
-            layer.requires_grad_(origin.added)
+        added = frozenset(index for index, origin in enumerate(origins) if origin.added)
+        model = Decoder(deeper, added_layers=added, tp=tp, activation_checkpointing=activation_checkpointing)
+        model.requires_grad_(False)
+        for index in added:
+            model.layers[index].requires_grad_(True)
         return model
+
+    def base_name(self, name: str, spec: DecoderSpec) -> str:
+        if not name.startswith("layers."):
+            return name
+        _, layer, rest = name.split(".", 2)
+        origins = layer_origins(spec.num_layers, self.settings.added_layers)
+        return f"layers.{origins[int(layer)].base_layer}.{rest}"
 
     @torch.no_grad()
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        origins = layer_origins(base.spec.num_layers, self.settings.added_layers)
-        load_base(model, base, tp, source=lambda name: _base_name(name, origins))
-        for layer, origin in zip(model.layers, origins, strict=True):
-            for name, parameter in layer.named_parameters():
-                if origin.added and name.startswith(_ZEROED):
+        load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
+        for index in model.added_layers:
+            for name, parameter in model.layers[index].named_parameters():
+                if name.startswith(_ZEROED):
                     held_values(parameter).zero_()
-
-
-def _base_name(name: str, origins: list[LayerOrigin]) -> str:
-    if not name.startswith("layers."):
-        return name
-    _, layer, rest = name.split(".", 2)
-    return f"layers.{origins[int(layer)].base_layer}.{rest}"

@@ -24,4 +24,18 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        """Sets every parameter to its value before the first step, at which the model's logits equal the base's."""
+        """Sets every parameter to its value before the first step."""
+
+    def check_files(self, share: slice) -> None:  # noqa: B027  # most methods have none
+        """Raises UserError where a file that the method starts from, beside the base's, is not what was written.
+
+        Of these files, in a fixed order, a `share` is read.
+        """
+
+    def starts_at_base(self) -> bool:
+        """Whether the model's logits equal the base's before the first step."""
+        return True
+
+    def base_name(self, name: str, spec: DecoderSpec) -> str:
+        """What the base of architecture `spec` calls the model's parameter `name`, where that is the base's own."""
+        return name

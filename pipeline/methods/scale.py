@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import ScaleMethod
+from pipeline.config.method import ScaleMethod
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -48,6 +48,12 @@ class Scale(TrainingMethod):
             if not is_base(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
                 fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+
+    def check_files(self, share: slice) -> None:
+        open_expansion(self.expansion_folder).check_files(share)
+
+    def starts_at_base(self) -> bool:
+        return not open_expansion(self.expansion_folder).is_trained
 
 
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.regions import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.linear import Part, WidenedColumnLinear, WidenedRowLinear

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import BaseModelError
-from pipeline.files import file_hash
+from pipeline.files import file_hash, is_plain_name
 from pipeline.model.hf_names import HfTensor, hf_tensor
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition
@@ -54,7 +54,7 @@ class BaseFolder:
             raise BaseModelError(
                 f"{index}: not an index of safetensors files ({error}); copy the folder again"
             ) from None
-        if any(Path(str(name)).name != name for name in entries.values()):
+        if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
             raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
         held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
         for tensor, name in entries.items():
@@ -73,11 +73,16 @@ class BaseFolder:
         except (SafetensorError, OSError) as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted(set(self.file_of.values()))
+
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: what a base is known by."""
         if self.known_hashes is not None:
             return dict(self.known_hashes)
-        return {file.name: file_hash(file) for file in sorted(set(self.file_of.values()))}
+        return {file.name: file_hash(file) for file in self.files}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of the base parameter `name` (ours), from its file's header."""
@@ -103,7 +108,9 @@ class BaseFolder:
         with self._slice(file, source.name) as view:
             if source.fused_part is not None:
                 return self._fused(view, source.fused_part, partition, tp_rank, tp_size, rows)
-            return read_shard(view, partition, tp_rank, tp_size, rows)
+            stored = read_shard(view, partition, tp_rank, tp_size, rows)
+        # Rows that are channels of the residual stream are never split over ranks: the first is at its own place.
+        return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
 
     def _source(self, name: str) -> tuple[HfTensor, Path]:
         """Where the base parameter `name` lies; a tied output projection may lie in the embedding's place only."""

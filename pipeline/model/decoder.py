@@ -10,15 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Context
 from pipeline.model.layer import DecoderLayer, widened_norm
-from pipeline.model.output import HiddenStates, OutputProjection
+from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import DecoderSpec, check_base_fits
+from pipeline.parallel.low_rank import LowRankAdapter
+from pipeline.parallel.regions import enter_region
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.embedding import WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
 Path = Literal["model", "preserved", "base"]
-"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion."""
+"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
+
+Adapters and added layers are masked on both of the latter."""
 
 
 class Decoder(nn.Module):
@@ -29,23 +33,35 @@ class Decoder(nn.Module):
         spec: DecoderSpec,
         plan: ExpansionPlan | None = None,
         *,
+        added_layers: frozenset[int] = frozenset(),
         tp: TensorParallel = SINGLE,
         activation_checkpointing: Literal["none", "collaborative", "all"] = "none",
     ) -> None:
+        """`added_layers` are those of the layers that are none of the base's."""
         super().__init__()
         check_base_fits(spec.widths, tp.size)
         self.spec = spec
         self.plan = plan
+        self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
-        self.layers = nn.ModuleList(DecoderLayer(spec, plan, layer, tp=tp) for layer in range(spec.num_layers))
-        self.final_norm = widened_norm(spec, plan)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
+        )
+        self.final_norm = widened_norm(spec, plan, tp)
         threshold = plan.router_threshold if plan else 0.0
         self.output = OutputProjection(spec.vocab_size, hidden_size, hidden_up, threshold=threshold, tp=tp)
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether something stands beside the base (an expansion, adapters, added layers), so that `path="base"` runs
+        the base as it was; where the base itself trains, nothing does."""
+        adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
+        return self.plan is not None or adapted or bool(self.added_layers)
 
     def forward(
         self,
@@ -53,16 +69,15 @@ class Decoder(nn.Module):
         targets: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of predicting `targets` (−100 where nothing is predicted).
+    ) -> Losses:
+        """How well `targets` (−100 where nothing is predicted) are predicted.
 
         All inputs are [B, S]; attention stays within runs of equal `document_ids`, and `positions` count from 0 where
-        not given. Returns the summed nll, a scalar to differentiate; each target's nll [B, S]; and which tokens Route
-        sent down the preserved path [B, S].
+        not given.
         """
         hidden = self.hidden_states(tokens, positions, document_ids)
-        total, nll, preserved = self.output(hidden, targets.reshape(-1))
-        return total, nll.view(targets.shape), preserved.view(targets.shape)
+        losses: Losses = self.output(hidden, targets.reshape(-1))
+        return losses.of_shape(targets.shape)
 
     @torch.no_grad()
     def logits(
@@ -98,14 +113,19 @@ class Decoder(nn.Module):
         for index in range(common):
             x, x_up = self._layer(index, x, x_up, context, masked)
         if not routed:
-            hidden = HiddenStates(*_rows(self.final_norm(x, x_up)))
+            hidden = self._whole_rows(*self.final_norm(x, x_up))
             return HiddenStates(hidden.x) if path == "base" else hidden
         # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
         preserved_x, preserved_x_up = x, x_up
         for index in range(common, len(self.layers)):
             preserved_x, preserved_x_up = self._layer(index, preserved_x, preserved_x_up, context, True)
             x, x_up = self._layer(index, x, x_up, context, False)
-        return HiddenStates(*_rows(self.final_norm(x, x_up)), *_rows(self.final_norm(preserved_x, preserved_x_up)))
+        return self._whole_rows(*self.final_norm(x, x_up), *self.final_norm(preserved_x, preserved_x_up))
+
+    def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
+        """The streams as the output projection, which is split over the vocabulary, takes them."""
+        x, *others = enter_region(self.tp, *streams)
+        return HiddenStates(x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others))
 
     def _context(
         self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None, dtype: torch.dtype
@@ -141,8 +161,3 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
     hidden = (same & causal).logical_not_().unsqueeze(1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
-def _rows(streams: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    x, x_up = streams
-    return x.flatten(0, 1), None if x_up is None else x_up.flatten(0, 1)

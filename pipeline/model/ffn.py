@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.regions import enter_region, leave_region
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.linear import Part, WidenedColumnLinear, WidenedRowLinear
 from pipeline.scale.plan import ExpansionPlan

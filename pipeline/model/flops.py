@@ -33,7 +33,7 @@ def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
     """Counts one step of `meta_model`, a model built under `torch.device("meta")` with its `requires_grad` set."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        total, _, _ = meta_model(tokens, tokens)
+        total, *_ = meta_model(tokens, tokens)
         total.backward()
     counts = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
     matrix = sum(flops for operation, flops in counts.items() if operation in _MATRIX_PRODUCTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from pipeline.errors import BaseModelError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.ffn import ACTIVATIONS
+from pipeline.model.residual import StoredResidual
 from pipeline.model.spec import DecoderSpec, RotarySpec
 from pipeline.parallel.parameter import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -24,6 +26,8 @@ from pipeline.scale.plan import Widths
 LLAMA_FAMILY = ("llama", "mistral", "qwen2")
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.(weight|bias)$")
 ARCHITECTURES = (*LLAMA_FAMILY, "gpt_neox")
+RESIDUAL_KEY = "widened_residual"
+_WIDENED = "scale"
 
 
 def open_base(path: Path) -> BaseFolder:
@@ -52,6 +56,12 @@ def _read_config(path: Path) -> PretrainedConfig:
         raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
     except (ValueError, AttributeError) as error:
         raise BaseModelError(f"{file}: not a model's config ({error}); copy the folder again") from None
+    if model_type == _WIDENED:
+        raise BaseModelError(
+            f"{file}: model_type 'scale': a widened model in its own format cannot be a base. To train its expansion "
+            "further, convert its checkpoint with --format expansion and name that folder in `upscaled`; to widen a "
+            "model again, train it with norm: base, variant preserve or adapt, and convert it with --format stock"
+        )
     if model_type not in ARCHITECTURES:
         raise BaseModelError(f"{file}: model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
     if quantized:
@@ -92,6 +102,7 @@ def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:
         ffn_bias=bool(getattr(config, "mlp_bias", False)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rotary=_rotary(config, path),
+        residual=_residual(config, path),
     )
 
 
@@ -136,6 +147,22 @@ def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
         fraction=values.get("partial_rotary_factor", 1.0),
         scaling=scaling,
         **{name: values[name] for name in known if name in values},
+    )
+
+
+def _residual(config: PretrainedConfig, path: Path) -> StoredResidual | None:
+    values = getattr(config, RESIDUAL_KEY, None)
+    if values is None:
+        return None
+    try:
+        residual = StoredResidual(**values)
+        if 0 < residual.normed_size <= config.hidden_size and math.frexp(residual.scale)[0] == 0.5:
+            return residual
+    except TypeError:
+        pass
+    raise BaseModelError(
+        f"{path}/config.json: {RESIDUAL_KEY}: expected normed_size up to {config.hidden_size} and a scale that is a "
+        f"power of two, found {values}; convert the model again"
     )
 
 

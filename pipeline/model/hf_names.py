@@ -37,7 +37,7 @@ _GPT_NEOX_LAYER = {
     "ffn.up": "mlp.dense_h_to_4h",
     "ffn.down": "mlp.dense_4h_to_h",
 }
-_FUSED_PARTS = ("attention.query", "attention.key", "attention.value")
+FUSED_PARTS = ("attention.query", "attention.key", "attention.value")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
     _, index, module = stem.removesuffix(".base").split(".", 2)
     if spec.family == "llama":
         return HfTensor(f"model.layers.{index}.{_LLAMA_LAYER[module]}.{kind}")
-    part = _FUSED_PARTS.index(module) if module in _FUSED_PARTS else None
+    part = FUSED_PARTS.index(module) if module in FUSED_PARTS else None
     return HfTensor(f"gpt_neox.layers.{index}.{_GPT_NEOX_LAYER[module]}.{kind}", part)
 
 

@@ -12,7 +12,7 @@ from pipeline.scale.norm import WidenedNorm
 from pipeline.scale.plan import ExpansionPlan
 
 
-def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None) -> WidenedNorm:
+def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParallel) -> WidenedNorm:
     """The norm over both residual streams of this decoder."""
     return WidenedNorm(
         spec.norm,
@@ -20,23 +20,35 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None) -> WidenedNorm:
         plan.expansion.hidden_size if plan else None,
         eps=spec.norm_eps,
         statistics=plan.norm if plan else "separate",
+        normed_size=spec.normed_size,
+        tp=tp,
     )
 
 
 class DecoderLayer(nn.Module):
-    """x: [B, S, D], x_up: [B, S, U] -> the same shapes; `masked` leaves every W12 out."""
+    """x: [B, S, D], x_up: [B, S, U] -> the same shapes.
 
-    def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> None:
+    `masked` leaves out whatever was put between the base and its own result: every W12, the adapters, and the whole
+    layer where it is `added`, that is, none of the base's. Sequence-parallel ranks have their own positions of both
+    streams: [B, S / tp_size, ...].
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, added: bool, tp: TensorParallel
+    ) -> None:
         super().__init__()
+        self.added = added
         self.parallel_residual = spec.parallel_residual
-        self.attention_norm = widened_norm(spec, plan)
+        self.attention_norm = widened_norm(spec, plan, tp)
         self.attention = Attention(spec, plan, layer, tp=tp)
-        self.ffn_norm = widened_norm(spec, plan)
+        self.ffn_norm = widened_norm(spec, plan, tp)
         self.ffn = FeedForward(spec, plan, layer, tp=tp)
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool = False
     ) -> tuple[Tensor, Tensor | None]:
+        if masked and self.added:
+            return x, x_up
         attended = self.attention(*self.attention_norm(x, x_up), context, masked=masked)
         if self.parallel_residual:
             fed = self.ffn(*self.ffn_norm(x, x_up), masked=masked)

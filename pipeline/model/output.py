@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.cross_entropy import nll_and_logit_gradient_
+from pipeline.parallel.cross_entropy import greedy_choices_, nll_and_logit_gradient_
 from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.parameter import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
@@ -43,6 +42,26 @@ class HiddenStates:
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.x, self.x_up, self.preserved_x, self.preserved_x_up))
+
+
+class Losses(NamedTuple):
+    """How well targets are predicted: of N in a row, or of [B, S].
+
+    total: the summed nll, a scalar to differentiate.
+    nll: of each target; zero where nothing is predicted.
+    preserved: bool, which tokens Route sent down the preserved path.
+    is_greedy_choice: bool, whether greedy decoding chooses the target; None in training, which would be slower for it.
+    """
+
+    total: Tensor
+    nll: Tensor
+    preserved: Tensor
+    is_greedy_choice: Tensor | None
+
+    def of_shape(self, shape: torch.Size) -> Losses:
+        """The same, a row a sequence."""
+        chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
+        return Losses(self.total, self.nll.view(shape), self.preserved.view(shape), chosen)
 
 
 class OutputProjection(nn.Module):
@@ -89,17 +108,14 @@ class OutputProjection(nn.Module):
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
         return Routed(z.add_(F.linear(x_up, self.expansion)), x_up, preserved)
 
-    def forward(self, hidden: HiddenStates, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed nll of the targets [N] (a scalar that can be differentiated), each target's nll [N], and, for
-        Route, which tokens took the preserved path [N]."""
-        streams = enter_region(self.tp, *hidden)
+    def forward(self, hidden: HiddenStates, targets: Tensor) -> Losses:
+        """How well the targets [N] are predicted."""
         base: Tensor = self.base
         expansion: Tensor | None = self.expansion
         if not torch.is_grad_enabled():
             # Even where autograd records nothing, a function is told that its parameters want gradients.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
-        total, nll, preserved = _ChunkedLoss.apply(self, targets, *streams, base, expansion)
-        return total, nll, preserved
+        return Losses(*_ChunkedLoss.apply(self, targets, *hidden, base, expansion))
 
 
 @dataclass(frozen=True)
@@ -125,7 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
         preserved_x_up: Tensor | None,
         base: Tensor,
         expansion: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
         wanted = ctx.needs_input_grad[2:]
         # Rows of hidden states are written once; weights are summed over chunks, where 16 bits would lose small terms.
@@ -136,21 +152,27 @@ class _ChunkedLoss(torch.autograd.Function):
                 for tensor, needed, dtype in zip((*hidden, base, expansion), wanted, kinds, strict=True)
             )
         )
+        columns: dict[str, Any] = {
+            "first": projection.first,
+            "vocab_size": projection.vocab_size,
+            "tp": projection.tp,
+        }
         nll = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
         preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+        is_greedy_choice = None if any(wanted) else torch.empty_like(preserved)
         for rows in projection.chunks(len(targets)):
             chunk = hidden.rows(rows)
             routed = projection.route(chunk)
             if routed.preserved is not None:
                 preserved[rows] = routed.preserved
-            nll[rows], logit_gradient = nll_and_logit_gradient_(
-                routed.logits, targets[rows], first=projection.first, vocab_size=projection.vocab_size, tp=projection.tp
-            )
+            if is_greedy_choice is not None:
+                is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == targets[rows]
+            nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, targets[rows], **columns)
             if any(wanted):
                 gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(nll, preserved)
-        return nll.sum(), nll, preserved
+        return nll.sum(), nll, preserved, is_greedy_choice
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.errors import LayoutError
+from pipeline.model.residual import StoredResidual
 from pipeline.scale.norm import NormKind
 from pipeline.scale.plan import Widths
 
@@ -43,6 +44,13 @@ class DecoderSpec:
     parallel_residual: bool = False
     tie_word_embeddings: bool = False
     rotary: RotarySpec = field(default_factory=RotarySpec)
+    residual: StoredResidual | None = None
+    """of a base that was widened before"""
+
+    @property
+    def normed_size(self) -> int | None:
+        """How many channels of the residual stream the norms take their statistics from; None: all."""
+        return None if self.residual is None else self.residual.normed_size
 
 
 def check_base_fits(widths: Widths, tp_size: int) -> None:

@@ -1,12 +1,11 @@
-"""The collectives of tensor parallelism, as differentiable functions (Megatron's f and g).
+"""The collectives of tensor parallelism.
 
 Several tensors travel in one message: a layer with two streams costs no more collectives than a layer with one.
-A tensor that needs no gradient takes part in the forward pass only and gets no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,35 +14,9 @@ from torch import Tensor
 
 from pipeline.parallel.topology import TensorParallel
 
-
-def enter_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """Before a column-parallel product: the identity, whose backward pass sums the gradients over the ranks (f).
-
-    A stream that is None stays None.
-    """
-    return _together(_Enter, tp, streams, lambda stream: stream.requires_grad)
-
-
-def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """After a row-parallel product: the sum of the ranks' partial results, whose backward pass is the identity (g).
-
-    A stream that is None stays None.
-    """
-    return _together(_Leave, tp, streams, lambda stream: True)
-
-
-def _together(
-    function: type[torch.autograd.Function],
-    tp: TensorParallel,
-    streams: tuple[Tensor | None, ...],
-    takes_part: Callable[[Tensor], bool],
-) -> tuple[Any, ...]:
-    """Sends the streams that take part through `function` in one call, and leaves the others as they are."""
-    chosen = [stream is not None and takes_part(stream) for stream in streams]
-    if tp.size == 1 or not any(chosen):
-        return streams
-    results = iter(function.apply(tp, *(stream for stream, taken in zip(streams, chosen, strict=True) if taken)))
-    return tuple(next(results) if taken else stream for stream, taken in zip(streams, chosen, strict=True))
+# Since torch 2.13 by the first names; before, by the second.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -63,37 +36,35 @@ def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
     return once
 
 
-def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The sums of `tensors` over `group`, in one message."""
+def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
+    """The sums of `tensors` over the ranks, in one message."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
+    dist.all_reduce(flat, group=tp.group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        ctx.tp = tp
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
+    """The whole of `tensors`, of which each rank has its run of positions, in one message: [B, S / tp_size, ...] each,
+    results [B, S, ...]."""
+    own = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    gathered = own.new_empty(tp.size * len(own))
+    _all_gather(gathered, own, group=tp.group)
+    parts = gathered.view(tp.size, -1).split([tensor.numel() for tensor in tensors], dim=1)
+    return [
+        part.unflatten(1, tensor.shape).movedim(0, 1).flatten(1, 2) for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        return (None, *all_reduce_together(list(gradients), ctx.tp.group))
 
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tp: TensorParallel, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        summed = tuple(all_reduce_together(list(tensors), tp.group))
-        needs = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(tensor for tensor, needed in zip(summed, needs, strict=True) if not needed))
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        needs = ctx.needs_input_grad[1:]
-        return (None, *(gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)))
+def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
+    """This rank's run of positions of the sums of `tensors` over the ranks, in one message: [B, S, ...] each, results
+    [B, S / tp_size, ...]."""
+    runs = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]
+    flat = torch.cat([run.flatten(1) for run in runs], dim=1)
+    own = flat.new_empty(flat.shape[1])
+    _reduce_scatter(own, flat.flatten(), group=tp.group)
+    parts = own.split([run[0].numel() for run in runs])
+    return [part.view(run.shape[1:]) for part, run in zip(parts, runs, strict=True)]
 
 
 class _SumGradient(torch.autograd.Function):

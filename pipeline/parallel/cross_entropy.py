@@ -20,8 +20,7 @@ def nll_and_logit_gradient_(
     targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero there).
     Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits` itself.
     """
-    if first + logits.shape[1] > vocab_size:
-        logits[:, max(0, vocab_size - first) :] = float("-inf")
+    _mask_padding_(logits, first, vocab_size)
     largest = logits.amax(dim=1)
     if tp.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
@@ -44,3 +43,24 @@ def nll_and_logit_gradient_(
     gradient.scatter_add_(1, index, -here.to(gradient.dtype).unsqueeze(1))
     gradient.masked_fill_(ignored.unsqueeze(1), 0)
     return nll, gradient
+
+
+def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """The token that greedy decoding chooses in each row: int64 [N], of several with the largest logit the first.
+
+    `logits` are as above; their padding is written over, and nothing else.
+    """
+    _mask_padding_(logits, first, vocab_size)
+    largest, place = logits.max(dim=1)
+    chosen = place + first
+    if tp.size > 1:
+        own_largest = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        chosen.masked_fill_(own_largest < largest, vocab_size)
+        dist.all_reduce(chosen, op=dist.ReduceOp.MIN, group=tp.group)
+    return chosen
+
+
+def _mask_padding_(logits: Tensor, first: int, vocab_size: int) -> None:
+    if first + logits.shape[1] > vocab_size:
+        logits[:, max(0, vocab_size - first) :] = float("-inf")

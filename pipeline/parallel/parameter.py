@@ -43,12 +43,20 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, or, where several ranks hold the same shard of it, a view whose gradient is summed over them."""
-    partition = partition_of(parameter)
-    replicas = partition.replicas(tp.size)
-    if partition.dim is None or replicas == 1 or not parameter.requires_grad:
+    """`parameter`, or, where several ranks hold the same shard of it (or the whole), a view whose gradient is summed
+    over them: for a parameter that sees a part of the work on each."""
+    replicas = partition_of(parameter).replicas(tp.size)
+    if replicas == 1 or not parameter.requires_grad:
         return parameter
     return sum_gradient(parameter, tp.replica_group(replicas))
+
+
+def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
+    """`parameter`, which every rank holds whole. Where each applies it to its own positions alone, as a norm does, its
+    gradient is summed over the ranks (see `parallel.regions`)."""
+    if not tp.sequence_parallel or not parameter.requires_grad:
+        return parameter
+    return sum_gradient(parameter, tp.group)
 
 
 def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

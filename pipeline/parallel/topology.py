@@ -56,12 +56,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank's view of its tensor-parallel group. A group of one needs no process group."""
+    """One rank's view of its tensor-parallel group. A group of one needs no process group.
+
+    `sequence_parallel` says how activations lie where no layer is split: see `parallel.regions`.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     replica_groups: tuple[tuple[int, dist.ProcessGroup], ...] = ()
+    sequence_parallel: bool = False
 
     def replica_group(self, replicas: int) -> dist.ProcessGroup | None:
         """The group of the ranks that hold the same unit as this one."""
@@ -71,10 +75,21 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
+def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
+    """Raises LayoutError where the ranks cannot share the positions of a sequence evenly; names the nearest lengths."""
+    if tp.sequence_parallel and sequence_length % tp.size:
+        below = sequence_length // tp.size * tp.size
+        nearest = [length for length in (below, below + tp.size) if length]
+        raise LayoutError(
+            f"data.sequence_length: {sequence_length} does not divide by parallel.tp_size {tp.size}, as "
+            f"parallel.sequence_parallel wants; nearest that do: {', '.join(map(str, nearest))}"
+        )
+
+
 class ProcessGroups:
     """The groups of a layout, made once by every rank together; also the `mpu` that DeepSpeed asks."""
 
-    def __init__(self, layout: Layout, timeout: timedelta | None = None) -> None:
+    def __init__(self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False) -> None:
         """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
         self.layout = layout
         self._timeout = timeout
@@ -87,6 +102,7 @@ class ProcessGroups:
             size=layout.tp_size,
             group=self._tp_group,
             replica_groups=tuple((size, self._own_group(layout.replica_groups(size))) for size in shared),
+            sequence_parallel=sequence_parallel and layout.tp_size > 1,
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:

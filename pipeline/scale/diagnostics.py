@@ -10,9 +10,16 @@ from torch import Tensor
 from pipeline.parallel.topology import TensorParallel
 
 
-def mean_cosine(x: Tensor, reference: Tensor) -> float:
-    """The mean over tokens of cos(x, reference); both [..., D]. 1 where the base stream is what it was."""
-    return float(F.cosine_similarity(x.float(), reference.float(), dim=-1).mean())
+def mean_cosine(x: Tensor, reference: Tensor, tp: TensorParallel) -> float:
+    """The mean over tokens of cos(x, reference). 1 where the base stream is what it was.
+
+    x, reference: [B, S, D], or this rank's positions of them, as they lie between regions.
+    """
+    mean = F.cosine_similarity(x.float(), reference.float(), dim=-1).mean()
+    if tp.sequence_parallel:
+        dist.all_reduce(mean, group=tp.group)
+        mean /= tp.size
+    return float(mean)
 
 
 def kl_divergence(logits: Tensor, reference: Tensor, tp: TensorParallel) -> float:

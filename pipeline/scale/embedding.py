@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.parallel.collectives import leave_region
 from pipeline.parallel.embedding import VocabularyParallelEmbedding
+from pipeline.parallel.regions import leave_region
 from pipeline.parallel.topology import TensorParallel
 
 
 class WidenedEmbedding(nn.Module):
-    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U] (None where nothing is added)."""
+    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U] (None where nothing is added).
+
+    Sequence-parallel ranks get their own positions of both: [B, S / tp_size, ...].
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, tp: TensorParallel) -> None:
         super().__init__()

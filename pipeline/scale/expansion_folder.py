@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.files import file_hash, published_folder, write_json
+from pipeline.files import file_hash, is_plain_name, published_folder, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition
 from pipeline.parallel.stored import Rows, read_shard
 
@@ -34,6 +34,11 @@ class ExpansionFolder:
     def names(self) -> set[str]:
         """The parameters that the folder holds."""
         return set(self.manifest["tensors"])
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it comes from a checkpoint (`--format expansion`): a model made of it is no longer its base."""
+        return "position" in self.manifest
 
     def read(
         self,
@@ -70,7 +75,7 @@ class ExpansionFolder:
                 f"{self.path}: made of the base {self.manifest['base']} with other weights than the run's base; "
                 "point `base` at that model, or remove this folder to make it again"
             )
-        expected = {"method": method, "seed": seed}
+        expected = {"method": method} if self.is_trained else {"method": method, "seed": seed}
         found = {key: self.manifest[key] for key in expected}
         changed = [key for key in expected if expected[key] != found[key]]
         if changed:
@@ -79,11 +84,12 @@ class ExpansionFolder:
                 "remove this folder to make it again"
             )
 
-    def check_files(self) -> None:
-        """Raises CheckpointError where a file's content is not what was written. Reads every byte."""
-        for name, expected in self.manifest["hashes"].items():
+    def check_files(self, share: slice = slice(None)) -> None:
+        """Raises CheckpointError where a file's content is not what was written. Reads every byte of a `share` of the
+        files, sorted by name."""
+        for name in sorted(self.manifest["hashes"])[share]:
             file = self.path / name
-            if not file.exists() or file_hash(file) != expected:
+            if not file.exists() or file_hash(file) != self.manifest["hashes"][name]:
                 raise CheckpointError(
                     f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"
                 )
@@ -103,10 +109,14 @@ def open_expansion(path: Path) -> ExpansionFolder:
         raise CheckpointError(f"{path / MANIFEST}: damaged ({error}); make the expansion again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
-    if not manifest.keys() >= set(ENTRIES) or not isinstance(manifest["tensors"], dict):
+    tables = (manifest.get("tensors"), manifest.get("hashes"))
+    if not manifest.keys() >= set(ENTRIES) or not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); make the expansion again")
-    if any(Path(str(file)).name != file for file in manifest["tensors"].values()):
+    files = manifest["tensors"].values()
+    if not all(isinstance(file, str) and is_plain_name(file) for file in (*files, *manifest["hashes"])):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
+    if not manifest["hashes"].keys() >= set(files):
+        raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); make the expansion again")
     return ExpansionFolder(path, manifest)
 
 

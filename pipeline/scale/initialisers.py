@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from pipeline.config import Initialiser
+from pipeline.config.method import Initialiser
 
 
 def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
@@ -41,9 +41,13 @@ def expansion_to_expansion(kind: Initialiser, base: Tensor, rows: int, columns: 
 
 def he_random(rows: int, columns: int, *, seed: int, name: str) -> Tensor:
     """He's normal initialisation: standard deviation sqrt(2 / columns)."""
+    return torch.randn(rows, columns, generator=seeded(seed, name)) * (2.0 / columns) ** 0.5
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    """The random numbers of the parameter `name`: they do not depend on which others were drawn before."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(rows, columns, generator=generator) * (2.0 / columns) ** 0.5
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def leading_rows(weight: Tensor, rows: int) -> Tensor:

@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pipeline.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipeline.parallel.low_rank import LowRankAdapter
 from pipeline.parallel.topology import TensorParallel
 
-BLOCKS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
+BLOCKS = (
+    "expansion_to_base.weight",
+    "base_to_expansion.weight",
+    "expansion_to_expansion.weight",
+    "adapter.a",
+    "adapter.b",
+)
 
 
 def block_kind(name: str) -> str | None:
-    """Which of the new blocks the parameter `name` is the weight of, or None."""
-    return next((block for block in BLOCKS if name.endswith(f".{block}.weight")), None)
+    """Which matrix beside a base weight the parameter `name` is, or None: `expansion_to_base`, ..., `adapter.b`."""
+    return next((block.removesuffix(".weight") for block in BLOCKS if name.endswith(f".{block}")), None)
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ class Part:
 class WidenedLinear(nn.Module):
     """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone where nothing is added.
 
-    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only, and
-    `masked` leaves it out.
+    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only. An
+    `adapter` may be put beside W where nothing is widened. `masked` leaves both out: y is then the base's.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
@@ -56,6 +63,7 @@ class WidenedLinear(nn.Module):
         self.tp = tp
         base_in, base_out = base
         self.base: nn.Module = self._block(base_in, base_out, bias)
+        self.adapter: LowRankAdapter | None = None
         self.expansion_to_base: nn.Module | None = None
         self.base_to_expansion: nn.Module | None = None
         self.expansion_to_expansion: nn.Module | None = None
@@ -72,6 +80,8 @@ class WidenedLinear(nn.Module):
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool = False) -> tuple[Tensor, Tensor | None]:
         y: Tensor = self.base(x)
+        if self.adapter is not None and not masked:
+            y = y + self.adapter(x)
         if self.base_to_expansion is None or self.expansion_to_expansion is None or x_up is None:
             return y, None
         if self.expansion_to_base is not None and not masked:

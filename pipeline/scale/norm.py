@@ -13,53 +13,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.parameter import sharded_parameter
+from pipeline.parallel.parameter import sharded_parameter, used_between_regions
 from pipeline.parallel.sharding import REPLICATED
-from pipeline.parallel.topology import SINGLE
+from pipeline.parallel.topology import SINGLE, TensorParallel
 
 NormKind = Literal["rmsnorm", "layernorm"]
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32. `statistics_of` names another tensor to take the mean square from."""
+    """x / rms(x) · weight, computed in fp32. `statistics_of` names another tensor to take the mean square from.
 
-    def __init__(self, size: int, eps: float) -> None:
+    With `normed_size` only so many channels are summed there, and the others count as zeros.
+    """
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = sharded_parameter((size,), REPLICATED, SINGLE)
+        self.normed_size = normed_size
+        self.tp = tp
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        if statistics_of is None:
-            return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
-        scale = torch.rsqrt(statistics_of.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x.float() * scale).to(x.dtype)
+        weight = used_between_regions(self.weight, self.tp)
+        if statistics_of is None and self.normed_size is None:
+            return weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+        source = x if statistics_of is None else statistics_of
+        squares = source[..., : self.normed_size].float().pow(2)
+        scale = torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
+        return weight * (x.float() * scale).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
     """(x − mean) / std · weight + bias. `statistics_of` names another tensor to take mean and variance from."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = sharded_parameter((size,), REPLICATED, SINGLE)
-        self.bias = sharded_parameter((size,), REPLICATED, SINGLE)
+        self.tp = tp
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+        self.bias = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+        weight, bias = (used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias))
         if statistics_of is None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
         source = statistics_of.float()
         variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
         normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
-        return self.weight * normal.to(x.dtype) + self.bias
+        return weight * normal.to(x.dtype) + bias
 
 
-def make_norm(kind: NormKind, size: int, eps: float) -> RMSNorm | LayerNorm:
-    """A norm over one stream of `size`."""
-    return RMSNorm(size, eps) if kind == "rmsnorm" else LayerNorm(size, eps)
+def make_norm(
+    kind: NormKind, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None
+) -> RMSNorm | LayerNorm:
+    """A norm over one stream of `size`. No LayerNorm leaves channels out."""
+    return RMSNorm(size, eps, tp, normed_size) if kind == "rmsnorm" else LayerNorm(size, eps, tp)
 
 
 class WidenedNorm(nn.Module):
-    """x: [..., D], x_up: [..., U] -> the same, normalised; the streams have gains (and biases) of their own."""
+    """x: [..., D], x_up: [..., U] -> the same, normalised; the streams have gains (and biases) of their own.
+
+    `normed_size`: the base's statistics are those of its first channels.
+    """
 
     def __init__(
         self,
@@ -69,11 +84,14 @@ class WidenedNorm(nn.Module):
         *,
         eps: float,
         statistics: Literal["separate", "base"] = "separate",
+        normed_size: int | None = None,
+        tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         self.statistics = statistics
-        self.base = make_norm(kind, size, eps)
-        self.expansion = None if expansion_size is None else make_norm(kind, expansion_size, eps)
+        of_base = normed_size if statistics == "base" else None
+        self.base = make_norm(kind, size, eps, tp, normed_size)
+        self.expansion = None if expansion_size is None else make_norm(kind, expansion_size, eps, tp, of_base)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)

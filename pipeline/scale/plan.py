@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from pipeline.config import Initialisers, ScaleMethod
+from pipeline.config.method import Initialisers, ScaleMethod
 from pipeline.errors import ConfigError
 
 Module = Literal["attention", "ffn"]
@@ -103,19 +103,21 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
             f"parallel.tp_size {tp_size}; nearest that do: {nearest}"
         )
     ratio = added.num_attention_heads // added.num_key_value_heads
-
-    def lies(heads: int) -> bool:
-        return heads % tp_size == 0 or tp_size % heads == 0
-
-    def fits(heads: int) -> bool:
-        return heads % ratio == 0 and lies(heads) and lies(heads // ratio)
-
-    if not fits(added.num_attention_heads):
+    if not heads_fit(added.num_attention_heads, ratio, tp_size):
         raise ConfigError(
             f"method.expansion.num_attention_heads: {added.num_attention_heads}, with {added.num_key_value_heads} "
             f"key/value heads, cannot be split evenly over parallel.tp_size {tp_size}; "
-            f"nearest that can: {_nearest(added.num_attention_heads, fits)}"
+            f"nearest that can: {_nearest(added.num_attention_heads, lambda heads: heads_fit(heads, ratio, tp_size))}"
         )
+
+
+def heads_fit(heads: int, ratio: int, tp_size: int) -> bool:
+    """Whether so many query heads, `ratio` to a key/value head, can lie evenly on `tp_size` ranks."""
+
+    def lie(heads: int) -> bool:
+        return heads % tp_size == 0 or tp_size % heads == 0
+
+    return heads % ratio == 0 and lie(heads) and lie(heads // ratio)
 
 
 def _nearest(size: int, fits: Callable[[int], bool]) -> str:

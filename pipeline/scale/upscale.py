@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import Initialisers
+from pipeline.config.method import Initialisers
 from pipeline.parallel.parameter import full_shape_of
 from pipeline.scale.embedding import WidenedEmbedding
 from pipeline.scale.initialisers import base_to_expansion, expansion_to_expansion, leading_columns

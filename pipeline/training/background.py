@@ -1,35 +1,9 @@
-"""Saving while training goes on: what is to be written is copied to the host's memory, and a thread writes it."""
+"""Work that training does not wait for."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-
-from pipeline.checkpoint.torch_files import write_torch_file
-
-
-class HostCopies:
-    """Files to be written, with copies of the tensors that go into them: the originals may change at once."""
-
-    def __init__(self) -> None:
-        self._files: list[tuple[Path, Any]] = []
-
-    def add(self, path: Path, value: Any) -> None:  # noqa: ANN401
-        """Takes a copy of `value`, for the file `path`."""
-        self._files.append((path, _on_host(value, {})))
-
-    def write(self) -> None:
-        """Writes the files, each with its content on the disk, and lets the copies go.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-        """
-        while self._files:
-            write_torch_file(*self._files.pop(0))
 
 
 class Background:
@@ -60,18 +34,3 @@ class Background:
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
-
-
-def _on_host(value: Any, copied: dict[tuple[Any, ...], Tensor]) -> Any:  # noqa: ANN401
-    """`value` with copies of its tensors; what is one tensor under two names (`copied`) stays one."""
-    if isinstance(value, Tensor):
-        key = (value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride())
-        if key not in copied or value.numel() == 0:
-            copied[key] = value.detach().to("cpu", copy=True)
-        return copied[key]
-    if isinstance(value, dict):
-        made = {name: _on_host(one, copied) for name, one in value.items()}
-        return made if type(value) is dict else type(value)(made)
-    if type(value) in (list, tuple):
-        return type(value)(_on_host(one, copied) for one in value)
-    return value

@@ -5,7 +5,7 @@ Every rank of a tensor-parallel group reads the same samples. Which ones a step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.data.samples import Sample, TrainingSamples, rank_indices
 from pipeline.parallel.topology import Layout
 
@@ -57,11 +57,13 @@ def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device
 
     Without `document_mask` only padding would be set apart, and that comes after all it could disturb.
     """
-    tokens, targets, positions, document_ids = (
-        _stacked([sample[field] for sample in samples], device) for field in range(4)
+    return MicroBatch(
+        tokens=_stacked((sample.tokens for sample in samples), device),
+        targets=_stacked((sample.targets for sample in samples), device),
+        positions=_stacked((sample.positions for sample in samples), device),
+        document_ids=_stacked((sample.document_ids for sample in samples), device) if document_mask else None,
     )
-    return MicroBatch(tokens, targets, positions, document_ids if document_mask else None)
 
 
-def _stacked(rows: list[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.stack(rows)).to(device)
+def _stacked(rows: Iterable[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.stack(list(rows))).to(device)

@@ -8,12 +8,12 @@ import deepspeed
 from torch import nn
 
 from pipeline import methods
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.parameter import default_dtype
 from pipeline.parallel.topology import ProcessGroups
-from pipeline.training.deepspeed_config import DeepSpeedConfig
 
 
 def build_model(

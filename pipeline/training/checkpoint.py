@@ -1,4 +1,4 @@
-"""Checkpoints: the base by reference, whole or not there, the newest named by `latest`.
+"""Saving and resuming: the base by reference, whole or not there, and no run ends because a disk is full for a while.
 
 A checkpoint is written to a hidden folder and renamed when every file of every rank is on the disk and hashed; only
 then does `latest` name it, and only after that do older ones go. A run killed at any instant finds a whole one.
@@ -7,200 +7,240 @@ then does `latest` name it, and only after that do older ones go. A run killed a
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline import log
+from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
-from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
-from pipeline.checkpoint.torch_files import open_torch_file, write_torch_file
-from pipeline.errors import CheckpointError
-from pipeline.files import file_hash, sync, write_text
-from pipeline.training.background import Background, HostCopies
+from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, RunRecord
+from pipeline.checkpoint.position import Position
+from pipeline.checkpoint.torch_files import open_torch_file
+from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
+from pipeline.files import file_hash
+from pipeline.training.background import Background
 from pipeline.training.engine import Engine
 from pipeline.training.launch import COLLECTIVE_TIMEOUT
-from pipeline.training.unison import in_unison
+from pipeline.training.saved_files import DirectFiles, Files, HostCopies
+from pipeline.training.unison import from_first_rank, in_unison, warn_in_unison
 
-LATEST = "latest"
-_PREFIX = "step_"
+_GIB = 2**30
+Value = TypeVar("Value")
 _logger = log.get_logger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`."""
+    """The checkpoints of one run, in `folder`.
+
+    Attributes:
+        failed_saves: how many could not be written since the run began or went on.
+    """
 
     def __init__(
-        self, folder: Path, run: RunRecord, layout: LayoutRecord, *, keep_last: int, asynchronous: bool = False
+        self,
+        folder: Path,
+        run: RunRecord,
+        layout: LayoutRecord,
+        *,
+        keep_last: int,
+        keep_every_steps: int | None = None,
+        asynchronous: bool = False,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> None:
-        """Every rank must make one. `asynchronous`: `save` returns when the state is copied to the host's memory."""
+        """Every rank must make one. `asynchronous`: `save` returns when the state is copied to the host's memory.
+
+        `timeout` is how long the first rank to be done with writing waits for the last.
+        """
         self.folder = folder
         self.run = run
         self.layout = layout
         self.keep_last = keep_last
+        self.keep_every_steps = keep_every_steps
         self.asynchronous = asynchronous
+        self.failed_saves = 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # Of its own: a thread that saves must not mix its messages with the training's.
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._background = Background()
 
-    def save(self, engine: Engine, position: Position) -> Path:
-        """Writes a checkpoint of `engine`; every rank must call it. Returns its folder.
+    def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
+        """Writes a checkpoint of `engine`; every rank must call it. Returns where it will lie.
 
-        An asynchronous one is whole when `finish` returns, or the next `save`.
+        An asynchronous one is whole when `finish` returns, or the next `save`. A full disk, or one that fails, leaves
+        what was there and counts in `failed_saves`; the `last` save is waited for and must succeed.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointStorageError: the last could not be written; on the first rank, the others leave without a word.
         """
         self.finish()
-        final = self.folder / f"{_PREFIX}{position.step:08d}"
-        partial = final.with_name(f".{final.name}.partial")
-        self._on_first_rank(lambda: _make_empty(partial))
-        random_state = partial / _random_state_file(self.rank)
-        if self.asynchronous:
-            copies = HostCopies()
-            engine.save(partial, copies.add)
-            copies.add(random_state, _random_state())
-            self._background.start(lambda: self._complete(copies, position, partial, final))
+        final = self.folder / folders.checkpoint_name(position.step)
+        partial = folders.unfinished(final)
+        files: Files = HostCopies() if self.asynchronous else DirectFiles()
+        faults = self._together(lambda: folders.make_empty(partial) if self.rank == 0 else None)
+        if faults:
+            self._give_up(final, files, faults)
         else:
-            engine.save(partial, write_torch_file)
-            write_torch_file(random_state, _random_state())
-            self._seal(position, partial, final)
+            engine.save(partial, files.add)
+            files.add(partial / _random_state_file(self.rank), _random_state())
+            if self.asynchronous:
+                self._background.start(lambda: self._complete(final, files, position))
+            else:
+                self._complete(final, files, position)
+        if last:
+            self.finish()
+            in_unison(lambda: self._check_saved(final) if self.rank == 0 else None)
         return final
 
     def finish(self) -> None:
-        """Waits until what was begun is whole; every rank must call it before it leaves.
+        """Waits until what was begun is whole, or has failed; every rank must call it before it leaves."""
+        self._background.finish()
 
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        try:
-            self._background.finish()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: the last checkpoint could not be written: {error}") from None
+    def figures(self) -> dict[str, float]:
+        """What there is to log of the saves: nothing as long as all succeed."""
+        return {"failed_saves": self.failed_saves} if self.failed_saves else {}
 
-    def _complete(self, copies: HostCopies, position: Position, partial: Path, final: Path) -> None:
-        """What the thread of an asynchronous save does."""
+    def _check_saved(self, final: Path) -> None:
+        latest = folders.named_checkpoint(self.folder)
+        if latest != final:
+            raise CheckpointStorageError(
+                f"{final}: the last checkpoint could not be written, the line above says why; the one before is "
+                f"{latest.name if latest else 'not there'}. Make room and start again"
+            )
+
+    def _complete(self, final: Path, files: Files, position: Position) -> None:
+        """Makes a checkpoint of the files of all ranks: on the disk, hashed, named. A thread may do it."""
+        own: dict[str, FileRecord] = {}
+
+        def write_and_hash() -> None:
+            files.write()
+            # By the rank that wrote it: its node has it in memory still.
+            own.update({path.name: _record(path) for path in files.paths})
+
+        faults = self._together(write_and_hash)
+        if not faults:
+            merged = {name: record for part in self._gathered(own) for name, record in part.items()}
+            manifest = Manifest(
+                run=self.run,
+                position=position,
+                layout=self.layout,
+                versions=manifests.versions(),
+                files=dict(sorted(merged.items())),
+            )
+            faults = self._together(lambda: self._publish(manifest, final) if self.rank == 0 else None)
+        if faults:
+            self._give_up(final, files, faults)
+
+    def _publish(self, manifest: Manifest, final: Path) -> None:
+        partial = folders.unfinished(final)
+        manifest.save(partial)
+        folders.publish(partial, final)
+        steps = {folders.step_of(path): path for path in folders.all_checkpoints(self.folder)}
+        newest = manifest.position.step
+        for step in folders.superseded([*steps], newest, self.keep_last, self.keep_every_steps):
+            folders.discard(steps[step])
+        _logger.info("saved %s", final)
+
+    def _give_up(self, final: Path, files: Files, faults: list[str]) -> None:
+        """Leaves nothing of a save that failed, and says so."""
+        self.failed_saves += 1
+        needed = sum(self._gathered(files.bytes))
+        if self.rank == 0:
+            shutil.rmtree(folders.unfinished(final), ignore_errors=True)
+            free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
+            _logger.error(
+                "%s was not saved (%s); it needs %.3f GiB, %.3f GiB are free",
+                final,
+                faults[0],
+                needed / _GIB,
+                free / _GIB,
+            )
+
+    def _together(self, work: Callable[[], object]) -> list[str]:
+        """What the disks of all ranks said to `work`, which every rank must call: nothing where it succeeded."""
         fault: str | None = None
         try:
-            copies.write()
+            work()
         except OSError as error:
-            fault = f"rank {self.rank}: {error}"
-        faults: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(faults, fault, group=self._group)
-        if said := [one for one in faults if one is not None]:
-            raise CheckpointError(f"{final}: could not be written ({said[0]}); the checkpoint before it is whole")
-        self._seal(position, partial, final)
+            fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
+        return [one for one in self._gathered(fault) if one is not None]
 
-    def _seal(self, position: Position, partial: Path, final: Path) -> None:
-        """Makes a checkpoint of the files that all ranks have written."""
-        dist.barrier(group=self._group)
-        files = self._hash([partial / name for name in self._names_in(partial)])
-        manifest = Manifest(
-            run=self.run, position=position, layout=self.layout, versions=manifests.versions(), files=files
-        )
-        self._on_first_rank(lambda: self._publish(manifest, partial, final))
+    def _gathered(self, value: Value) -> list[Value]:
+        """Each rank's `value`, in the order of the ranks."""
+        values: list[Value] = [value] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
-    def resume(self, engine: Engine, checkpoint: Path) -> Position:
-        """Restores `engine` from a whole checkpoint of this run, of whatever layout; every rank must call it.
+    def resume(self, engine: Engine, before: int | None = None) -> Position | None:
+        """Restores `engine` from the newest whole checkpoint, of whatever layout; every rank must call it.
+
+        The first choice is the one that `latest` names, or, if given, the newest of fewer than `before` steps. Whatever
+        is damaged is set aside and the one before it is tried. None where nothing was saved yet.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another base or run.
+            CheckpointError: a checkpoint belongs to another base or run, or there were some and none is whole.
         """
-        manifest = in_unison(lambda: self._checked(checkpoint))
+        named, found = from_first_rank(lambda: (folders.named_checkpoint(self.folder), folders.candidates(self.folder)))
+        if before is not None:
+            found = [checkpoint for checkpoint in found if folders.step_of(checkpoint) < before]
+        elif found and found[0] != named:
+            called = "no checkpoint" if named is None else f"{named.name}, which is not there"
+            warn_in_unison(_logger, "%s names %s; %s is tried", self.folder / folders.LATEST, called, found[0].name)
+        for checkpoint in found:
+            manifest = self._examine(checkpoint)
+            if manifest is not None:
+                self._restore(engine, checkpoint, manifest)
+                return manifest.position
+        if before is None:
+            in_unison(self._check_nothing_lost)
+        return None
+
+    def _examine(self, checkpoint: Path) -> Manifest | None:
+        """The manifest of `checkpoint`, if it is whole and of this run; one that is damaged is set aside."""
+
+        def look() -> tuple[Manifest | None, str]:
+            try:
+                manifest = manifests.load_manifest(checkpoint)
+                manifests.check_same_run(manifest, checkpoint, self.run)
+                for name in sorted(manifest.files)[self.rank :: self.world_size]:
+                    manifests.check_file(manifest, checkpoint, name)
+            except DamagedCheckpointError as damage:
+                return None, str(damage)
+            return manifest, ""
+
+        manifest, damage = in_unison(look)
+        said = [one for one in self._gathered(damage) if one]
+        if not said:
+            return manifest
+        aside = from_first_rank(lambda: folders.set_aside(checkpoint))
+        warn_in_unison(_logger, "%s; it is set aside as %s, and the one before is tried", said[0], aside.name)
+        return None
+
+    def _check_nothing_lost(self) -> None:
+        if folders.holds_damaged(self.folder) or folders.named_checkpoint(self.folder) is not None:
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint is whole; those that are damaged end in {folders.DAMAGED}. Copy a whole "
+                "one back, or remove the folder to begin the run anew"
+            )
+
+    def _restore(self, engine: Engine, checkpoint: Path, manifest: Manifest) -> None:
+        _logger.info("goes on from %s", checkpoint)
         if manifest.layout != self.layout:
-            _logger.info("%s was written by another layout: %s", checkpoint, manifest.layout)
+            _logger.info("it was written by another layout: %s", manifest.layout)
         engine.load(checkpoint, manifest.position.step)
         # A rank that the checkpoint does not know takes up the state of one that it does.
         writer = self.rank % manifest.layout.world_size
         _restore_random_state(in_unison(lambda: open_torch_file(checkpoint / _random_state_file(writer))))
-        return manifest.position
-
-    def _checked(self, checkpoint: Path) -> Manifest:
-        manifest = manifests.load_manifest(checkpoint)
-        manifests.check_same_run(manifest, checkpoint, self.run)
-        for name in self._share(sorted(manifest.files)):
-            manifests.check_file(manifest, checkpoint, name)
-        return manifest
-
-    def _names_in(self, folder: Path) -> list[str]:
-        """The files in `folder` as the first rank sees them: the others may see them later."""
-        names = [sorted(path.name for path in folder.iterdir() if path.is_file()) if self.rank == 0 else []]
-        dist.broadcast_object_list(names, src=0, group=self._group)
-        return names[0]
-
-    def _hash(self, paths: list[Path]) -> dict[str, FileRecord]:
-        """Every file's size and hash; the ranks share the work."""
-        own = {path.name: (path.stat().st_size, file_hash(path)) for path in self._share(paths)}
-        parts: list[dict[str, tuple[int, str]]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(parts, own, group=self._group)
-        merged = {name: record for part in parts for name, record in part.items()}
-        return {name: FileRecord(bytes=size, sha256=digest) for name, (size, digest) in sorted(merged.items())}
-
-    def _share(self, items: list[Path] | list[str]) -> list:  # type: ignore[type-arg]
-        return items[self.rank :: self.world_size]
-
-    def _publish(self, manifest: Manifest, partial: Path, final: Path) -> None:
-        manifest.save(partial)
-        if final.exists():
-            _discard(final)  # a run that was killed before `latest` named it took the same steps again
-        partial.rename(final)
-        sync(self.folder)
-        write_text(self.folder / LATEST, final.name + "\n")
-        # Later ones, of an attempt that was rolled back, stay until a save takes their place.
-        up_to_now = [path for path in whole_checkpoints(self.folder) if path.name <= final.name]
-        for old in up_to_now[: -self.keep_last]:
-            _discard(old)
-        _logger.info("saved %s", final)
-
-    def _on_first_rank(self, work: Callable[[], None]) -> None:
-        if self.rank == 0:
-            work()
-        dist.barrier(group=self._group)
+        from_first_rank(lambda: folders.point_to(checkpoint))
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None where nothing was saved yet.
-
-    Raises:
-        CheckpointError: `latest` names something else than a checkpoint of this folder.
-    """
-    try:
-        name = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    if Path(name).name != name or not name.startswith(_PREFIX) or not (folder / name / manifests.NAME).exists():
-        raise CheckpointError(
-            f"{folder / LATEST}: names {name!r}, which is no whole checkpoint there; write the name of one that is, "
-            f"of {', '.join(path.name for path in whole_checkpoints(folder)) or 'which there are none'}"
-        )
-    return folder / name
-
-
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{manifests.NAME}"))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Clears what killed processes left half-written or half-deleted."""
-    for path in folder.glob(f".{_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _discard(folder: Path) -> None:
-    """Removes a checkpoint. It loses its name first, so that a kill cannot leave half of it behind as a whole one."""
-    doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def _record(path: Path) -> FileRecord:
+    return FileRecord(bytes=path.stat().st_size, sha256=file_hash(path))
 
 
 def _random_state_file(rank: int) -> str:

@@ -1,7 +1,8 @@
-"""How a widened model moves away from its base while it trains, cheap enough to leave on.
+"""How a model moves away from its base while it trains, cheap enough to leave on.
 
-Every figure goes to TensorBoard and metrics.jsonl: per layer the cosine of the base stream to what it is with every W12
-masked, the norm of each kind of block, and the KL divergence of the model from its base, all on one probe batch.
+Every figure goes to TensorBoard and metrics.jsonl: per layer the cosine of the base stream to what it is with every
+W12, adapter and added layer masked, the norm of each kind of block, and the KL divergence of the model from its base,
+all on one probe batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples
 from pipeline.scale.diagnostics import kl_divergence, mean_cosine
 from pipeline.scale.linear import block_kind
@@ -22,7 +23,7 @@ from pipeline.training.engine import Engine
 
 
 class Diagnostics:
-    """Measures a widened model on `probe`; on a model that nothing was added to, it measures nothing."""
+    """Measures a model on `probe`; where the base itself trains, so that there is none to compare with, nothing."""
 
     def __init__(self, probe: MicroBatch, probe_name: str) -> None:
         self.probe = probe
@@ -30,7 +31,7 @@ class Diagnostics:
 
     def run(self, engine: Engine) -> dict[str, float]:
         """The figures, under the names they have in TensorBoard; every rank must call it, and all get the same."""
-        if engine.model.plan is None:
+        if not engine.model.keeps_base:
             return {}
         with engine.evaluating():
             with base_streams(engine.model.layers) as preserved:
@@ -41,13 +42,16 @@ class Diagnostics:
             divergence = sum(kl_divergence(logits, base, engine.tensor_parallel) for logits, base in chunks)
         figures = {f"kl_from_base/{self.probe_name}": divergence / self.probe.tokens.numel()}
         for layer, (x, reference) in enumerate(zip(adapted, preserved, strict=True)):
-            figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference)
+            figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference, engine.tensor_parallel)
         return figures | block_norms(engine.squared_norms())
 
 
 @contextmanager
 def base_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
-    """The base stream that each layer last gave, from the bottom up: [B, S, D]; under Route the adapted path's."""
+    """The base stream that each layer last gave, from the bottom up; under Route the adapted path's.
+
+    [B, S, D], or this rank's positions of it.
+    """
     streams: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:  # noqa: ANN401

@@ -17,15 +17,15 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.config import RunConfig, Schedule
+from pipeline.config.run import RunConfig, Schedule
+from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import Decoder
 from pipeline.model.decoder import Path as LogitsPath
-from pipeline.model.output import HiddenStates
+from pipeline.model.output import HiddenStates, Losses
 from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
-from pipeline.training.deepspeed_config import DeepSpeedConfig
 from pipeline.training.restoring import publish, restore
 from pipeline.training.unison import in_unison
 
@@ -76,24 +76,35 @@ class Engine:
         self._engine._copy_recovery_script = lambda save_path: None
         self.model: Decoder = self._engine.module
 
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed nll of a micro-batch (to differentiate), each target's nll, and which tokens Route preserved."""
-        total, nll, preserved = self._engine(*batch)
-        return total, nll, preserved
+    def loss(self, batch: MicroBatch) -> Losses:
+        """How well the targets of a micro-batch are predicted."""
+        return Losses(*self._engine(*batch))
 
     def backward(self, nll_sum: Tensor) -> None:
         """Adds the gradient of a micro-batch.
 
         DeepSpeed averages over accumulated micro-batches and data-parallel ranks; so the gradient of a step is that of
         the summed nll over `global_batch_size · sequence_length`, however the batch is spread.
+
+        A loss that is not finite may have a finite gradient. Here it gets none, which DeepSpeed finds in the norm, on
+        all ranks alike, before it changes any weight.
         """
-        self._engine.backward(nll_sum / self._tokens_per_micro_batch)
+        finite = torch.where(nll_sum.detach().isfinite(), 1.0, torch.nan)
+        self._engine.backward(nll_sum * finite / self._tokens_per_micro_batch)
 
     def step(self, learning_rate: float) -> None:
-        """Counts a micro-batch, and after the last one of a step updates the weights."""
+        """Counts a micro-batch, and after the last one of a step updates the weights, if the gradient is finite."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
+
+    @property
+    def step_applied(self) -> bool:
+        """Whether the last step changed the weights; one whose gradient is not finite leaves no trace. All ranks agree.
+
+        The norm that clipping needs tells DeepSpeed; it then clears the gradients and touches neither moment.
+        """
+        return bool(self._engine.was_step_applied())
 
     @property
     def gradient_norm(self) -> float:
@@ -193,6 +204,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         self._write = write
 
     def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
+        # The optimizer's file holds the weights in fp32; the model's would hold them in 16 bits again, and beside them
+        # a tied, frozen embedding, which DeepSpeed takes for a parameter that trains.
+        if "module" in state_dict:
+            state_dict = {**state_dict, "module": {}}
         self._write(Path(path), state_dict)
 
 

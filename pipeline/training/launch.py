@@ -20,8 +20,10 @@ import torch
 # Before there is a group: its functions take the default group of their import as a default argument, and a group that
 # is still referred to after `finish` keeps gloo's threads, which now and then abort the process at its end.
 import torch.distributed.nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pipeline.errors import LayoutError
+from pipeline.config.stability import Watchdog
+from pipeline.errors import LayoutError, RendezvousError
 
 # Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before
 # Slurm, because its mpirun starts its own daemons with srun and their variables reach the processes too.
@@ -36,6 +38,7 @@ Resolve = Callable[[str], str]
 
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in a collective, until the run's configuration is read."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,17 @@ def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> L
 
     Raises:
         LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
-            rendezvous address does not resolve or cannot be reached from other hosts.
+            rendezvous address, or this node's own, does not resolve or cannot be reached from other hosts.
     """
     rank, local_rank, world_size = _place(environment)
     _check_world(environment, rank, world_size)
     if world_size == 1:
         return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_free_port()))
     launch = Launch(rank, local_rank, world_size, *_rendezvous(environment, world_size))
-    _check_address(launch.master_addr, _host_count(environment), resolve)
+    hosts = _host_count(environment)
+    _check_address(launch.master_addr, hosts, resolve)
+    if "GLOO_SOCKET_IFNAME" not in environment:
+        _check_own_address(hosts, resolve)
     return launch
 
 
@@ -92,6 +98,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
 
     Raises:
         LayoutError: the node has fewer GPUs than ranks.
+        RendezvousError: the place to meet is taken, or cannot be reached.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
@@ -107,10 +114,30 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
         device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
+        )
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        raise RendezvousError(
+            f"rank {launch.rank} on {socket.gethostname()} could not meet the others at "
+            f"{launch.master_addr}:{launch.master_port} ({str(error).splitlines()[0]}); another program may use that "
+            "port: a job that is queued again takes another one, or set MASTER_PORT"
+        ) from None
     return device
+
+
+def collective_timeout(limits: Watchdog) -> timedelta:
+    """How long a collective may take in a run: longer than the watchdog bears anything.
+
+    The watchdog is to say which rank is missing, before gloo or NCCL end the processes that wait for it.
+    """
+    return max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
+
+
+def wait_at_most(timeout: timedelta) -> None:
+    """Sets how long this rank waits for the others in a collective over all ranks."""
+    _set_pg_timeout(timeout)
 
 
 def finish() -> None:
@@ -201,11 +228,29 @@ def _check_address(master_addr: str, hosts: int, resolve: Resolve) -> None:
             f"MASTER_ADDR {master_addr} does not resolve on {here} ({error}); "
             "set MASTER_ADDR to the first node's address"
         ) from None
-    if hosts > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if hosts > 1 and _is_loopback(address):
         raise LayoutError(
             f"MASTER_ADDR {master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set MASTER_ADDR "
             "to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
         )
+
+
+def _check_own_address(hosts: int, resolve: Resolve) -> None:
+    """gloo listens where the node's own name leads, and says its peers so: many systems have it at 127.0.1.1."""
+    here = socket.gethostname()
+    try:
+        address = resolve(here)
+    except OSError:
+        address = _LOOPBACK  # what gloo falls back to
+    if hosts > 1 and _is_loopback(address):
+        raise LayoutError(
+            f"{here}: its own name leads to {address}, where no other host can reach it; set NETWORK_INTERFACE in "
+            "slurm/site.env (or GLOO_SOCKET_IFNAME), or mend this node's /etc/hosts"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,47 +12,53 @@ from tqdm import tqdm
 
 from pipeline import log
 
-_SECONDS_BETWEEN_LINES = 10.0
 _logger = log.get_logger(__name__)
 
 
 class Progress:
-    """Shows the step, the loss and the time that is left; says nothing unless `visible`."""
+    """Shows the step, its figures and the time that is left, at most every `every_s`; nothing unless `visible`."""
 
-    def __init__(self, step: int, steps: int, *, visible: bool) -> None:
+    def __init__(self, step: int, steps: int, every_s: float, *, visible: bool) -> None:
         self._steps = steps
-        self._first_step = step
+        self._every_s = every_s
+        self._taken = 0
         self._started = self._last_line = time.monotonic()
         self._visible = visible
         self._bar: Any = None  # tqdm's stubs know no bar without an iterable
         if visible and sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True)
 
-    def advance(self, step: int, loss: float, learning_rate: float) -> None:
-        """`step` steps are done."""
+    def advance(self, step: int, figures: Mapping[str, float]) -> None:
+        """`step` steps are done; a rollback may have made them fewer than they were."""
+        self._taken += 1
         if self._bar is not None:
-            self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{learning_rate:.2e}", refresh=False)
-            self._bar.update()
+            self._bar.set_postfix_str("  ".join(worded(figures)), refresh=False)
+            self._bar.update(step - self._bar.n)
         elif self._visible:
-            self._line(step, loss, learning_rate)
+            self._line(step, figures)
 
-    def _line(self, step: int, loss: float, learning_rate: float) -> None:
+    def _line(self, step: int, figures: Mapping[str, float]) -> None:
         now = time.monotonic()
-        first, last = step == self._first_step + 1, step == self._steps
-        if not (first or last) and now - self._last_line < _SECONDS_BETWEEN_LINES:
+        first, last = self._taken == 1, step == self._steps
+        if not (first or last) and now - self._last_line < self._every_s:
             return
         self._last_line = now
-        left = (now - self._started) / (step - self._first_step) * (self._steps - step)
-        _logger.info(
-            "step %d/%d  loss %.4f  learning rate %.2e  %s left",
-            step,
-            self._steps,
-            loss,
-            learning_rate,
-            timedelta(seconds=round(left)),
-        )
+        left_s = (now - self._started) / self._taken * (self._steps - step)
+        words = "  ".join(worded(figures))
+        _logger.info("step %d/%d  %s  %s left", step, self._steps, words, timedelta(seconds=round(left_s)))
 
     def close(self) -> None:
         """Leaves the bar as it is."""
         if self._bar is not None:
             self._bar.close()
+
+
+def worded(figures: Mapping[str, float]) -> list[str]:
+    """The figures that a person watches, in words, as far as they are known."""
+    words = {
+        "loss": "loss {:.4f}",
+        "learning_rate": "learning rate {:.2e}",
+        "tokens_per_second_per_gpu": "{:,.0f} tokens/s per GPU",
+        "mfu": "MFU {:.1%}",
+    }
+    return [form.format(figures[name]) for name, form in words.items() if name in figures]

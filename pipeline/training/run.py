@@ -4,52 +4,51 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipeline import log, methods
-from pipeline.checkpoint.manifest import Position, check_same_model, describe_layout, describe_run, load_manifest
-from pipeline.config import RunConfig, load_config
-from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.checkpoint.folder import candidates, latest_checkpoint, remove_unfinished
+from pipeline.checkpoint.manifest import check_same_model, describe_layout, describe_run, load_manifest
+from pipeline.checkpoint.position import Position
+from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import ConfigError, DataError
-from pipeline.files import write_json
+from pipeline.errors import DamagedCheckpointError, UserError
+from pipeline.exit_codes import FINISHED, RESUME_LATER
+from pipeline.files import file_hash, write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import open_base
-from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
+from pipeline.parallel.topology import ProcessGroups
+from pipeline.run_folder.attempts import record_start
+from pipeline.run_folder.status import SUMMARY
+from pipeline.training.attempt import alone_in, on_record, record_verdict
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.building import build_model
-from pipeline.training.checkpoint import Checkpoints, latest_checkpoint, remove_unfinished
-from pipeline.training.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
+from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.diagnostics import make_probe
 from pipeline.training.engine import Engine
 from pipeline.training.gate import check_preservation
-from pipeline.training.launch import COLLECTIVE_TIMEOUT
-from pipeline.training.loop import Outcome, Trainer, train
+from pipeline.training.inputs import Inputs, check_model, open_fitting_base, open_layout, open_samples
+from pipeline.training.instruments import instruments_of
+from pipeline.training.launch import collective_timeout, wait_at_most
+from pipeline.training.loop import Outcome, train
 from pipeline.training.metrics import Metrics
+from pipeline.training.phases import Phases
+from pipeline.training.preflight.check import check_allocation
+from pipeline.training.profiler import Profiler
 from pipeline.training.progress import Progress
-from pipeline.training.signals import RESUME_LATER, StopSignals
+from pipeline.training.signals import StopSignals
+from pipeline.training.trainer import Trainer
 from pipeline.training.unison import from_first_rank, in_unison
 from pipeline.training.validation import Validation
+from pipeline.training.watchdog import Watchdog
 
-SUMMARY = "training.json"
+STACKS = "stacks"
+"""The folder in which the ranks of a run that was given up leave their threads' stacks."""
 _logger = log.get_logger(__name__)
-
-
-class Inputs(NamedTuple):
-    """What a run reads, checked before the ranks begin to talk to each other."""
-
-    config: RunConfig
-    deepspeed_config: DeepSpeedConfig
-    layout: Layout
-    base: BaseFolder
-    tokenizer_fingerprint: str
-    training: TrainingSamples
-    heldout: dict[str, HeldoutSamples]
 
 
 def run_training(config_path: Path, device: torch.device) -> int:
@@ -58,60 +57,46 @@ def run_training(config_path: Path, device: torch.device) -> int:
     Raises:
         UserError: on the first rank that met it; the others leave without a word.
     """
+    phases = Phases(device)
     with StopSignals() as signals:
-        inputs = in_unison(lambda: read_inputs(config_path))
-        if from_first_rank(lambda: is_finished(inputs.config, inputs.base)):
-            return 0
-        trainer, position, difference = prepare(inputs, device)
-        outcome = train(trainer, position, signals)
+        config = in_unison(lambda: load_config(config_path))
+        wait_at_most(collective_timeout(config.watchdog))
+        with alone_in(config.folder):
+            return on_record(config.folder, phases, lambda: attempt(config, device, phases, signals))
+
+
+def attempt(config: RunConfig, device: torch.device, phases: Phases, signals: StopSignals) -> int:
+    """Trains until the end or a signal, and returns the exit code."""
+    inputs = read_inputs(config)
+    if from_first_rank(lambda: is_finished(config, inputs.base)):
+        return FINISHED
+    with Watchdog(config.watchdog, phases, config.folder / STACKS, partial(record_verdict, config.folder, phases)):
+        trainer, position, difference = prepare(inputs, device, phases)
+        if dist.get_rank() == 0:
+            record_start(config, dist.get_world_size(), position.step)
+        try:
+            outcome = train(trainer, position, signals)
+        except (UserError, SystemExit):
+            trainer.checkpoints.finish()  # the next attempt shall find the one that is being written
+            raise
         trainer.progress.close()
         trainer.metrics.close()
+        trainer.profiler.close()
         if not outcome.finished:
             _logger.info("stopped by a signal at step %d; the same command goes on from there", outcome.position.step)
             return RESUME_LATER
         summarise(trainer, outcome, difference)
-        return 0
+        return FINISHED
 
 
-def read_inputs(config_path: Path) -> Inputs:
-    """Opens and checks everything that the run reads, except for the weights themselves."""
-    config = load_config(config_path)
-    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
-    accumulation_steps(config.schedule, layout.dp_size)
-    deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
-    base = open_base(config.base)
-    check_can_be_exported(config)
-    check_context(config, base)
-    fingerprint = load_tokenizer(config.base).fingerprint
-    training = TrainingSamples(config.data, seed=config.seed, tokenizer_fingerprint=fingerprint)
-    needed = config.schedule.steps * config.schedule.global_batch_size
-    if training.total is not None and training.total < needed:
-        raise DataError(
-            f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
-            f"token budgets end after {training.total}; "
-            f"use at most {training.total // config.schedule.global_batch_size} steps"
-        )
-    heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
-    return Inputs(config, deepspeed_config, layout, base, fingerprint, training, heldout)
-
-
-def check_can_be_exported(config: RunConfig) -> None:
-    """Raises ConfigError for a method whose checkpoints nothing could read later."""
-    if config.method.name not in ("scale", "fft"):
-        raise ConfigError(
-            f"method.name: {config.method.name} can be built and estimated, but its checkpoints cannot be converted "
-            "yet; use scale or fft"
-        )
-
-
-def check_context(config: RunConfig, base: BaseFolder) -> None:
-    """Raises ConfigError where samples are longer than what the base was made for."""
-    longest = base.spec.max_position_embeddings
-    if config.data.sequence_length > longest:
-        raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
-            f"use at most {longest}"
-        )
+def read_inputs(config: RunConfig) -> Inputs:
+    """Opens and checks everything that the run reads, except for the weights themselves; every rank must call it."""
+    layout, deepspeed_config = in_unison(lambda: open_layout(config, dist.get_world_size()))
+    base = in_unison(lambda: open_fitting_base(config))
+    # On one rank: large tokenizers take seconds to build, and on a shared node all would at once.
+    fingerprint = from_first_rank(lambda: load_tokenizer(config.base).fingerprint)
+    samples = in_unison(lambda: open_samples(config, fingerprint))
+    return Inputs(config, deepspeed_config, layout, base, fingerprint, *samples)
 
 
 def is_finished(config: RunConfig, base: BaseFolder) -> bool:
@@ -120,10 +105,14 @@ def is_finished(config: RunConfig, base: BaseFolder) -> bool:
     Raises:
         CheckpointError: it did, but with another base or method than the configuration now has.
     """
-    checkpoint = latest_checkpoint(config.folder / "checkpoints")
-    if checkpoint is None or not (config.folder / SUMMARY).exists():
+    found = candidates(config.folder / "checkpoints") if (config.folder / SUMMARY).exists() else []
+    if not found:
         return False
-    manifest = load_manifest(checkpoint)
+    checkpoint = found[0]
+    try:
+        manifest = load_manifest(checkpoint)
+    except DamagedCheckpointError:
+        return False  # resuming will say so, and take the one before
     if manifest.position.step < config.schedule.steps:
         return False
     check_same_model(manifest, checkpoint, base.hashes(), config.method)
@@ -133,11 +122,13 @@ def is_finished(config: RunConfig, base: BaseFolder) -> bool:
     return True
 
 
-def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, float | None]:
+def prepare(inputs: Inputs, device: torch.device, phases: Phases) -> tuple[Trainer, Position, float | None]:
     """Everything the loop drives, where it begins, and how far the widened model was from its base before any step."""
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
+    timeout = collective_timeout(config.watchdog)
+    groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
+    check_allocation(config, inputs.deepspeed_config, inputs.base, groups, device)
     torch.manual_seed(config.seed)
-    groups = ProcessGroups(layout, COLLECTIVE_TIMEOUT)
     base = with_shared_hashes(inputs.base)
     model = load_model(inputs, base, groups)
     run = describe_run(config, base, model, inputs.tokenizer_fingerprint)
@@ -145,7 +136,7 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
     batches = TrainingBatches(inputs.training, config, layout, rank, device)
     # Before the checkpoint is read: it also tells whether base and expansion arrived as they were.
     probe = next(batches.of_step(0))
-    difference = check_preservation(engine, probe, str(config.upscaled_folder))
+    difference = check_preservation(engine, probe, config)
 
     folder = config.folder / "checkpoints"
     layout_record = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
@@ -154,13 +145,11 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
         run,
         layout_record,
         keep_last=config.checkpoints.keep_last,
+        keep_every_steps=config.checkpoints.keep_every_steps,
         asynchronous=config.checkpoints.asynchronous,
+        timeout=timeout,
     )
-    position = Position(step=0, tokens_seen=0, seconds=0.0)
-    latest = from_first_rank(lambda: latest_checkpoint(folder))
-    if latest is not None:
-        position = checkpoints.resume(engine, latest)
-        _logger.info("goes on from %s", latest)
+    position = checkpoints.resume(engine) or Position()
     if rank == 0:
         remove_unfinished(folder)
     trainer = Trainer(
@@ -171,31 +160,37 @@ def prepare(inputs: Inputs, device: torch.device) -> tuple[Trainer, Position, fl
         make_probe(inputs.heldout, config, probe),
         Metrics(config.folder, position.step, writer=rank == 0),
         checkpoints,
-        Progress(position.step, config.schedule.steps, visible=rank == 0),
+        Progress(position.step, config.schedule.steps, config.metrics.log_every_s, visible=rank == 0),
+        phases,
+        instruments_of(inputs, device, phases),
+        Profiler(config.profile, config.folder, rank, device),
     )
     return trainer, position, difference
 
 
 def with_shared_hashes(base: BaseFolder) -> BaseFolder:
-    """`base`, knowing its hashes: the first rank reads every byte of it, and tells the others."""
-    return replace(base, known_hashes=from_first_rank(base.hashes))
+    """`base`, knowing its hashes: the ranks share the reading, and tell each other."""
+    own = in_unison(lambda: {file.name: file_hash(file) for file in base.files[_own_share()]})
+    parts = [own] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return replace(base, known_hashes=dict(sorted((name, digest) for part in parts for name, digest in part.items())))
+
+
+def _own_share() -> slice:
+    """This rank's share of a list that every rank has."""
+    return slice(dist.get_rank(), None, dist.get_world_size())
 
 
 def load_model(inputs: Inputs, base: BaseFolder, groups: ProcessGroups) -> Decoder:
     """The model before its first step; each rank reads no more than it will hold."""
     config, tp = inputs.config, groups.tensor_parallel
     started = time.perf_counter()
-    in_unison(lambda: check_model(inputs, tp))
+    in_unison(lambda: check_model(config, base.spec, tp))
+    in_unison(lambda: methods.check_files(config, _own_share()))
     model = build_model(config, base, inputs.deepspeed_config, groups)
     in_unison(lambda: methods.load_initial_weights(model, config, base, tp))
     _logger.info("loaded %s in %.1f s", base.path, time.perf_counter() - started)
     return model
-
-
-def check_model(inputs: Inputs, tp: TensorParallel) -> None:
-    """Raises what building the model would, without any memory or message."""
-    with torch.device("meta"):
-        methods.build_model(inputs.config, inputs.base, tp)
 
 
 def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> None:
@@ -213,10 +208,7 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
         "steps": outcome.position.step,
         "tokens_seen": outcome.position.tokens_seen,
         "seconds": round(outcome.position.seconds, 3),
-        "validation": {
-            name: {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
-            for name, score in outcome.scores.items()
-        },
+        "validation": {name: score.figures() for name, score in outcome.scores.items()},
         "checkpoint": str(checkpoint),
         "tensorboard": str(config.folder / "tensorboard"),
     }

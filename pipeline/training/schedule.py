@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config import Schedule
+from pipeline.config.run import Schedule
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, exit_code_of
+from pipeline.log import node
 
 Result = TypeVar("Result")
 
@@ -27,14 +28,14 @@ def in_unison(work: Callable[[], Result]) -> Result:
     except Exception as fault:  # noqa: BLE001  # raised again below, when the others know of it
         error = fault
     exit_codes: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(exit_codes, getattr(error, "exit_code", 1) if error else None)
+    dist.all_gather_object(exit_codes, exit_code_of(error) if error else None)
     failed = [rank for rank, code in enumerate(exit_codes) if code is not None]
     if not failed:
         return result[0]
     if error is None or dist.get_rank() != failed[0]:
         raise SystemExit(exit_codes[failed[0]])
     if isinstance(error, UserError) and len(failed) < len(exit_codes):
-        raise type(error)(f"rank {failed[0]} on {socket.gethostname()}: {error}") from None
+        raise type(error)(f"rank {failed[0]} on {node()}: {error}") from None
     raise error
 
 
@@ -48,3 +49,9 @@ def from_first_rank(work: Callable[[], Result]) -> Result:
     results = [own]
     dist.broadcast_object_list(results, src=0)
     return cast(Result, results[0])
+
+
+def warn_in_unison(logger: logging.Logger, message: str, *values: object) -> None:
+    """Warns of what every rank has seen, in one line instead of one a rank."""
+    if dist.get_rank() == 0:
+        logger.warning(message, *values)

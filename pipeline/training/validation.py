@@ -1,19 +1,23 @@
-"""Held-out perplexity and bits per byte, the same to the last bit however the ranks are arranged."""
+"""Held-out scores of perplexity, bits per byte and answers, the same to the last bit however the ranks are arranged."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from pipeline.config import RunConfig
-from pipeline.data.packing import IGNORED
+from pipeline.config.run import RunConfig
+from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
+from pipeline.model.output import Losses
 from pipeline.parallel.topology import Layout
+from pipeline.training.answers import AnswerScore, answer_score, answer_sums
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
 
@@ -26,11 +30,17 @@ class HeldoutScore:
 
     nll_per_token: float
     bits_per_byte: float
+    answers: AnswerScore | None = None
 
     @property
     def perplexity(self) -> float:
         """exp(nll per token)."""
         return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
+
+    def figures(self) -> dict[str, float]:
+        """By their lasting names."""
+        known = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return known | asdict(self.answers) if self.answers else known
 
 
 class Validation:
@@ -60,23 +70,28 @@ class Validation:
     def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
         count = min(self.max_sequences, len(samples))
         # One row a sequence, each filled by one rank: the sum below runs in the same order in every layout.
-        sums = torch.zeros(count, 2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
         at_once = self.micro_batch_size * self.dp_size
         for first in range(0, count, at_once):
             start = first + self.dp_rank * self.micro_batch_size
             own = range(min(start, count), min(start + self.micro_batch_size, count))
-            batch = self._batch(samples, own)
-            _, nll, _ = engine.loss(batch)
+            # Where this rank has too few, the first one stands in, for all must run the same forwards.
+            read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
+            batch = collate(read, self.document_mask, self.device)
+            losses = engine.loss(batch)
             if self.tp_rank == 0 and own:
-                predicted = (batch.targets != IGNORED).sum(dim=1)
-                rows = torch.stack([nll.double().sum(dim=1), predicted.double()], dim=1)
+                rows = _sums(losses, batch, read)
                 sums[own.start : own.stop] = rows[: len(own)]
         dist.all_reduce(sums)
-        nll_sum, predicted_count = sums.sum(dim=0).tolist()
-        nll_per_token = nll_sum / predicted_count
-        return HeldoutScore(nll_per_token, nll_per_token * samples.tokens / (samples.bytes * math.log(2)))
+        nll_sum, predicted_count, *of_answers = sums.sum(dim=0).tolist()
+        nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
+        bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
+        return HeldoutScore(nll_per_token, bits_per_byte, answer_score(of_answers))
 
-    def _batch(self, samples: HeldoutSamples, own: range) -> MicroBatch:
-        """This rank's samples; where it has too few, the first one stands in, for all must run the same forwards."""
-        padded = [*own, *[0] * (self.micro_batch_size - len(own))]
-        return collate([samples[index] for index in padded], self.document_mask, self.device)
+
+def _sums(losses: Losses, batch: MicroBatch, read: Sequence[Sample]) -> Tensor:
+    """Of each sequence: its nll, how many tokens are predicted, and what `answer_sums` counts. [B, 6]"""
+    predicted = (batch.targets != IGNORED).sum(dim=1)
+    answer_starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(batch.targets.device)
+    answers = answer_sums(losses, batch.targets, answer_starts)
+    return torch.cat([torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1), answers], dim=1)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config import RunConfig
+from pipeline.config.run import RunConfig
 
 _INTRODUCTION = """# Configuration
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Schedule
+from pipeline.config.run import Schedule
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.parallel.topology import Layout
 
@@ -131,7 +131,16 @@ def _faults(values: object, layout: Layout) -> list[str]:
     unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
     faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}" for name in unknown]
     faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in _autos(values)]
+    faults += [
+        f"{name}: a gradient that is not finite would reach the weights; remove it" for name in _unguarded(values)
+    ]
     return faults + _broken_combinations(values["zero_optimization"], layout)
+
+
+def _unguarded(values: dict[str, Any]) -> list[str]:
+    """The settings that switch off what finds a gradient that is not finite."""
+    guards = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
+    return [name for name in guards if values.get(name.split(".")[0], {}).get(name.split(".")[1]) is False]
 
 
 def _autos(values: dict[str, Any], prefix: str = "") -> list[str]:

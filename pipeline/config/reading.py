@@ -1,0 +1,66 @@
+"""From a YAML file to checked settings, with every fault in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from pipeline.config.section import Section
+from pipeline.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file at `path`.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds something else.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
+    return values
+
+
+def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in: str) -> S:
+    """`values` as a section of that kind.
+
+    Raises:
+        ConfigError: with every fault and its dotted path, in one line; `source` says where the values came from, and
+            `listed_in` names the page that has every setting.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{_dotted(fault['loc'])}: {_plain(fault)}" for fault in error.errors())
+        raise ConfigError(
+            f"{source}: {error.error_count()} fault(s): {faults}; {listed_in} lists every setting"
+        ) from None
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    # pydantic names the member of a tagged union in the path (method.scale.l_fp); users never wrote that word.
+    parts = [str(part) for part in location]
+    parts = [part for before, part in zip(["", *parts], parts, strict=False) if before != "method"]
+    return ".".join(parts) or "the configuration"
+
+
+def _plain(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return "unknown key"
+    if fault["type"] == "missing":
+        return "missing"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if isinstance(fault.get("input"), (str, int, float, bool)):
+        message += f" (found {fault['input']!r})"
+    return message

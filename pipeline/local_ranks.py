@@ -1,0 +1,78 @@
+"""One process a rank on this machine: started together, told to stop together, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import FrameType
+
+from pipeline import log
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LOOK_EVERY_S = 0.1
+_logger = log.get_logger(__name__)
+
+
+def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
+    """Runs `command` as `count` ranks and returns their highest exit code, as srun does.
+
+    When one has ended, the others have `grace_s` to end too; then they are killed, stopped ones included. A signal for
+    this process goes to all of them. A rank that a signal ended counts as 128 + its number.
+    """
+    place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    with ExitStack() as started:
+        ranks: list[subprocess.Popen[bytes]] = []
+        started.callback(_kill, ranks)
+        for rank in range(count):
+            environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=environment))
+        _forward_signals(ranks)
+        return _highest_exit_code(ranks, grace_s)
+
+
+def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
+    highest = 0
+    deadline: float | None = None
+    running = dict(enumerate(ranks))
+    while running:
+        for rank, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[rank]
+            deadline = deadline or time.monotonic() + grace_s
+            if process.returncode < 0:
+                _logger.error("rank %d was killed by signal %d", rank, -process.returncode)
+            highest = max(highest, process.returncode, 128 - process.returncode if process.returncode < 0 else 0)
+        if deadline is not None and time.monotonic() > deadline:
+            for rank in running:
+                _logger.error("rank %d did not end within %g s of the first", rank, grace_s)
+            _kill(list(running.values()))
+        time.sleep(_LOOK_EVERY_S)
+    return highest
+
+
+def _forward_signals(ranks: list[subprocess.Popen[bytes]]) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            process.send_signal(number)
+
+    for each in FORWARDED:
+        signal.signal(each, forward)
+
+
+def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,59 @@
+"""Opens what a run names, as far as it is there: the checks that need neither ranks nor tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.estimation.micro_batch import imagined_ranks
+from pipeline.model.from_hf import open_base, read_spec
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.topology import Layout
+from pipeline.planning.faults import Faults
+from pipeline.training.inputs import check_context, check_model, open_layout
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What could be opened; None where it could not."""
+
+    layout: Layout | None
+    deepspeed: DeepSpeedConfig | None
+    spec: DecoderSpec | None
+
+
+def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
+    """Opens layout, DeepSpeed file and base for `world_size` ranks, and notes in `faults` what is wrong.
+
+    `base_config` is the base's config.json, for figures of a base that is not here.
+    """
+    arranged = faults.attempt(lambda: open_layout(config, world_size))
+    base = faults.attempt(lambda: open_base(config.base))
+    if base is not None:
+        faults.attempt(lambda: base.file_of)  # every weight file's header
+    spec = base.spec if base is not None else None
+    if spec is None and base_config is not None:
+        spec = faults.attempt(lambda: read_spec(base_config))
+    if spec is not None:
+        parallel = config.parallel
+        tp = imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel)
+        faults.attempt(lambda: check_context(config, spec))
+        faults.attempt(lambda: check_model(config, spec, tp))
+    layout, deepspeed = arranged or (None, None)
+    return Opened(layout, deepspeed, spec)
+
+
+def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
+    """What would stop the training, found before the hours of tokenizing.
+
+    `world_size` is None where the ranks that will train are not known yet: then it is looked at for one
+    tensor-parallel group of them.
+
+    Raises:
+        UserError: with every fault.
+    """
+    faults = Faults()
+    open_run(config, world_size or config.parallel.tp_size, faults)
+    faults.raise_all()

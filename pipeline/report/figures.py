@@ -1,0 +1,221 @@
+"""Which pictures some runs have, and what each says in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.report.axes import axis_from_zero, layer_axis, log_axis, share_axis
+from pipeline.report.groups import Group, corpora, figure_names
+from pipeline.report.lines import Panel, Series, draw_panels, panels_height
+from pipeline.report.numbers import count, mean, short
+from pipeline.report.rows import REPLAY, Run
+from pipeline.report.standing import PERPLEXITY, measure_of
+from pipeline.report.svg import Drawing, Point
+from pipeline.report.tradeoff import draw_tradeoff
+
+# What corpora of prompts have, as shares of the questions.
+_ANSWERS = {
+    "first_token_accuracy": "first token right",
+    "first_token_probability": "probability of the right first token",
+    "exact_match": "whole answer right",
+}
+_ROUTED = "preserved_fraction"
+_COSINE = "base_stream_cosine/layer_"
+# A line of more points shows no more, and makes the page heavy.
+_MOST_POINTS = 120
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture at any width. `name` is its file's and its place's on the page, `caption` what a reader should know,
+    `description` what it shows to those who do not see it."""
+
+    name: str
+    title: str
+    caption: str
+    description: str
+    height: Callable[[float], float]
+    fill: Callable[[Drawing], None]
+
+    def draw(self, width: float, name: str | None = None) -> Drawing:
+        """The picture, `width` CSS pixels wide; `name` tells two of the same on one page apart."""
+        drawing = Drawing(name or self.name, width, self.height(width), self.title, self.description)
+        self.fill(drawing)
+        return drawing
+
+
+def figures_of(groups: Sequence[Group]) -> list[Figure]:
+    """All pictures that the runs have the figures for."""
+    found = [_tradeoff(groups), _answers(groups), _perplexities(groups), _routing(groups), _drift(groups)]
+    return [one for one in found if one is not None]
+
+
+def listed(names: Sequence[str]) -> str:
+    """A, B and C."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def new_and_kept(groups: Sequence[Group]) -> tuple[str, str]:
+    """The names of the corpora that are learned, and of those that must not be forgotten."""
+    roles = corpora(groups)
+    new, kept = ([name for name, role in roles.items() if (role == REPLAY) == replayed] for replayed in (False, True))
+    return listed(new), listed(kept)
+
+
+def _tradeoff(groups: Sequence[Group]) -> Figure | None:
+    measure = measure_of(row for one in groups for row in one.rows)
+    placed = [(one, place) for one in groups if (place := one.standing(measure))]
+    if not placed:
+        return None
+    learned, kept = new_and_kept(groups)
+    several = any(len(one.runs) > 1 for one in groups)
+    marks = (
+        "Large marks are means over seeds with bars of one standard deviation, small ones single runs, and thin lines "
+        "their way from the base."
+        if several
+        else "A mark is a run; the thin line is its way from the base."
+    )
+    absent = [one.label for one in groups if one.standing(measure) is None]
+    left_out = f" Not drawn, for want of a finite figure in every run: {listed(absent)}." if absent else ""
+    return Figure(
+        "stability-plasticity",
+        f"What was learned of {learned} against what was forgotten of {kept}",
+        f"Both axes are what became of the base's figures on held-out texts. {marks}{left_out}",
+        "; ".join(f"{one.label}: {measure.said(place, learned, kept)}" for one, place in placed),
+        lambda width: min(560.0, max(380.0, 0.66 * width)),
+        lambda drawing: draw_tradeoff(drawing, groups, measure, learned, kept),
+    )
+
+
+def _perplexities(groups: Sequence[Group]) -> Figure | None:
+    panels = [
+        Panel(f"{name}, to be {'kept' if role == REPLAY else 'learned'}", series, log_axis, _steps(groups))
+        for name, role in corpora(groups).items()
+        if (series := _over_steps(groups, name, PERPLEXITY.figure, above=0.0))
+    ]
+    return _lines(
+        "perplexity",
+        "Held-out perplexity on the way",
+        "Lower is better; the axes are logarithmic." + _means(groups),
+        panels,
+    )
+
+
+def _answers(groups: Sequence[Group]) -> Figure | None:
+    panels = [
+        Panel(f"{name}: {_ANSWERS[figure]}", series, lambda _, start, end: share_axis(start, end), _steps(groups))
+        for figure in figure_names(groups)
+        if figure in _ANSWERS
+        for name in corpora(groups)
+        if (series := _over_steps(groups, name, figure))
+    ]
+    return _lines(
+        "answers", "Questions answered on the way", "Share of the held-out questions." + _means(groups), panels
+    )
+
+
+def _routing(groups: Sequence[Group]) -> Figure | None:
+    series = [
+        Series(one.label, one.index, lines)
+        for one in groups
+        if (lines := [line for run in one.runs if (line := _thinned(_metric(run, _ROUTED)))])
+    ]
+    panel = Panel("share of tokens", series, lambda _, start, end: share_axis(start, end), _steps(groups))
+    return _lines(
+        "routing",
+        "How often the router keeps to the preserved path",
+        "Share of the training tokens whose preserved and adapted logits agree beyond the router's threshold."
+        + _means(groups),
+        [panel] if series else [],
+    )
+
+
+def _drift(groups: Sequence[Group]) -> Figure | None:
+    series = [
+        Series(one.label, one.index, lines)
+        for one in groups
+        if (lines := [line for run in one.runs if (line := _last_drift(run))])
+    ]
+    panel = Panel(
+        "1 \N{MINUS SIGN} cosine",
+        series,
+        axis_from_zero,
+        "layer",
+        layer_axis,
+        marked=True,
+    )
+    return _lines(
+        "drift",
+        "How far each layer's base stream moved",
+        "At the last validation, on text of the base's own domain: 0 is a stream that points where the base's does. "
+        "Methods that train the base itself have nothing to compare with.",
+        [panel] if series else [],
+    )
+
+
+def _lines(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figure | None:
+    if not panels:
+        return None
+    ends = [
+        f"{panel.heading}: "
+        + ", ".join(f"{one.label} {short(one.middle[-1][1])}" for one in panel.series if one.middle)
+        for panel in panels
+    ]
+    return Figure(
+        name,
+        title,
+        caption,
+        f"At the end of each line. {'; '.join(ends)}",
+        lambda width: panels_height(panels, width),
+        lambda drawing: draw_panels(drawing, panels),
+    )
+
+
+def _means(groups: Sequence[Group]) -> str:
+    return " Means over seeds, thin lines single runs." if any(len(one.runs) > 1 for one in groups) else ""
+
+
+def _steps(groups: Sequence[Group]) -> str:
+    """What the horizontal axis counts, in tokens too where every run has as many a step."""
+    sizes = {
+        round(row.tokens_seen / row.steps) if row.tokens_seen and row.steps else None
+        for one in groups
+        for row in one.rows
+    }
+    size = sizes.pop() if len(sizes) == 1 else None
+    return f"steps of {count(size)} tokens" if size else "steps"
+
+
+def _over_steps(groups: Sequence[Group], corpus: str, figure: str, above: float = -math.inf) -> list[Series]:
+    """A figure of a corpus by steps; values that are not `above` a bound no axis can show."""
+    found = []
+    for one in groups:
+        lines = []
+        for row in one.rows:
+            points = [(float(look.step), look.figures.get(corpus, {}).get(figure)) for look in row.looks]
+            lines.append(_thinned([(step, value) for step, value in points if value is not None and value > above]))
+        if all(lines):
+            found.append(Series(one.label, one.index, lines))
+    return found
+
+
+def _metric(run: Run, name: str) -> list[Point]:
+    """A figure of metrics.jsonl by steps."""
+    return [(line["step"], line[name]) for line in run.metrics if name in line]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """As many points as can be seen, each the mean of those that it stands for; the last is the last one's step."""
+    size = math.ceil(len(points) / _MOST_POINTS)
+    runs = [points[at : at + size] for at in range(0, len(points), size or 1)]
+    return [(run[-1][0], mean([value for _, value in run])) for run in runs]
+
+
+def _last_drift(run: Run) -> list[Point]:
+    """By layer, from 1: how far its base stream has turned away."""
+    measured = (one for one in reversed(run.metrics) if any(name.startswith(_COSINE) for name in one))
+    line: Mapping[str, float] = next(measured, {})
+    cosines = {int(name.removeprefix(_COSINE)): line[name] for name in line if name.startswith(_COSINE)}
+    return [(layer + 1.0, 1 - cosine) for layer, cosine in sorted(cosines.items())]

@@ -1,0 +1,91 @@
+"""One HTML file that holds everything: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.report.figures import figures_of, listed, new_and_kept
+from pipeline.report.groups import Group, corpora, frontier, group, overview
+from pipeline.report.rows import Run
+from pipeline.report.standing import measure_of
+from pipeline.report.svg import Drawing, readable
+from pipeline.report.tables import costs, each_corpus, results
+
+# CSS pixels: a column of text on a desk, and a phone's width without its margins. CSS shows the one that fits.
+WIDE, NARROW = 820.0, 358.0
+_VARIABLE = re.compile(r"var\((--[\w-]+)\)")
+_FIRST_VALUE = re.compile(r"(--[\w-]+):\s*([^;]+);")
+
+
+def page(runs: Sequence[Run], title: str) -> str:
+    """The report of `runs`, as HTML."""
+    groups, whole = overview(runs), group(runs)
+    environment = Environment(
+        loader=PackageLoader("pipeline.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("page.html").render(
+        title=title,
+        style=Markup(style_sheet()),
+        sources=list(dict.fromkeys(run.source for run in runs)),
+        run_count=len(runs),
+        method_count=len(groups),
+        findings=findings(groups),
+        figures=[
+            {
+                "name": one.name,
+                "title": one.title,
+                "caption": one.caption,
+                "wide": Markup(one.draw(WIDE).markup()),
+                "narrow": Markup(one.draw(NARROW, f"{one.name}-narrow").markup()),
+            }
+            for one in figures_of(groups)
+        ],
+        marks=[Markup(_mark(one)) for one in groups],
+        results=results(groups),
+        details=each_corpus(whole) if corpora(whole) != corpora(groups) else None,
+        costs=costs(groups),
+    )
+    return readable(text)
+
+
+def findings(groups: Sequence[Group]) -> list[str]:
+    """What the first picture shows, in sentences."""
+    measure = measure_of(row for one in groups for row in one.rows)
+    placed = [(one.label, place) for one in groups if (place := one.standing(measure))]
+    if len(placed) < 2:
+        return []
+    names = new_and_kept(groups)
+    most, at_most = max(placed, key=lambda one: one[1].learned)
+    least, at_least = min(placed, key=lambda one: one[1].forgotten)
+    told = [f"{most} learned most: {measure.noun} {measure.said(at_most, *names)}."]
+    if least != most:
+        told.append(f"{least} forgot least: {measure.noun} {measure.said(at_least, *names)}.")
+    best = [one.label for one in frontier(groups, measure)]
+    return [*told, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
+
+
+@cache
+def style_sheet(*, picture: bool = False) -> str:
+    """The style of the page; of a `picture` that of its figures alone, in light colours that need no variables."""
+    text = (files("pipeline.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    figures, _, rest = text.partition("/* the page */")
+    if not picture:
+        return figures + rest
+    colours = dict(reversed(_FIRST_VALUE.findall(figures)))
+    return _VARIABLE.sub(lambda found: colours[found[1]], figures.partition("/* figures */")[2])
+
+
+def _mark(one: Group) -> str:
+    drawing = Drawing(f"mark-{one.index}", 16, 16)
+    drawing.mark((8, 8), one.index)
+    return drawing.markup()

@@ -1,0 +1,1 @@
+"""A search for the expansion that learns most within a forgetting budget, by rounds of short probes."""

@@ -1,0 +1,91 @@
+"""What is left to do of a study: asked again whenever something ended, by one process here or by jobs on a cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import VERIFICATION
+from pipeline.conversion.runs import HF_FOLDER
+from pipeline.data.corpora import is_tokenized
+from pipeline.study.choice import best_learning_rate
+from pipeline.study.results import is_trained, perplexity_of
+from pipeline.study.runs import StudyRun, StudyRuns, Trial
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some stages of slurm/cpt_korean.sh for one run, on so many ranks where this machine is all there is."""
+
+    run: StudyRun
+    stages: tuple[str, ...]
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """Of the run, and of the stage where that is not training."""
+        own = self.run.config.folder.name
+        return own if "train" in self.stages else f"{own}: {' '.join(self.stages)}"
+
+
+def due(runs: StudyRuns) -> list[Task]:
+    """What can be done now, side by side; nothing where the study is done."""
+    study = runs.study
+    for run, stage in zip(runs.stages, study.stages.values(), strict=True):
+        if not _is_converted(run.config):
+            return [Task(run, ("tokenize", *_training(run), "convert"), stage.ranks)]
+    trials = [runs.trial(trial) for trial in trials_so_far(runs)]
+    if not is_tokenized(trials[0].config.data):
+        return [Task(trials[0], ("tokenize",), 1)]
+    return [Task(run, _training(run), study.ranks) for run in trials if not is_trained(run.config)]
+
+
+def trials_so_far(runs: StudyRuns) -> list[Trial]:
+    """The runs that are known to belong to the study: those of the grids, and where one is done, the chosen ones."""
+    trials = []
+    for name in runs.study.methods:
+        trials += grid(runs, name)
+        if (rate := chosen_rate(runs, name)) is not None:
+            trials += [Trial(name, rate, seed) for seed in runs.study.seeds[1:]]
+    return trials
+
+
+def grid(runs: StudyRuns, method: str) -> list[Trial]:
+    """The runs among which the learning rate of `method` is chosen."""
+    return [Trial(method, rate, runs.study.seeds[0]) for rate in runs.study.methods[method].learning_rates]
+
+
+def chosen_rate(runs: StudyRuns, method: str) -> float | None:
+    """The learning rate at which `method` is compared; None while runs that decide it are not done."""
+    trials = grid(runs, method)
+    if len(trials) == 1:
+        return trials[0].learning_rate
+    finished = {trial: runs.trial(trial) for trial in trials}
+    if not all(is_trained(run.config) for run in finished.values()):
+        return None
+    left = {trial.learning_rate: perplexity_of(run, "new") for trial, run in finished.items()}
+    return best_learning_rate({rate: math.inf if value is None else value for rate, value in left.items()})
+
+
+def run_count(runs: StudyRuns) -> int:
+    """How many runs the study has in all, those that make the base included."""
+    study = runs.study
+    return len(runs.stages) + sum(len(one.learning_rates) + len(study.seeds) - 1 for one in study.methods.values())
+
+
+def finished_count(runs: StudyRuns) -> int:
+    """How many of them are done."""
+    stages = sum(_is_converted(run.config) for run in runs.stages)
+    if stages < len(runs.stages):
+        return stages
+    return stages + sum(is_trained(runs.trial(trial).config) for trial in trials_so_far(runs))
+
+
+def _training(run: StudyRun) -> tuple[str, ...]:
+    return ("upscale", "train") if isinstance(run.config.method, ScaleMethod) else ("train",)
+
+
+def _is_converted(config: RunConfig) -> bool:
+    return is_trained(config) and (config.folder / HF_FOLDER / VERIFICATION).exists()

@@ -23,9 +23,11 @@ from typing import Any
 import yaml
 
 from pipeline.files import write_json
-from pipeline.training.metrics import FILE as METRICS
-from pipeline.training.metrics import read_metrics
+from pipeline.run_folder.metrics import METRICS, read_metrics
 
+LOSS_TOLERANCE = 1e-6
+"""What fp32 sums in another order may differ by."""
+EXPORT_TOLERANCE = 1e-5
 STEPS = 30
 SAVE_EVERY = 5
 
@@ -195,6 +197,10 @@ def main() -> None:
         if not isinstance(value, list):
             print(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value:,}")
     print(f"wrote {folder / 'summary.json'}")
+    if summary["max_abs_loss_difference"] > LOSS_TOLERANCE:
+        raise SystemExit(f"error: the losses differ by more than {LOSS_TOLERANCE}")
+    if summary["export_max_abs_logit_difference"] > EXPORT_TOLERANCE:
+        raise SystemExit(f"error: the exported model's logits differ by more than {EXPORT_TOLERANCE}")
 
 
 if __name__ == "__main__":

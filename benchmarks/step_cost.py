@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import ExpansionWidths, FullFineTuning, LlamaPro, Method, ScaleMethod
+from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Method, ScaleMethod
 from pipeline.methods import method_for
 from pipeline.model.decoder import Decoder
 from pipeline.model.flops import count_flops

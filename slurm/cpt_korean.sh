@@ -12,8 +12,10 @@
 #
 #   sbatch slurm/cpt_korean.sh                                over Slurm's nodes, one rank a task or a GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine
-#   CONFIG=configs/demo.yaml sbatch --nodes=4 slurm/cpt_korean.sh
-#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        only these
+#   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml    another run; so does CONFIG=configs/demo.yaml
+#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        only these; so do their names after the run's
+#   bash slurm/cpt_korean.sh --dry-run                        none: the plan, and what would stop the run; --gpus and
+#                                                             other options of `python -m pipeline.train` may follow
 #
 # Five minutes before the time limit Slurm sends USR1: training saves, and the job queues itself again.
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
@@ -24,10 +26,20 @@ cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
 
-choose_config
+choose_config "$@"
+
+if [[ "${arguments[0]:-}" == --dry-run ]]; then
+    read -ra cluster < <(planned_cluster "$0")
+    here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${arguments[@]:1}"
+fi
+
+((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
 STAGES=${STAGES:-tokenize upscale train convert evaluate}
 
-say "run $CONFIG in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
+# Hours of tokenizing shall not come before the news that so many ranks cannot share a batch.
+[[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
+export EXPECTED_WORLD_SIZE
+announce "run $CONFIG"
 for stage in $STAGES; do
     case "$stage" in
         tokenize) run_stage tokenize here python tools/preprocess_data.py --config "$CONFIG" ;;

@@ -3,27 +3,27 @@
 # A job starts when the one before has succeeded; where one fails, those after it are cancelled.
 # The options of this script are sbatch's, for the training job:
 #
-#   CONFIG=configs/demo.yaml bash slurm/submit_pipeline.sh --nodes=4 --ntasks-per-node=8
+#   bash slurm/submit_pipeline.sh configs/demo.yaml --nodes=4 --ntasks-per-node=8          or CONFIG=configs/demo.yaml bash …
+#
+# SERIAL_SBATCH_OPTIONS are those of the other jobs. Tokenization is an array of eight tasks of one node each, which share
+# the work and may start at different times; training waits for all eight.
 #
 # Without Slurm the same stages run one after the other on this machine. Again, what is done already is skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source slurm/common.sh
 load_site
-choose_config
-export CONFIG
+choose_config "$@"
 
 if ! command -v sbatch >/dev/null; then
     say "no sbatch here: the stages run on this machine"
-    bash slurm/tokenize_korean.sh
-    STAGES="upscale train" bash slurm/cpt_korean.sh
-    bash slurm/convert_checkpoint.sh
-    exec bash slurm/evaluate.sh
+    bash slurm/tokenize_korean.sh "$CONFIG"
+    exec bash slurm/cpt_korean.sh "$CONFIG" upscale train convert evaluate
 fi
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 
-# submit NAME AFTER OPTION… SCRIPT: sets `job` to the new job's id.
+# submit NAME AFTER OPTION… SCRIPT ARGUMENT…: sets `job` to the new job's id.
 submit() {
     local name=$1 after=$2
     shift 2
@@ -32,7 +32,7 @@ submit() {
     echo "$name: job $job${after:+, after job $after}"
 }
 
-submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh
-STAGES="upscale train" submit training "$job" "$@" slurm/cpt_korean.sh
-submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh
-submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh
+submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG"
+submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" upscale train
+submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG"
+submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG"

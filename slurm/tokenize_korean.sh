@@ -10,7 +10,7 @@
 #
 # Tokenizes every corpus that a run's configuration names, over a job array, over MPI ranks, or on one machine.
 #
-#   CONFIG=configs/….yaml sbatch slurm/tokenize_korean.sh                     eight array tasks
+#   sbatch slurm/tokenize_korean.sh configs/….yaml                            eight array tasks; so does CONFIG=…
 #   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh           64 nodes, 32 processes each
 #   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    one job of 128 MPI ranks
 #   bash slurm/tokenize_korean.sh                                             the cores of this machine
@@ -24,9 +24,9 @@ cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 [[ -f slurm/common.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2; exit 2; }
 source slurm/common.sh
 load_site
-choose_config
+choose_config "$@"
 
-command=(python tools/preprocess_data.py --config "$CONFIG" "$@")
+command=(python tools/preprocess_data.py --config "$CONFIG" "${arguments[@]}")
 if [[ -n "${MPI:-}" ]]; then
     # srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun where it was not.
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
@@ -40,6 +40,6 @@ else
     command+=(--workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}")
 fi
 
-say "corpora of $CONFIG in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
+announce "corpora of $CONFIG"
 run_stage tokenize here "${command[@]}"
 say "done"

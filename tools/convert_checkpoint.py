@@ -5,19 +5,21 @@
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf. Formats: `stock` loads anywhere with no code of ours;
-`scale` carries one file of code (trust_remote_code=True); `expansion` holds what was added alone; `auto` takes stock
-where it can.
+`scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package of that name;
+`expansion` holds what SCALE added alone; `auto` takes stock where it can.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from pipeline import command_line, log
-from pipeline.conversion.convert import DTYPES, Conversion, convert
+from pipeline.conversion.convert import DTYPES, Conversion, Format, convert
 from pipeline.conversion.probe import probe_maker
-from pipeline.conversion.runs import latest_conversion, run_texts
+from pipeline.conversion.runs import latest_conversion, run_keys, run_texts
+from pipeline.run_folder.stage import stage_of
 
 logger = log.get_logger(__name__)
 
@@ -28,23 +30,29 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
     parser.add_argument("--output", type=Path, help="the folder to make")
-    parser.add_argument("--format", choices=("auto", "stock", "scale", "expansion"), default="auto")
+    parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: the base's")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     arguments = parser.parse_args()
 
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     paths = (arguments.checkpoint, arguments.base, arguments.output)
-    if arguments.config is not None and not any(paths):
-        asked = latest_conversion(arguments.config, arguments.format, dtype)
-        texts = run_texts(arguments.config)
-    elif arguments.config is None and all(paths):
-        asked = Conversion(*paths, format=arguments.format, dtype=dtype)
-        texts = {}
-    else:
+    if any(paths) if arguments.config else not all(paths):
         parser.error("give --config, or --checkpoint with --base and --output")
-    texts = {path.name: [str(path)] for path in arguments.text} or texts
-    if convert(asked, probe_maker(texts)):
+    with stage_of(arguments.config, "convert", alone=True):
+        _convert(arguments, paths)
+
+
+def _convert(arguments: argparse.Namespace, paths: tuple[Path, Path, Path]) -> None:
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    if arguments.config:
+        asked = latest_conversion(arguments.config, arguments.format, dtype)
+        texts, keys = run_texts(arguments.config), run_keys(arguments.config)
+    else:
+        asked = Conversion(*paths, format=arguments.format, dtype=dtype)
+        texts, keys = {}, {}
+    if arguments.text:
+        texts, keys = {path.name: [str(path)] for path in arguments.text}, {}
+    if convert(asked, probe_maker(texts, keys)):
         logger.info("wrote %s", asked.output)
     else:
         logger.info("%s is there already", asked.output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line
-from pipeline.config_reference import as_markdown
+from pipeline.config.reference import as_markdown
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""Perplexity and bits per byte of a Hugging Face folder on given texts, or the final table of a run.
+"""What a Hugging Face folder knows: perplexity on given texts, benchmarks, or the final table of a run.
 
     python tools/evaluate.py --model exported --data data/demo/*.heldout.jsonl.zst
+    python tools/evaluate.py --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
     python tools/evaluate.py --config configs/demo.yaml
 
-With --config: the base before and the exported model after, on the held-out texts of the run's corpora, and
-<folder>/summary.json.
+Several models stand side by side. --tasks takes lm-eval's names; with --data their documents come from local files, and
+no network is asked for anything. With --config: the base before and the exported model after, on the held-out texts of
+the run's corpora, and <folder>/summary.json.
 """
 
 from __future__ import annotations
@@ -13,41 +15,40 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.config import load_config
-from pipeline.data.tokenizer_training import texts
+from pipeline.config.run import load_config
+from pipeline.data.records import Keys
+from pipeline.data.tokenizer_training import good_documents
+from pipeline.evaluation import options
+from pipeline.evaluation.benchmarks import comparison, run_benchmarks
 from pipeline.evaluation.folder import score_folder
 from pipeline.evaluation.summary import summarise
-from pipeline.evaluation.table import score_table
+from pipeline.evaluation.table import as_json, score_table
+from pipeline.run_folder.stage import stage_of
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="the YAML file of a finished run")
-    parser.add_argument("--model", type=Path, help="any Hugging Face model folder")
-    parser.add_argument("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet, also .gz, .zst, .xz")
-    parser.add_argument("--text-key", default="text", help="the field of a record that holds its text")
-    parser.add_argument("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
-    parser.add_argument("--stride", type=int, help="tokens between two windows (default: half the context)")
-    parser.add_argument("--max-documents", type=int, help="score only so many of each file")
-    parser.add_argument("--max-tokens", type=int, help="score about so many of each (0: all)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files in the model's folder")
+    options.add_options(parser)
     arguments = parser.parse_args()
+    asked = {name for name in ("config", "model", "tasks", "data") if getattr(arguments, name)}
 
-    if arguments.config and not arguments.model and not arguments.data:
-        print(summarise(load_config(arguments.config), max_tokens=arguments.max_tokens).as_text())
-    elif arguments.model and arguments.data and not arguments.config:
-        scores = score_folder(
-            arguments.model,
-            {name: texts([name], text_key=arguments.text_key) for name in arguments.data},
-            context=arguments.context,
-            stride=arguments.stride,
-            max_documents=arguments.max_documents,
-            max_tokens=arguments.max_tokens or None,
-            trust_remote_code=arguments.trust_remote_code,
-        )
-        print(score_table(scores))
+    if asked == {"config"}:
+        with stage_of(arguments.config, "evaluate"):
+            print(summarise(load_config(arguments.config), max_tokens=arguments.max_tokens).as_text())
+    elif {"model", "tasks"} <= asked and "config" not in asked and len(arguments.data) <= 1:
+        data = Path(arguments.data[0]) if arguments.data else None
+        given = options.of_benchmarks(arguments)
+        results = {str(one): run_benchmarks(one, arguments.tasks, data=data, **given) for one in arguments.model}
+        print(as_json(results) if arguments.json else comparison(results))
+    elif asked == {"model", "data"}:
+        given, keys = options.of_perplexity(arguments), Keys(arguments.text_key, arguments.prompt_key)
+        scores = {}
+        for model in arguments.model:
+            corpora = {name: good_documents([name], keys) for name in arguments.data}
+            scores[str(model)] = score_folder(model, corpora, **given)
+        print(as_json(scores) if arguments.json else score_table(scores))
     else:
-        parser.error("give --config, or --model with --data")
+        parser.error("give --config, or --model with --data, or --model and --tasks with or without a folder as --data")
 
 
 if __name__ == "__main__":

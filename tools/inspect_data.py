@@ -1,4 +1,7 @@
-"""Shows what a token corpus holds, checks its shards against the manifest, and turns some documents back into text."""
+"""Shows what a token corpus holds, checks its shards against the manifest, and turns some documents back into text.
+
+python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/demo/stories260K
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pipeline.data.tokenizer import load_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="the folder that tools/preprocess_data.py wrote")
     parser.add_argument(
         "--tokenizer", type=Path, help="decode samples with this tokenizer, the one that made the corpus"

@@ -1,19 +1,19 @@
-"""Starts one process a rank on this machine: torchrun, except that it ends as its ranks do.
+"""Starts one process a rank on this machine, and ends as they do.
 
     python tools/launch_here.py --ranks 2 -m pipeline.train configs/demo.yaml
 
-torchrun itself always ends with 1, and puts a traceback of its own under the line that says what was wrong.
+torchrun would do, but it ends with 1 whatever its ranks end with, waits half a minute for one that is stopped, and puts
+each in a session of its own, where nobody finds it when torchrun itself is killed.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import sys
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from pipeline import command_line
+from pipeline.local_ranks import run_ranks
 
 
 def main() -> int:
@@ -26,22 +26,9 @@ def main() -> int:
     if arguments.ranks < 1:
         parser.error(f"--ranks: expected 1 or more, found {arguments.ranks}")
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={arguments.ranks}"]
-    options += ["--module"] if arguments.module else []
-    # torchrun takes abbreviations of its own flags out of the program's arguments, hence the --.
-    try:
-        torchrun.run(torchrun.parse_args([*options, "--", arguments.program, *arguments.arguments]))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            print(f"error: rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
-            return 128 - failure.exitcode
-        return failure.exitcode
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
+    command = [sys.executable, *(["-m"] if arguments.module else []), arguments.program, *arguments.arguments]
+    return run_ranks(command, arguments.ranks, grace_s=float(os.environ.get("EXIT_GRACE_S", "15")))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run(main)

@@ -1,5 +1,8 @@
 """Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any instant.
 
+    python tools/preprocess_data.py --config configs/demo.yaml
+    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
+
 Either name the input, or a run configuration: then every corpus that it names is made, with its base's own tokenizer.
 """
 
@@ -12,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.command_line import run
-from pipeline.config import load_config
+from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
+from pipeline.run_folder.stage import stage_of
 
 
 def main() -> None:
@@ -26,22 +30,31 @@ def main() -> None:
     with workers as hands:
         if hands is None:
             return
-        for job in _jobs(options):
-            made = preprocess(
-                job,
-                hands,
-                max_bad_fraction=options.max_bad_fraction,
-                share=options.share,
-                reference_only=options.reference_only,
-            )
-            rejected = sum(made.rejected.values())
-            print(f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, {rejected:,} records rejected")
+        with stage_of(options.config, "tokenize"):
+            _tokenize(options, hands)
+
+
+def _tokenize(options: argparse.Namespace, hands: Workers) -> None:
+    for job in _jobs(options):
+        made = preprocess(
+            job,
+            hands,
+            max_bad_fraction=options.max_bad_fraction,
+            share=options.share,
+            reference_only=options.reference_only,
+        )
+        rejected = sum(made.rejected.values())
+        print(f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, {rejected:,} records rejected")
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
     unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
     if options.config:
+        from pipeline.planning.opening import check_before_tokenizing  # only a run has a base to check
+
         config = load_config(options.config)
+        # cpt_korean.sh knows how many ranks will train on the tokens.
+        check_before_tokenizing(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or 0) or None)
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.base)]
     if not (options.input and options.tokenizer and options.output):
         raise ConfigError("give --config, or all of --input, --tokenizer and --output")
@@ -51,6 +64,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             tokenizer=str(options.tokenizer),
             output=options.output,
             text_key=options.text_key,
+            prompt_key=options.prompt_key,
             heldout_fraction=options.heldout_fraction,
             end_of_document=options.end_of_document,
             unit_bytes=unit_bytes,
@@ -73,13 +87,14 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
     add("--input", nargs="+", metavar="FILE", help="files, patterns, or folders saved by `datasets`")
     add("--tokenizer", type=Path, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
+    add("--prompt-key", help="that of a prompt before it, which is read but never predicted")
     add(
         "--heldout-fraction",
         type=float,

@@ -1,4 +1,8 @@
-"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on text that you name."""
+"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on text that you name.
+
+    python tools/train_tokenizer.py --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \
+        --compare data/demo/stories260K --report-on korean=data/demo/reviews.heldout.jsonl.zst
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,19 @@ from pipeline.data.tokenizer_training import fertility, texts, train_sentencepie
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="as for tools/preprocess_data.py")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--output", type=Path, required=True, help="the .model to write")
     add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe")
+    add(
+        "--character-coverage",
+        type=float,
+        default=0.9999,
+        help="share of the text whose characters get a piece each; the others become bytes (default: 0.9999)",
+    )
     add(
         "--max-mib", type=float, default=256, help="learn from about so much text, the same of each file (default: 256)"
     )
@@ -37,6 +47,7 @@ def main() -> None:
         options.output,
         vocab_size=options.vocab_size,
         model_type=options.model_type,
+        character_coverage=options.character_coverage,
         threads=len(os.sched_getaffinity(0)),
     )
     print(f"{options.output}: {options.vocab_size} pieces, {options.model_type}")

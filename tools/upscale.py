@@ -11,9 +11,11 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line, log
-from pipeline.config import ScaleMethod, load_config
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig, load_config
 from pipeline.methods.scale import origin_of, upscale
 from pipeline.model.from_hf import open_base
+from pipeline.run_folder.stage import stage_of
 from pipeline.scale.expansion_folder import MANIFEST, open_expansion
 
 logger = log.get_logger(__name__)
@@ -24,10 +26,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
     arguments = parser.parse_args()
 
-    config = load_config(arguments.config)
+    with stage_of(arguments.config, "upscale", alone=True):
+        _upscale(load_config(arguments.config))
+
+
+def _upscale(config: RunConfig) -> None:
     output = config.upscaled_folder
     if not isinstance(config.method, ScaleMethod):
-        logger.info("method %s adds nothing to the base: nothing to upscale", config.method.name)
+        logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
     base = open_base(config.base)
     if (output / MANIFEST).exists():

@@ -1,0 +1,299 @@
+"""What a checkpoint weighs and how long it takes: ours beside DeepSpeed's default, of the same engine in the same run.
+
+    python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json
+
+Two data-parallel ranks train one step in bf16 on a base in the proportions of a published Llama, every width divided by
+the same number, widened by what 256 channels are of the whole. Then they save in turns: DeepSpeed's `save_checkpoint`
+as it comes, ours, and ours asynchronously. Ours waits for the disk and hashes every file; DeepSpeed's does neither, so
+the time until its files are on the disk stands beside it.
+
+A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default adds 2 bytes for
+every parameter: it is 4 times as large only where less than 6 % are trained, as of a large base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipeline.checkpoint.manifest import describe_layout, describe_run
+from pipeline.checkpoint.position import Position
+from pipeline.config.run import RunConfig, parse_config
+from pipeline.files import sync, write_json
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.from_hf import read_spec
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.parameter import held_values
+from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.training.batches import MicroBatch
+
+if TYPE_CHECKING:  # DeepSpeed chooses its accelerator when it is imported: on the ranks
+    from pipeline.training.engine import Engine
+
+RANKS = 2
+SEQUENCE = 32
+ROWS = "rows.json"
+DEFAULT, OURS, ASYNCHRONOUS = "DeepSpeed's default", "ours", "ours, asynchronous"
+WAYS = (DEFAULT, OURS, ASYNCHRONOUS)
+SIZE_TARGET, RATIO_TARGET = 1.05, 4.0
+OWED_BYTES = 12
+"""Of a trained parameter: its fp32 weight and two moments."""
+COPY_BYTES = 2
+"""Of any parameter that the default saves: the copy in 16 bits."""
+BASES = Path("configs") / "bases"
+DIVISORS = {"llama-3.2-1b": 4, "llama-3.1-70b": 16}
+ADDED_CHANNELS = 256
+
+
+def narrow_base(name: str) -> DecoderSpec:
+    """The base with every width divided by the same number: it keeps its layers, its heads and all shares."""
+    spec, divisor = read_spec(BASES / f"{name}.json"), DIVISORS[name]
+    widths = replace(
+        spec.widths,
+        hidden_size=spec.widths.hidden_size // divisor,
+        intermediate_size=spec.widths.intermediate_size // divisor,
+    )
+    return replace(spec, widths=widths, head_dim=spec.head_dim // divisor, vocab_size=spec.vocab_size // divisor)
+
+
+def narrow_method(name: str) -> dict[str, Any]:
+    """Adapt, as the paper has it: 256 channels more, one key/value head with its query heads, and of the FFN the same
+    share as of the channels; W12 in the attention above the lowest fifth of the layers."""
+    spec, channels = narrow_base(name), ADDED_CHANNELS // DIVISORS[name]
+    return {
+        "name": "scale",
+        "variant": "adapt",
+        "l_fp": spec.num_layers // 5,
+        "expansion": {
+            "hidden_size": channels,
+            "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
+            "num_attention_heads": spec.widths.num_attention_heads // spec.widths.num_key_value_heads,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one group of processes measures, in `folder`."""
+
+    base: str
+    zero_stage: int
+    rounds: int
+    folder: Path
+
+    @property
+    def config(self) -> RunConfig:
+        """A run of one sequence a rank, whose data are never read."""
+        values = {
+            "name": "benchmark",
+            "folder": str(self.folder),
+            "base": str(self.folder),
+            "method": narrow_method(self.base),
+            "data": {"folder": "unread", "sequence_length": SEQUENCE, "corpora": {"none": {"input": ["unread"]}}},
+            "schedule": {"steps": 1, "global_batch_size": RANKS, "micro_batch_size": 1, "learning_rate": 1e-3},
+            "deepspeed": f"ds_configs/zero{self.zero_stage}.json",
+        }
+        return parse_config(values, source="the benchmark")
+
+
+def worker(rank: int, port: int, asked: Measurement) -> None:
+    """One rank; the first one writes what was measured."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import deepspeed
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    try:
+        rows = measure(asked)
+        if rank == 0:
+            write_json(asked.folder / ROWS, rows)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(asked: Measurement) -> list[dict[str, Any]]:
+    """A row a way of saving."""
+    engine = trained_engine(asked)
+    saver = Saver(asked, engine)
+    seconds: dict[str, list[Seconds]] = {way: [] for way in WAYS}
+    size: dict[str, int] = {}
+    for step in range(1, asked.rounds + 2):
+        for way in WAYS:
+            taken, saved = saver.save(way, step)
+            size[way] = sum(file.stat().st_size for file in saved.iterdir())
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(asked.folder / way)
+            if step > 1:  # the first is to warm up
+                seconds[way].append(taken)
+    trained = engine.trainable_parameters
+    return [
+        {
+            "base": asked.base,
+            "base_parameters": engine.total_parameters - trained,
+            "trainable_parameters": trained,
+            "zero_stage": asked.zero_stage,
+            "way": way,
+            "bytes": size[way],
+            "size_to_owed": size[way] / (OWED_BYTES * trained),
+            "default_to_size": size[DEFAULT] / size[way],
+            "held_up_s": statistics.median(taken.held_up for taken in seconds[way]),
+            "held_up_s_min": min(taken.held_up for taken in seconds[way]),
+            "held_up_s_max": max(taken.held_up for taken in seconds[way]),
+            "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
+        }
+        for way in WAYS
+    ]
+
+
+class Seconds(NamedTuple):
+    """Of one save: until training can go on, and until everything is on the disk."""
+
+    held_up: float
+    on_disk: float
+
+
+class Saver:
+    """Saves `engine` in each of the ways."""
+
+    def __init__(self, asked: Measurement, engine: Engine) -> None:
+        from pipeline.training.checkpoint import Checkpoints
+
+        base = BaseFolder(asked.folder, narrow_base(asked.base), known_hashes={})
+        run = describe_run(asked.config, base, engine.model, "none")
+        layout = describe_layout(Layout(RANKS), asked.zero_stage, torch.bfloat16)
+        self.folder, self.engine = asked.folder, engine
+        self.checkpoints = {
+            way: Checkpoints(asked.folder / way, run, layout, keep_last=1, asynchronous=way == ASYNCHRONOUS)
+            for way in (OURS, ASYNCHRONOUS)
+        }
+
+    def save(self, way: str, step: int) -> tuple[Seconds, Path]:
+        """What it took, by the slowest rank, and where it lies."""
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+        dist.barrier()
+        started = time.perf_counter()
+        if way == DEFAULT:
+            theirs = self.engine._engine
+            theirs.checkpoint_engine = TorchCheckpointEngine()
+            theirs.save_checkpoint(str(self.folder / way), tag=f"step_{step}")
+            saved = self.folder / way / f"step_{step}"
+        else:
+            saved = self.checkpoints[way].save(self.engine, Position(step=step, tokens_seen=0, seconds=0.0))
+        dist.barrier()
+        held_up = time.perf_counter() - started
+        if way == DEFAULT:
+            for file in sorted(saved.iterdir())[dist.get_rank() :: RANKS]:
+                sync(file)
+        else:
+            self.checkpoints[way].finish()
+        dist.barrier()
+        return Seconds(held_up, time.perf_counter() - started), saved
+
+
+def trained_engine(asked: Measurement) -> Engine:
+    """An engine with random weights after one step, so that the optimizer has its state."""
+    from pipeline.deepspeed_config import load_deepspeed_config
+    from pipeline.training.building import build_model
+    from pipeline.training.engine import Engine
+
+    config, spec, layout = asked.config, narrow_base(asked.base), Layout(RANKS)
+    settings, groups = load_deepspeed_config(config.deepspeed, layout), ProcessGroups(layout)
+    torch.manual_seed(0)
+    model = build_model(config, BaseFolder(asked.folder, spec), settings, groups)
+    for parameter in model.parameters():
+        held_values(parameter).detach().normal_(std=0.02)
+    engine = Engine(model, config, settings, groups)
+    tokens = torch.randint(spec.vocab_size, (1, SEQUENCE))
+    positions, documents = torch.arange(SEQUENCE).unsqueeze(0), torch.zeros_like(tokens)
+    engine.backward(engine.loss(MicroBatch(tokens, tokens, positions, documents))[0])
+    engine.step(1e-3)
+    return engine
+
+
+def run_ranks(base: str, zero_stage: int, rounds: int, place: Path) -> list[dict[str, Any]]:
+    """The rows of one base and ZeRO stage, measured in processes of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir=place, prefix="checkpoints-") as folder:
+        asked = Measurement(base, zero_stage, rounds, Path(folder))
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=worker, args=(rank, port, asked)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"error: {base}, ZeRO-{zero_stage}: a rank failed; its traceback stands above")
+        rows: list[dict[str, Any]] = json.loads((asked.folder / ROWS).read_text(encoding="utf-8"))
+        return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The rows of one base for a person, and what was to be reached."""
+    base, trained = rows[0]["base_parameters"], rows[0]["trainable_parameters"]
+    print(
+        f"{rows[0]['base']}: base {base:,} parameters, trained {trained:,} ({trained / base:.1%}), bf16, {RANKS} ranks"
+    )
+    titles = ("ZeRO", "way", "MiB", "x owed", "default / it", "held up s", "min", "max", "on disk s")
+    print("{:>4}  {:<20}{:>9}{:>9}{:>14}{:>11}{:>9}{:>9}{:>11}".format(*titles))
+    for row in rows:
+        print(
+            f"{row['zero_stage']:>4}  {row['way']:<20}{row['bytes'] / 2**20:>9.1f}{row['size_to_owed']:>9.4f}"
+            f"{row['default_to_size']:>14.2f}{row['held_up_s']:>11.3f}{row['held_up_s_min']:>9.3f}"
+            f"{row['held_up_s_max']:>9.3f}{row['on_disk_s']:>11.3f}"
+        )
+    ours = [row for row in rows if row["way"] == OURS]
+    size, ratio = max(row["size_to_owed"] for row in ours), min(row["default_to_size"] for row in ours)
+    full = (OWED_BYTES + COPY_BYTES) * base / max(row["bytes"] for row in ours)
+    print(
+        f"beside {OWED_BYTES} bytes a trained parameter: {size:.4f}, at most {SIZE_TARGET} {_word(size <= SIZE_TARGET)}"
+    )
+    print(f"times smaller than the default: {ratio:.2f}, at least {RATIO_TARGET} {_word(ratio >= RATIO_TARGET)}")
+    print(f"times smaller than {OWED_BYTES + COPY_BYTES} bytes a parameter, full fine-tuning's: {full:.1f}\n")
+
+
+def _word(reached: bool) -> str:
+    return "reached" if reached else "MISSED"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bases", nargs="+", choices=list(DIVISORS), default=list(DIVISORS), help="to make narrow")
+    parser.add_argument("--rounds", type=int, default=5, help="timed saves a way, after one that is not")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk that is to be measured")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for base in asked.bases:
+        of_base = [row for zero_stage in (1, 3) for row in run_ranks(base, zero_stage, asked.rounds, asked.folder)]
+        print_table(of_base)
+        rows += of_base
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(asked.json, rows)
+
+
+if __name__ == "__main__":
+    main()

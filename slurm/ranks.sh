@@ -1,0 +1,113 @@
+# shellcheck shell=bash
+# What runs a stage's command, and on how many ranks. slurm/common.sh sources it.
+#
+#   here COMMAND…               a serial stage: one process, on this node
+#   on_every_rank COMMAND…      one process a rank: over the allocation with srun, else on this machine
+#   count_ranks                 how many on_every_rank starts
+#   planned_cluster SCRIPT      the allocation, or what sbatch would ask for, as options of a dry run
+#
+# Both replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
+
+here() {
+    local container
+    read -ra container <<<"${CONTAINER:-}"
+    exec "${container[@]}" "$@"
+}
+
+on_every_rank() {
+    if on_slurm; then
+        over_the_allocation "$@"
+    else
+        on_this_machine "$@"
+    fi
+}
+
+over_the_allocation() {
+    local nodes=$SLURM_JOB_NUM_NODES ranks options
+    ranks=$(count_ranks)
+    local ranks_per_node=$(((ranks + nodes - 1) / nodes))
+    find_rendezvous
+    share_the_cores "${SLURM_CPUS_ON_NODE:-1}" "$ranks_per_node"
+    say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
+    read -ra options <<<"${SRUN_OPTIONS:-}"
+    export EXPECTED_WORLD_SIZE=$ranks
+    export SLURM_EXIT_ERROR=$SLURM_FAULT # srun's own faults must not look like the user's
+    # Not --kill-on-bad-exit: the first rank to end with RESUME_LATER would have the others killed while they finish.
+    exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
+        --export=ALL --wait="${EXIT_GRACE_S:-15}" "${options[@]}" bash slurm/launch.sh "$@"
+}
+
+# How many ranks on_every_rank starts: those of the allocation; else NPROC, or one a GPU of this machine, or two.
+count_ranks() {
+    if on_slurm; then
+        allocated_ranks
+        return
+    fi
+    local ranks=${NPROC:-$(gpus_here)}
+    echo $((ranks > 0 ? ranks : 2))
+}
+
+allocated_ranks() {
+    local nodes=$SLURM_JOB_NUM_NODES ranks=${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}
+    # One task a node, but several GPUs there: the tasks were left at their default. One rank a GPU.
+    if ((ranks == nodes && ${SLURM_GPUS_ON_NODE:-0} > 1)); then
+        ranks=$((nodes * SLURM_GPUS_ON_NODE))
+    fi
+    echo "$ranks"
+}
+
+# Without an allocation: NPROC ranks on this machine, else what the script's #SBATCH lines and sbatch's environment say.
+planned_cluster() {
+    local nodes=1 ranks
+    if on_slurm; then
+        nodes=$SLURM_JOB_NUM_NODES ranks=$(allocated_ranks)
+    elif [[ -n "${NPROC:-}" ]]; then
+        ranks=$NPROC
+    else
+        local tasks gpus=${SBATCH_GPUS_PER_NODE:-1}
+        nodes=$(sbatch_line nodes "$1") tasks=$(sbatch_line ntasks-per-node "$1")
+        gpus=${gpus##*:} # h100:8
+        ranks=$((nodes * (tasks > 1 ? tasks : gpus)))
+    fi
+    echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
+}
+
+sbatch_line() { sed -n "s/^#SBATCH --$1=//p" "$2"; }
+
+on_this_machine() {
+    local ranks
+    ranks=$(count_ranks)
+    say "no Slurm allocation: $ranks processes on this machine (NPROC sets how many)"
+    share_the_cores "$(nproc)" "$ranks"
+    export EXPECTED_WORLD_SIZE=$ranks
+    [[ "$1" == python ]] || die "outside Slurm on_every_rank starts python only, not $1"
+    here python tools/launch_here.py --ranks "$ranks" "${@:2}"
+}
+
+# The first node's address as Slurm itself reaches it; a port of the job's own, below those the kernel hands out.
+find_rendezvous() {
+    local nodes first
+    nodes=$(ask_slurm show node "$SLURM_JOB_NODELIST" --oneliner) || exit "$SLURM_FAULT"
+    read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    : "${MASTER_ADDR:=$(grep "^NodeName=$first " <<<"$nodes" | node_field NodeAddr)}"
+    # Another port at each restart: the one before may be taken by some other program.
+    : "${MASTER_PORT:=$((15000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 15000))}"
+    # Several Slurm nodes may be one machine (a test cluster); only then may they meet on a loopback address.
+    : "${HOST_COUNT:=$(node_field NodeHostName <<<"$nodes" | sort -u | wc -l)}"
+    export MASTER_ADDR MASTER_PORT HOST_COUNT
+}
+
+node_field() { sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+
+gpus_here() {
+    if [[ "${DS_ACCELERATOR:-}" != cpu ]] && command -v nvidia-smi >/dev/null; then
+        nvidia-smi --list-gpus | grep -c '^GPU' || true # grep fails where it counts none
+    else
+        echo 0
+    fi
+}
+
+share_the_cores() {
+    local threads=$(($1 / $2))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+}

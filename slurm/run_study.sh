@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=run-study
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --output=slurm-%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#
+# A study: runs that differ in method, learning rate and seed (docs/studies.md). On Slurm each is a job of its own, which
+# saves, requeues and resumes as any run does; this one submits those that are due and queues itself after them, until
+# nothing is. Submitted again after a fault, it goes on with what is left; requeued it would submit twice.
+#
+#   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
+#   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
+#   STUDY=configs/studies/korean_quick.yaml DATA=../shared/data bash slurm/run_study.sh         all on this machine
+set -euo pipefail
+
+# sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
+cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
+load_site
+
+STUDY=${1:-${STUDY:-configs/studies/korean.yaml}}
+[[ -f "$STUDY" ]] || die "STUDY=$STUDY: no such file; the studies that come with the project are in configs/studies/"
+export STUDY
+study=(python tools/run_study.py "$STUDY" ${DATA:+--data "$DATA"})
+on_slurm || here "${study[@]}"
+
+say "study $STUDY in $PWD, job $SLURM_JOB_ID"
+due=$(here "${study[@]}" --due)
+if [[ -z "$due" ]]; then
+    run_stage summary here "${study[@]}"
+    exit
+fi
+
+read -ra options <<<"${RUN_SBATCH_OPTIONS:-}"
+jobs=""
+while read -r config stages; do
+    read -ra names <<<"$stages"
+    job=$(sbatch --parsable --job-name="$(basename "$(dirname "$config")")" "${options[@]}" \
+        slurm/cpt_korean.sh "$config" "${names[@]}")
+    jobs+=:${job%%;*} # a federation appends its cluster's name
+    say "job ${job%%;*}: $stages of $config"
+done <<<"$due"
+next=$(sbatch --parsable --dependency="afterok$jobs" --kill-on-invalid-dep=yes slurm/run_study.sh "$STUDY")
+say "job ${next%%;*} goes on after these"

@@ -1,0 +1,50 @@
+"""Makes the texts of the biography study: people who never were, five biographies of each, and questions about them.
+
+    python tools/make_biographies.py --people 4000 --pool-fraction 0.1 --output runs/biography/texts
+
+The same arguments give the same bytes. docs/biographies.md says what the files are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.biography.corpora import write_corpora
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="the folder to make")
+    add(
+        "--people",
+        type=int,
+        default=200_000,
+        help="in all: half are pretrained, a quarter are Task 0's, a tenth Task 1's",
+    )
+    add(
+        "--pool-fraction",
+        type=float,
+        default=1.0,
+        help="how much of each pool of names and places is used (default: 1)",
+    )
+    add("--vocab-size", type=int, default=8192, help="of the tokenizer that is trained on the texts (default: 8192)")
+    add("--seed", type=int, default=0, help="of the people and the texts (default: 0)")
+    arguments = parser.parse_args()
+    roster = write_corpora(
+        arguments.output,
+        arguments.people,
+        pool_fraction=arguments.pool_fraction,
+        seed=arguments.seed,
+        vocab_size=arguments.vocab_size,
+    )
+    counts = (
+        f"{len(roster.pretrained):,} pretrained, {len(roster.task0):,} of them Task 0's, {len(roster.task1):,} Task 1's"
+    )
+    print(f"{arguments.output}: {counts}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

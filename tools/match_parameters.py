@@ -1,0 +1,41 @@
+"""Says how large each method must be to train as many parameters as the run's own, and prints their `method:` sections.
+
+    python tools/match_parameters.py --config configs/demo.yaml --methods lora llama_pro adapt
+
+SCALE's widths grow together, by the same share of the base's. Each section stands under a line that says how near it
+comes. The base's config.json is enough (--base-config where the folder is not here).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from pipeline import command_line
+from pipeline.config.run import load_config
+from pipeline.errors import ConfigError
+from pipeline.estimation.inputs import read_architecture
+from pipeline.estimation.matching import Matcher, MethodName, as_yaml
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
+    parser.add_argument("--methods", nargs="+", choices=get_args(MethodName), default=get_args(MethodName))
+    parser.add_argument("--target", type=int, help="trained parameters; default: those of the run's own method")
+    parser.add_argument("--multiple-of", type=int, default=8, help="of added hidden and FFN widths (default 8)")
+    parser.add_argument("--base-config", type=Path, help="the base's config.json, where its folder is not here")
+    arguments = parser.parse_args()
+    for flag in ("target", "multiple_of"):
+        value = getattr(arguments, flag)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{flag.replace('_', '-')}: expected a number above 0, found {value}")
+    config = load_config(arguments.config)
+    spec = read_architecture(config, arguments.base_config)
+    matcher = Matcher(config, spec, multiple_of=arguments.multiple_of)
+    print(as_yaml(matcher.match(arguments.methods, arguments.target)), end="")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,42 @@
+"""Tells a script whether a stage that ended in a fault is to be started again, and puts its end on record.
+
+    python tools/may_retry.py --config configs/demo.yaml --stage train --exit-code 137
+
+Prints why, and exits with 0 for yes and 3 for no: 1 is also what an interpreter ends with that does not get so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.config.run import load_config
+from pipeline.run_folder.retry import decide
+
+NO = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    parser.add_argument("--stage", required=True, help="what ended")
+    parser.add_argument("--exit-code", type=int, required=True, help="how it ended")
+    parser.add_argument("--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint")
+    parser.add_argument("--most", type=int, default=100, help="restarts in all")
+    arguments = parser.parse_args()
+
+    arguments.config.read_bytes()  # a file system that is away is no fault in the configuration
+    decision = decide(
+        load_config(arguments.config).folder,
+        stage=arguments.stage,
+        exit_code=arguments.exit_code,
+        without_progress=arguments.without_progress,
+        most=arguments.most,
+    )
+    print(decision.why)
+    return 0 if decision.again else NO
+
+
+if __name__ == "__main__":
+    command_line.run(main)

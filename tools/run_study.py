@@ -1,0 +1,46 @@
+"""Runs a study: the runs that it compares, side by side on this machine; prints its tables and writes summary.json.
+
+    python tools/run_study.py configs/studies/korean_quick.yaml --data ../shared/data
+
+Stopped (Ctrl-C) or killed, the same command goes on; what is finished is not done again. On a cluster
+slurm/run_study.sh makes every run a job of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.errors import ConfigError
+from pipeline.study.conduct import conduct, open_study
+from pipeline.study.due import due
+from pipeline.study.summary import summarise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
+    default = Path(os.environ.get("SCALE_CPT_DATA", "../shared/data"))
+    parser.add_argument(
+        "--data", type=Path, default=default, help="the texts (default: $SCALE_CPT_DATA, or %(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, help="runs side by side (default: as many as the cores hold)")
+    parser.add_argument("--due", action="store_true", help="only list what can be done now: configuration, stages")
+    arguments = parser.parse_args()
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
+
+    runs = open_study(arguments.study, arguments.data)
+    if arguments.due:
+        for task in due(runs):
+            task.run.write()
+            print(task.run.path, *task.stages)
+        return
+    conduct(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
+    print(summarise(runs).as_text())
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 # A rank is forked from a server that has imported the slow packages already: 0.1 s each instead of 5.
-_processes = get_context("forkserver")
+processes = get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
-_processes.set_forkserver_preload(
+processes.set_forkserver_preload(
     ["torch.distributed", "pytest", "awkward", "tests.training.runs", "pipeline.training.run"]
 )
 
@@ -40,9 +40,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes, ranks = [], []
         for rank in range(world_size):
-            receiver, sender = _processes.Pipe(duplex=False)
+            receiver, sender = processes.Pipe(duplex=False)
             store = Path(folder) / "rendezvous"
-            process = _processes.Process(
+            process = processes.Process(
                 target=_rank, args=(sender, store, rank, world_size, timeout_s, function, arguments), daemon=True
             )
             process.start()

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import ScaleMethod
+from pipeline.config.method import Method, ScaleMethod
+from pipeline.methods import method_for
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
@@ -50,6 +51,14 @@ def widened(
     for name, full in initial_expansion(model, names, base.read, settings.initialisers, SEED):
         parameters[name].copy_(split(full, partition_of(parameters[name]), tp.rank, tp.size))
     shake(model, noise)
+    return model
+
+
+def started(base: BaseFolder, settings: Method, tp: TensorParallel = SINGLE) -> Decoder:
+    """`base` before the first step of any method but SCALE, which needs a folder."""
+    method = method_for(settings, Path("unread"), SEED)
+    model = method.build(base.spec, tp, "none")
+    method.load(model, base, tp)
     return model
 
 

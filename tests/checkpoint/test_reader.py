@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.conversion.trained_model import open_trained, skeleton
 from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.methods import method_for
 from pipeline.parallel.sharding import Partition, merge
-from pipeline.scale.plan import plan_expansion
+from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, checkpoint_in, partitions, save, save_many, scale, trained, zero
 from tests.distributed import run_ranks
-from tests.widened import scale_settings
+from tests.widened import SEED, scale_settings
 
 LAYOUTS = {
     "ZeRO-1, dp 2": (2, 1, zero(1)),
@@ -32,6 +35,8 @@ LAYOUTS = {
 
 
 METHODS = {"route": scale("route"), "fft": FFT}
+FILE_OVERHEAD = 2**16
+"""Names, shapes and the archive's own table, in bytes."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,13 +69,25 @@ def test_frozen_parameters_that_were_saved_too_come_back(stage, base, tmp_path):
     opened = base("neox")
     folder = tmp_path / "run"
     run_ranks(partial(save, with_frozen=True), 2, opened.path, scale("preserve"), folder, 1, zero(stage))
-    plan = plan_expansion(scale_settings("preserve"), opened.spec.widths, opened.spec.num_layers)
+    method = method_for(scale_settings("preserve"), Path("unread"), SEED)
 
-    reader = CheckpointReader(folder, skeleton(opened.spec, plan))
+    reader = CheckpointReader(folder, skeleton(method, opened))
 
     assert len(reader.frozen_names) > 10
     for name in reader.frozen_names:
         assert torch.equal(reader.read(name), opened.read(name)), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_holds_what_trained_once(stage, tmp_path):
+    """12 bytes a trained parameter; of the base nothing, though it ties its embedding, which DeepSpeed would write."""
+    run_ranks(save, 2, STORIES, scale("adapt"), tmp_path / "run", 1, zero(stage, "bf16"))
+    model = trained(STORIES, tmp_path / "run")
+    assert model.spec.tie_word_embeddings
+    owed = 12 * sum(math.prod(model.shapes[name]) for name in model.trained)
+    written = sum(file.stat().st_size for file in model.checkpoint.glob("*_states.pt"))
+    files = len(list(model.checkpoint.glob("*_states.pt")))
+    assert owed < written < 1.01 * owed + files * FILE_OVERHEAD
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])

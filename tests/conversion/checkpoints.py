@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from pipeline.config import RunConfig, parse_config
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig, parse_config
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import named_trained_parameters, partition_of
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import Layout, ProcessGroups
-from tests.widened import scale_settings, shake, some_batch, unwidened, widened
+from tests.widened import scale_settings, shake, some_batch, started, widened
 
 FFT = {"name": "fft"}
 SEQUENCE = 12
@@ -51,9 +52,10 @@ def save(
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
+    from pipeline.checkpoint.manifest import describe_layout, describe_run
+    from pipeline.checkpoint.position import Position
+    from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.checkpoint import Checkpoints
-    from pipeline.training.deepspeed_config import load_deepspeed_config
     from pipeline.training.engine import Engine
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -68,11 +70,11 @@ def save(
     base = open_base(base_path)
     before = torch.get_default_dtype()
     torch.set_default_dtype(settings.dtype)
-    if method["name"] == "fft":
-        model = unwidened(base, groups.tensor_parallel)
-        shake(model, noise)
-    else:
+    if isinstance(config.method, ScaleMethod):
         model = widened(base, config.method, tp=groups.tensor_parallel, noise=noise)
+    else:
+        model = started(base, config.method, groups.tensor_parallel)
+        shake(model, noise)
     torch.set_default_dtype(before)
     run = describe_run(config, base, model, "none")
     engine = Engine(model, config, settings, groups)
@@ -119,7 +121,7 @@ def partitions(base_path: Path, method: dict[str, Any]) -> dict[str, Partition]:
     """How each parameter of the model is split."""
     base = open_base(base_path)
     config = _config(base_path, method, Path("unused"))
-    model = unwidened(base) if method["name"] == "fft" else widened(base, config.method)  # type: ignore[arg-type]
+    model = widened(base, config.method) if isinstance(config.method, ScaleMethod) else started(base, config.method)
     return {name: partition_of(parameter) for name, parameter in model.named_parameters()}
 
 

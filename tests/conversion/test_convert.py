@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,13 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_model import load_hf_model
 from pipeline.conversion.probe import probe_maker
 from pipeline.conversion.trained_model import open_trained
-from pipeline.conversion.verify import verify
+from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, verify
+from pipeline.data.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion_folder import open_expansion
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save, save_many, scale
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +40,8 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     methods = {"separate": scale("adapt"), "base": scale("adapt", norm="base")}
     run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in methods.items()])
-    return {name: checkpoint_in(folder / name) for name in methods}
+    run_ranks(partial(save, noise=0.0), 1, STORIES, methods["separate"], folder / "calm")
+    return {name: checkpoint_in(folder / name) for name in (*methods, "calm")}
 
 
 @pytest.fixture
@@ -63,6 +67,14 @@ def test_what_is_published_is_verified_on_both_languages(norm, written, checkpoi
     assert [path.name for path in asked.output.parent.iterdir()] == ["hf"]
 
 
+def test_answers_are_compared_behind_their_prompts(asked, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n')
+    assert convert(asked, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")}))
+    report = json.loads((asked.output / "verification.json").read_text())
+    assert report["texts"]["asked"]["tokens"] > 15
+
+
 def test_the_same_conversion_is_not_done_twice(asked):
     probe = probe_maker(TEXTS)
     assert convert(asked, probe)
@@ -84,6 +96,54 @@ def test_a_folder_that_differs_is_not_published(asked):
     with pytest.raises(ConversionError, match="differs from the trained one"):
         convert(asked, disturb)
     assert list(asked.output.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "published"),
+    [
+        (torch.float32, 1 + 2e-6, True),
+        (torch.float32, 1 + 1e-4, False),
+        (torch.bfloat16, 1.02, True),
+        (torch.bfloat16, 1.1, False),
+        (torch.float16, 1.003, True),
+        (torch.float16, 1.03, False),
+    ],
+)
+def test_what_is_off_by_a_little_more_than_rounding_is_not_published(dtype, factor, published, checkpoints, asked):
+    """Every logit times `factor`: hardly a token changes its rank by it, and few their probability by much."""
+    asked = replace(asked, checkpoint=checkpoints["calm"], dtype=dtype)
+
+    def disturb(model):
+        (partial,) = asked.output.parent.iterdir()
+        tensors = load_file(partial / "model.safetensors")
+        for stream in ("base", "expansion"):
+            tensors[f"final_norm.{stream}.weight"] = (tensors[f"final_norm.{stream}.weight"].double() * factor).to(
+                dtype
+            )
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        return probe_maker(TEXTS)(model)
+
+    if published:
+        assert convert(asked, disturb)
+    else:
+        with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
+            convert(asked, disturb)
+    assert asked.output.exists() == published
+
+
+@pytest.mark.parametrize("dtype", GRANTED)
+@pytest.mark.parametrize("rounding", [Difference(), Difference(max_abs=0.3, kl=0.02)])
+def test_the_bound_is_what_is_granted_or_some_times_the_rounding(dtype, rounding):
+    granted = GRANTED[dtype]
+    max_abs = max(granted.max_abs, ROUNDINGS * rounding.max_abs)
+    kl = max(granted.kl, ROUNDINGS * rounding.kl)
+    check(Report("test", max_abs=max_abs, kl=kl, rounding=rounding), granted, "folder")
+    for worse in ({"kl": 1.001 * kl}, {"kl": math.nan}, {"max_abs": math.nan}):
+        with pytest.raises(ConversionError, match="folder: the exported model differs"):
+            check(Report("test", **{"max_abs": max_abs, "kl": kl, **worse}, rounding=rounding), granted, "folder")
+    if dtype == torch.float32:
+        with pytest.raises(ConversionError, match=f"by {1.01 * max_abs:.3g} in a logit"):
+            check(Report("test", max_abs=1.01 * max_abs, kl=kl, rounding=rounding), granted, "folder")
 
 
 def test_a_tensor_that_is_not_there_is_not_filled_in(asked):
@@ -127,7 +187,7 @@ def test_the_expansion_alone_joins_its_base_again(asked):
     assert expansion.names == model.trained
     assert all(torch.equal(expansion.read(name, model.shapes[name]), model.read(name)) for name in model.trained)
     # A run can start from it.
-    expansion.check_origin(model.base.hashes(), origin_of(model.method), seed=model.manifest.run.seed)
+    expansion.check_origin(model.base.hashes(), origin_of(model.settings), seed=model.manifest.run.seed)
     assert not convert(replace(asked, format="expansion"), probe_maker({}))
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.conversion import peft_format
 from pipeline.conversion.convert import choose_export
 from pipeline.conversion.hf_folder import write_hf_folder
-from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.hf_model import load_exported, load_hf_model
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel
@@ -22,11 +23,16 @@ from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
 FAMILIES = [name for name in CONFIGS if "eight" not in name]
+FEW = ["llama tied", "llama biases", "qwen2", "neox", "neox tied", "neox unbiased attention"]
 LLAMA_FAMILIES = [name for name in FAMILIES if not name.startswith("neox")]
+COMPARED = ("freeze", "lora", "llama_pro")
 METHODS = {
     "scale": scale("route", collaborative_modules="both"),
     "stock": scale("adapt", collaborative_modules="both", norm="base"),
     "fft": FFT,
+    "freeze": {"name": "freeze", "frozen_layers": 2},
+    "lora": {"name": "lora", "rank": 4, "alpha": 6},
+    "llama_pro": {"name": "llama_pro", "added_layers": 3},
 }
 
 
@@ -34,7 +40,8 @@ METHODS = {
 def models(base, tmp_path_factory):
     """A trained model by family and method, all saved by one process."""
     folder = tmp_path_factory.mktemp("trained")
-    places = {(name, method): folder / f"{name}-{method}".replace(" ", "_") for name in FAMILIES for method in METHODS}
+    wanted = [(name, method) for method in METHODS for name in (FEW if method in COMPARED else FAMILIES)]
+    places = {(name, method): folder / f"{name}-{method}".replace(" ", "_") for name, method in wanted}
     run_ranks(
         save_many,
         1,
@@ -56,7 +63,8 @@ def difference(model: TrainedModel, folder: Path) -> float:
     tokens = some_tokens(model.spec, 2, 16)
     expected = model.decoder().logits(tokens)
     assert expected.std() > 0.5
-    return float((load_hf_model(folder, torch.float32)(tokens).logits - expected).abs().max())
+    found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
+    return float((found - expected).abs().max())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,6 +96,84 @@ def test_full_fine_tuning_leaves_as_the_base_came(name, models, tmp_path):
     pairs = zip(loaded.parameters(), original.parameters(), strict=True)
     assert all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
     assert difference(model, folder) < 1e-5
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_freeze_leaves_as_the_base_came_and_moves_the_upper_layers_only(name, models, tmp_path):
+    model = models(name, "freeze")
+    folder = exported(model, "auto", tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    original = AutoModelForCausalLM.from_pretrained(model.base.path)
+    pairs = zip(loaded.named_parameters(), original.parameters(), strict=True)
+    moved = {key for (key, parameter), other in pairs if not torch.equal(parameter, other)}
+    frozen = ("embed", "layers.0.", "layers.1.", *(["lm_head"] if "tied" in name else []))
+    assert {key for key, _ in loaded.named_parameters() if key not in moved} == {
+        key for key, _ in loaded.named_parameters() if any(part in key for part in frozen) and "embed_out" not in key
+    }
+    assert difference(model, folder) < 1e-5
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_llama_pro_leaves_as_a_deeper_base(name, models, tmp_path):
+    model = models(name, "llama_pro")
+    folder = exported(model, "auto", tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    original = AutoModelForCausalLM.from_pretrained(model.base.path)
+    assert type(loaded) is type(original)
+    assert loaded.config.num_hidden_layers == 6
+    kept = {key: tensor for key, tensor in original.state_dict().items() if ".layers." not in key}
+    for key, tensor in kept.items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+    for layer in range(3):
+        ours, theirs = (one.base_model.layers[index] for one, index in ((loaded, 2 * layer), (original, layer)))
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    assert difference(model, folder) < 1e-5
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("format", ["peft", "auto"])
+def test_lora_leaves_as_adapters_for_peft_or_merged(format, name, models, tmp_path):
+    model = models(name, "lora")
+    folder = exported(model, format, tmp_path / "hf")
+    assert (folder / "adapter_model.safetensors").exists() == (format == "peft")
+    assert (folder / "model.safetensors").exists() == (format == "auto")
+    assert difference(model, folder) < 2e-5
+    tokens = some_tokens(model.spec, 2, 16)
+    base = load_hf_model(model.base.path, torch.float32)
+    moved = load_exported(folder, model.base.path, torch.float32)
+    assert (moved(tokens).logits - base(tokens).logits).abs().max() > 0.05, "the adapters change nothing"
+
+
+@pytest.mark.parametrize("targets", [["query"], ["key", "value", "down"], ["query", "value", "output"]])
+def test_adapters_of_a_part_of_a_fused_map(targets, base, tmp_path):
+    path = base("neox").path
+    run_ranks(save_many, 1, [(path, {**METHODS["lora"], "target_modules": targets}, tmp_path / "run")])
+    model = trained(path, tmp_path / "run")
+    for format in ("peft", "stock"):
+        assert difference(model, exported(model, format, tmp_path / format)) < 1e-5
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "query_key_value" in config["target_modules"]
+    parts = len({"query", "key", "value"} & set(targets))
+    assert config["rank_pattern"] == ({} if parts == 1 else {"query_key_value": 4 * parts})
+
+
+def test_what_a_method_cannot_leave_as_is_refused(models):
+    for method, format in (
+        ("fft", "peft"),
+        ("scale", "peft"),
+        ("llama_pro", "peft"),
+        ("lora", "scale"),
+        ("freeze", "scale"),
+    ):
+        with pytest.raises(ConversionError, match=f"method {method}"):
+            choose_export(models("llama tied", method), format, torch.float32)
+
+
+def test_adapters_are_not_written_where_peft_cannot_check_them(models, monkeypatch):
+    monkeypatch.setattr(peft_format, "find_spec", lambda name: None)
+    with pytest.raises(ConversionError, match="pip install peft"):
+        choose_export(models("neox", "lora"), "peft", torch.float32)
 
 
 @pytest.mark.parametrize("format", ["scale", "stock"])

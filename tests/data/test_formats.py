@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.data import lines as lines_module
 from pipeline.data.lines import lines
-from pipeline.data.records import Document
+from pipeline.data.records import Document, Keys
 from pipeline.data.streams import DecompressedStream, open_stream, text_length
 from pipeline.data.units import input_files, split_file, unit_records
 from pipeline.errors import DataError
@@ -25,7 +25,8 @@ TEXTS = documents(60)
 
 
 def units_text(path: Path, unit_bytes: int, text_key: str = "text") -> list[str]:
-    records = [record for unit in split_file(path, 0, text_key, unit_bytes) for record in unit_records(unit, text_key)]
+    keys = Keys(text_key)
+    records = [record for unit in split_file(path, 0, keys, unit_bytes) for record in unit_records(unit, keys)]
     assert all(isinstance(record, Document) for record in records)
     return [record.text for record in records]
 
@@ -61,7 +62,7 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
     }
     path = tmp_path / "000_00000.parquet"
     pq.write_table(pa.table(columns), path, row_group_size=7)
-    assert len(split_file(path, 0, "text", unit_bytes)) == units
+    assert len(split_file(path, 0, Keys(), unit_bytes)) == units
     assert units_text(path, unit_bytes) == TEXTS
 
 
@@ -122,14 +123,14 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path):
     datasets.Dataset.from_dict({"content": ["a"]}).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
         with pytest.raises(DataError, match=r"no column 'text'; set --text-key to one of: content"):
-            split_file(path, 0, "text", 100)
+            split_file(path, 0, Keys(), 100)
 
 
 def test_a_cut_parquet_file_is_one_line(tmp_path: Path):
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
     with pytest.raises(DataError, match="not a whole Parquet file") as error:
-        split_file(tmp_path / "x.parquet", 0, "text", 100)
+        split_file(tmp_path / "x.parquet", 0, Keys(), 100)
     assert "\n" not in str(error.value)
 
 

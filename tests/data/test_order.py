@@ -88,6 +88,14 @@ def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share]):
 
 
 @settings(max_examples=20, deadline=None)
+@given(shares(), st.integers(0, 5000))
+def test_what_was_drawn_before_is_a_count_of_the_draws(shares: dict[str, Share], index: int):
+    blend = Blend(shares)
+    index = index if blend.total is None else min(index, blend.total)
+    counts = Counter(blend[earlier].corpus for earlier in range(index))
+    assert blend.drawn_before(index) == {name: counts[name] for name in blend.names}
+
+
 @given(st.lists(st.floats(0.02, 1.0), min_size=2, max_size=5), st.integers(0, 10**9), st.integers(50, 2000))
 def test_any_stretch_holds_the_proportions(weights: list[float], start: int, length: int):
     blend = Blend({str(number): Share(weight, None) for number, weight in enumerate(weights)})

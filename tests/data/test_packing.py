@@ -15,15 +15,22 @@ PADDING = 0
 class Documents:
     """A token source over documents in memory; every token of the corpus is another number."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], prompt_lengths: list[int] | None = None) -> None:
         self.tokens = sum(lengths)
         self.starts = np.cumsum([0, *lengths])[:-1]
+        self.prompts: np.ndarray | None = None
+        if prompt_lengths is not None:
+            runs = zip(lengths, prompt_lengths, strict=True)
+            self.prompts = np.concatenate([np.arange(length) < prompt for length, prompt in runs])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.arange(start, stop) + 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         return self.starts[(self.starts >= start) & (self.starts < stop)]
+
+    def prompt_mask(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.prompts is None else self.prompts[start:stop]
 
 
 def packed(lengths: list[int], sequence_length: int, document_mask: bool = True) -> PackedCorpus:
@@ -61,7 +68,7 @@ def test_the_token_after_the_sample_is_its_last_target():
 
 def test_arrays_are_int64():
     sample = pack(np.arange(4, dtype=np.uint16), np.array([0]), 8, padding=0, document_mask=True)
-    assert {array.dtype for array in sample} == {np.dtype(np.int64)}
+    assert [array.dtype for array in sample] == [np.dtype(np.int64)] * 4 + [np.dtype(bool)]
     assert {array.shape for array in sample} == {(8,)}
 
 
@@ -89,3 +96,52 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(lengths: l
     # Everything is predicted except what nothing comes before: the first token of a document, or of the corpus.
     firsts = np.cumsum([0, *lengths])[:-1] + 1 if mask else [1]
     assert predicted == [token for token in read if token not in firsts]
+
+
+def prompted(documents: list[tuple[int, int]], sequence_length: int, document_mask: bool = True) -> PackedCorpus:
+    """Documents of (prompt, answer) tokens."""
+    source = Documents([prompt + answer for prompt, answer in documents], [prompt for prompt, _ in documents])
+    return PackedCorpus(source, sequence_length, padding=PADDING, document_mask=document_mask, whole_documents=True)
+
+
+def test_samples_of_prompts_and_answers_by_hand():
+    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document fits no more into the first.
+    first, second, third, fourth = prompted([(2, 2), (1, 1), (2, 6)], 5)
+    assert list(first.tokens) == [1, 2, 3, 4, PADDING]
+    assert list(first.targets) == [IGNORED, 3, 4, IGNORED, IGNORED]
+    assert list(first.answer_starts) == [False, True, False, False, False]
+    assert list(second.tokens) == [5, 6, PADDING, PADDING, PADDING]
+    assert list(second.targets) == [6, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert list(second.answer_starts) == [True, False, False, False, False]
+    # Longer than a sample: it begins one, and what the next goes on with is no beginning of an answer.
+    assert list(third.tokens) == [7, 8, 9, 10, 11]
+    assert list(third.targets) == [IGNORED, 9, 10, 11, 12]
+    assert list(third.answer_starts) == [False, True, False, False, False]
+    assert list(fourth.targets) == [13, 14, IGNORED, IGNORED, IGNORED]
+    assert not fourth.answer_starts.any()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=20),
+    st.integers(1, 17),
+    st.booleans(),
+)
+def test_every_answer_is_predicted_once_and_stays_with_its_prompt(
+    documents: list[tuple[int, int]], length: int, mask: bool
+):
+    corpus = prompted(documents, length, mask)
+    source = corpus.source
+    read, predicted, begun = [], [], []
+    for sample in (corpus[number] for number in range(len(corpus))):
+        read += list(sample.tokens[sample.tokens != PADDING])
+        at = np.flatnonzero(sample.targets != IGNORED)
+        assert np.array_equal(sample.targets[at], sample.tokens[at] + 1)
+        predicted += list(sample.targets[at])
+        begun += list(sample.targets[sample.answer_starts])
+    assert read == list(range(1, source.tokens + 1))
+    answers = np.flatnonzero(~source.prompts) + 1
+    assert predicted == list(answers)
+    assert begun == [start + prompt + 1 for start, (prompt, _) in zip(source.starts, documents, strict=True)]
+    cuts = {0} | {int(corpus[number].tokens[0]) - 1 for number in range(len(corpus))}
+    whole = [(start, sum(size)) for start, size in zip(source.starts, documents, strict=True) if sum(size) <= length]
+    assert not [start for start, size in whole if any(start < cut < start + size for cut in cuts)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from pipeline.data import unit_work
 from pipeline.data.encoders import Encoded, GigatokenEncoder
@@ -22,6 +23,7 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import is_heldout
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError
+from pipeline.exit_codes import PASSING_FAULT
 from pipeline.files import file_hash
 from tests.data.helpers import (
     DEMO,
@@ -348,7 +350,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
             },
         },
         "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
-        "deepspeed": "none.json",
+        "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     done = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
@@ -363,6 +365,18 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     assert again.returncode == 0
     assert again.stderr.count("there already") == 3
     assert contents(tmp_path / "tokens") == made
+
+
+def test_what_would_stop_the_training_is_said_before_the_hours_of_tokenizing(tmp_path: Path):
+    demo = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    demo["data"] |= {"folder": str(tmp_path / "tokens"), "sequence_length": 1024}
+    demo["deepspeed"] = "none.json"
+    (tmp_path / "run.yaml").write_text(json.dumps(demo))
+    done = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 2 faults: deepspeed: none.json: no such file")
+    assert "data.sequence_length: 1024 is beyond the base's context of 512" in done.stderr
+    assert not (tmp_path / "tokens").exists()
 
 
 @pytest.mark.parametrize(
@@ -395,7 +409,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Path, workers: str):
     output = small_disk / "corpus"
     done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
-    assert done.returncode == 1
+    assert done.returncode == PASSING_FAULT
     assert "error: no space left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (output / "manifest.json").exists()
@@ -409,3 +423,12 @@ def test_workers_in_other_processes_say_what_is_wrong(tmp_path: Path):
     write_jsonl(tmp_path / "x.jsonl", [1, 2, 3])
     with local_workers(2) as workers, pytest.raises(DataError, match="no usable document"):
         preprocess(job(tmp_path / "corpus", tmp_path / "x.jsonl"), workers, max_bad_fraction=1.0)
+
+
+def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
+    write_jsonl(tmp_path / "x.jsonl", ["one"])
+    (tmp_path / "corpus").write_text("a file")
+    for output in (tmp_path / "corpus", tmp_path / "corpus" / "below"):
+        with local_workers(1) as workers, pytest.raises(DataError, match=r"corpus.*: no folder can be made there"):
+            preprocess(job(output, tmp_path / "x.jsonl"), workers)
+    assert (tmp_path / "corpus").read_text() == "a file"

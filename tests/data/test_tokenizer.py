@@ -134,6 +134,12 @@ def test_too_large_a_vocabulary_is_one_line(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_too_small_a_vocabulary_says_which_option_of_ours_helps(tmp_path: Path):
+    text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
+    with pytest.raises(DataError, match="--character-coverage"):
+        train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
+
+
 def test_fertility_counts_what_was_encoded():
     found = fertility(load_tokenizer(STORIES260K), iter(["한국", "ab"]))
     ids = load_tokenizer(STORIES260K).reference.encode(["한국", "ab"]).ids

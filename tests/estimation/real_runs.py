@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config import RunConfig, load_config
+from pipeline.config.run import RunConfig, load_config
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
+from tests.messages import Messages
 from tests.training.runs import start_deepspeed, write_config
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -42,6 +42,7 @@ METHODS = {
     "route": {**SCALE, "variant": "route", "l_fp": 3},
     "fft": {"name": "fft"},
     "freeze": {"name": "freeze", "frozen_layers": 2},
+    "lora": {"name": "lora", "rank": 8},
     "llama_pro": {"name": "llama_pro", "added_layers": 1},
 }
 MICRO_BATCHES = 2
@@ -76,39 +77,15 @@ def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGL
     return model
 
 
-class Messages(TorchDispatchMode):
-    """Every collective that is called while it is entered: its name, payload in bytes, and group size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int, int]] = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == "c10d":
-            tensors = [tensor for argument in args for tensor in _tensors(argument)]
-            group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-            longest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
-            self.sent.append((operation._opname.strip("_"), longest, group.size()))
-        return operation(*args, **(kwargs or {}))
-
-
-def _tensors(argument: Any) -> Iterable[Tensor]:
-    if isinstance(argument, Tensor):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for one in argument:
-            yield from _tensors(one)
-
-
 def step_on_rank(config: RunConfig) -> dict[str, Any]:
     """Makes three steps, and says what the last one sent and the most that was held."""
     start_deepspeed()
+    from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.batches import MicroBatch
-    from pipeline.training.deepspeed_config import load_deepspeed_config
     from pipeline.training.engine import Engine
 
     layout = Layout(dist.get_world_size(), config.parallel.tp_size)
-    groups = ProcessGroups(layout)
+    groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
     model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel)
     engine = Engine(model, config, deepspeed_config, groups)
@@ -117,7 +94,7 @@ def step_on_rank(config: RunConfig) -> dict[str, Any]:
     for _ in range(3):  # DeepSpeed learns the order of the modules in the first two
         with Messages() as messages:
             for _ in range(MICRO_BATCHES):
-                total, _, _ = engine.loss(batch)
+                total, *_ = engine.loss(batch)
                 engine.backward(total)
                 held |= held_bytes(engine)  # the most of each kind
                 engine.step(1e-3)

@@ -17,9 +17,12 @@ CASES = [
     ("zero1", "fft", Layout(2, 2), {}),
     ("zero1 fp32", "adapt", Layout(2), {}),
     ("zero2", "route", Layout(2), {}),
+    ("zero2", "adapt", Layout(2, 2), {"parallel__sequence_parallel": True}),
     ("zero3", "adapt", Layout(2), {}),
     ("zero3 tight", "preserve", Layout(2), {}),
     ("zero3 tight", "llama_pro", Layout(2), {}),
+    ("zero3 tight", "lora", Layout(2), {}),
+    ("zero1", "lora", Layout(2, 2), {}),
     ("zero3 tight", "adapt", Layout(2), {"activation_checkpointing": "all"}),
     ("zero3 fp32", "route", Layout(4, 2), {}),
 ]

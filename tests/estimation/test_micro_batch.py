@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from pipeline.errors import LayoutError
 from pipeline.estimation.live_memory import LiveMemory
 from pipeline.estimation.micro_batch import measure_micro_batch
 from pipeline.model.from_hf import read_spec
-from pipeline.parallel.topology import Layout
-from tests.estimation.real_runs import METHODS, real_batch, real_model, run_config
+from pipeline.parallel.topology import Layout, ProcessGroups
+from tests.distributed import run_ranks
+from tests.estimation.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPE = torch.bfloat16
@@ -17,11 +20,15 @@ DTYPE = torch.bfloat16
 
 @pytest.fixture
 def config_of(tmp_path):
-    return lambda method, **changes: run_config(tmp_path, "zero1", method, Layout(1), **changes)
+    def of(method, layout=Layout(1), **changes):  # noqa: B008
+        return run_config(tmp_path, "zero1", method, layout, **changes)
+
+    return of
 
 
 def estimated(config):
-    return measure_micro_batch(config, read_spec(config.base), 1, config.activation_checkpointing, DTYPE)
+    tp_size, checkpointing = config.parallel.tp_size, config.activation_checkpointing
+    return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
 
 
 def saved_bytes(model, batch):
@@ -51,6 +58,38 @@ def test_activations_are_what_autograd_saves(config_of, method, mask):
     saved = saved_bytes(real_model(config, DTYPE), batch)
     assert saved > 0
     assert estimated(config).activation_bytes == pytest.approx(saved, rel=0.05)
+
+
+def saved_bytes_of_rank(config):
+    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
+    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), real_batch(config))
+
+
+@pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
+def test_sequence_parallel_ranks_save_less(config_of, method):
+    """Of what norms save, half on two ranks: their input in fp32, the normalised one in bf16, and one number a token.
+
+    Frozen gains need no normalised input, and Preserve's base stream nothing at all.
+    """
+    whole, split = [], []
+    for saved, choice in ((whole, False), (split, True)):
+        config = config_of(method, Layout(2, 2), parallel__sequence_parallel=choice)
+        saved += run_ranks(saved_bytes_of_rank, 2, config)
+        assert estimated(config).activation_bytes == pytest.approx(saved[0], rel=0.05)
+        assert saved[0] == saved[1]
+    hidden_size, expansion, norms, tokens = 64, SCALE["expansion"]["hidden_size"], 2 * 5 + 1, 2 * 32
+    trained = hidden_size if method == "fft" else expansion
+    saved_by_norms = norms * tokens * (trained * (4 + 2) + 4)
+    assert whole[0] - split[0] >= saved_by_norms // 2
+    if method != "adapt":
+        assert whole[0] - split[0] == saved_by_norms // 2
+
+
+def test_positions_that_ranks_cannot_share_are_refused(config_of):
+    config = config_of("adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30)
+    with pytest.raises(LayoutError, match=r"data.sequence_length: 30 .* parallel.tp_size 4"):
+        estimated(config)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "collaborative", "all"])

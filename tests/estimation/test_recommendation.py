@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import parse_config
+from pipeline.config.run import parse_config
 from pipeline.errors import BaseModelError, ConfigError, LayoutError
 from pipeline.estimation.cluster import GIB, Cluster
 from pipeline.estimation.estimate import Choice, Estimator
@@ -170,3 +170,8 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     assert found["recommended"] == {"zero_stage": 1, "tp_size": 1, "activation_checkpointing": "none"}
     assert {layout["tp_size"] for layout in found["layouts"]} == {1, 2}
     assert found["flops_per_token"]["total"] > 0
+
+    command = [*command[:-2], "--gpus", "64"]  # more ranks than sequences in a batch
+    nothing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert nothing.returncode == 1
+    assert "no layout is possible" in nothing.stdout

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import zstandard
 from transformers import AutoModelForCausalLM
 
+from pipeline.data.records import Document
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.errors import BaseModelError, ConfigError, DataError
@@ -55,6 +56,16 @@ def test_a_document_within_the_context_is_scored_whole():
     assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(nll / math.log(2) / found.bytes, rel=1e-5)
     assert 3 < found.perplexity < 5  # it wrote these stories
+
+
+def test_behind_a_prompt_only_the_answer_is_scored():
+    prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
+    nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
+    prompt_nll, prompt_tokens = plain_nll(prompt)
+    asked = Document(answer, len(answer), prompt, len(prompt))
+    found = score_folder(STORIES, {"asked": [asked]})["asked"]
+    assert (found.documents, found.tokens, found.bytes) == (1, tokens - prompt_tokens, len(answer))
+    assert found.nll_per_token * found.tokens == pytest.approx(nll - prompt_nll, rel=1e-4)
 
 
 def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import RunConfig, parse_config
+from pipeline.config.run import RunConfig, parse_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.probe import probe_maker
 from pipeline.errors import CheckpointError, ConversionError, DataError
+from pipeline.evaluation.benchmarks import run_benchmarks
 from pipeline.evaluation.heldout import heldout_corpora
 from pipeline.evaluation.summary import summarise
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
+from tests.evaluation.task_files import write_task_files
 
 TRAINING = {
     "step0_max_abs_logit_difference": 0.0,
@@ -101,6 +103,13 @@ def test_full_fine_tuning_stands_beside_it(runs, tmp_path):
         values["korean_perplexity_after"],
         values["korean_perplexity_before"],
     )
+
+
+def test_an_exported_model_answers_benchmarks(runs, tmp_path):
+    """The scale format too, whose code lm-eval has never seen."""
+    files = write_task_files(tmp_path)
+    exported = run_benchmarks(runs / "demo" / "hf", ["arc_easy"], data=files)
+    assert [(one.metric, one.documents) for one in exported] == [("acc", 6), ("acc_norm", 6)]
 
 
 def test_a_stage_that_is_missing_is_named(runs, tmp_path):

@@ -21,6 +21,16 @@ def test_every_token_but_the_first_is_scored_once_and_in_order(cut):
     assert scored == list(range(1, length))
 
 
+@given(cuts(), st.integers(1, 80))
+def test_what_is_only_read_is_not_scored(cut, first_scored):
+    length, context, stride = cut
+    found = list(windows(length, context, stride, first_scored))
+    assert [token for one in found for token in range(one.first_scored, one.stop)] == list(range(first_scored, length))
+    for window in found:
+        assert window.start < window.first_scored < window.stop <= window.start + context
+        assert window.first_scored - window.start >= min(context - stride, window.first_scored)
+
+
 @given(cuts())
 def test_windows_fit_the_context_and_see_what_was_promised(cut):
     length, context, stride = cut

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeline.config import Method
+from pipeline.config.method import Method
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for
 from pipeline.methods.llama_pro import layer_origins
 from pipeline.methods.scale import upscale
+from pipeline.model.flops import count_flops
 from pipeline.parallel.parameter import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
@@ -25,6 +26,8 @@ SETTINGS = {
     "route": scale_settings("route").model_dump(),
     "fft": {"name": "fft"},
     "freeze": {"name": "freeze", "frozen_layers": 2},
+    "lora": {"name": "lora", "rank": 4},
+    "lora in part": {"name": "lora", "rank": 4, "alpha": 8, "target_modules": ["query", "down"]},
     "llama_pro": {"name": "llama_pro", "added_layers": 1},
     "llama_pro everywhere": {"name": "llama_pro", "added_layers": 3},
 }
@@ -49,6 +52,8 @@ def is_trained(method, name):
         return True
     if method == "freeze":
         return layer == 2 or name.startswith(("final_norm", "output"))
+    if method.startswith("lora"):
+        return "adapter" in name and (method == "lora" or "query" in name or "down" in name)
     if method == "llama_pro":
         return layer == 3
     if method == "llama_pro everywhere":
@@ -61,7 +66,9 @@ def is_trained(method, name):
 def test_a_method_starts_at_the_base_and_moves_what_it_says(base, tmp_path, method, name):
     model = start(base(name), method, tmp_path / "upscaled")
     tokens = some_tokens(model.spec, 2, 24)
-    assert torch.equal(model.logits(tokens), unwidened(base(name)).logits(tokens))
+    expected = unwidened(base(name)).logits(tokens)
+    assert torch.equal(model.logits(tokens), expected)
+    assert torch.equal(model.logits(tokens, path="base"), expected)
 
     trained = {key for key, _ in named_trained_parameters(model)}
     assert trained == {key for key, _ in model.named_parameters() if is_trained(method, key)}
@@ -77,6 +84,10 @@ def test_a_method_starts_at_the_base_and_moves_what_it_says(base, tmp_path, meth
     moved = {key for key, parameter in model.named_parameters() if not torch.equal(parameter, before[key])}
     assert moved == trained
     assert losses[-1] < losses[0]
+    assert not torch.equal(model.logits(tokens), expected)
+    # Where the base itself does not train, it can still be run.
+    assert model.keeps_base == (method not in ("fft", "freeze"))
+    assert torch.equal(model.logits(tokens, path="base"), expected) == model.keeps_base
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -107,10 +118,31 @@ def test_llama_pro_copies_the_block_below(base):
     [
         ({"name": "freeze", "frozen_layers": 4}, "method.frozen_layers: 4, but the base has 3 layers"),
         ({"name": "llama_pro", "added_layers": 2}, "method.added_layers: .* nearest that fit: 1, 3"),
+        (
+            {"name": "lora", "rank": 4, "target_modules": ["query", "gate"]},
+            "method.target_modules: the base, of family gpt_neox, has no map gate; it has query, key, value, output, "
+            "up, down",
+        ),
         ({"name": "llama_pro", "added_layers": 6}, "method.added_layers: .* nearest that fit: 1, 3"),
     ],
 )
 def test_layers_that_the_base_has_not_are_refused(base, settings, message):
     method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
     with pytest.raises(ConfigError, match=message):
-        method.build(base("llama").spec, SINGLE, "none")
+        method.build(base("neox").spec, SINGLE, "none")
+
+
+def test_lora_costs_four_a_base_weight_and_six_of_its_own(base):
+    """A multiply-add is two FLOPs: forward and the input's gradient, and of A and B their own gradients too."""
+    spec = base("llama").spec
+    with torch.device("meta"):
+        model = method_for(TypeAdapter(Method).validate_python(SETTINGS["lora"]), Path("unread"), SEED).build(
+            spec, SINGLE, "none"
+        )
+        counted = count_flops(model, 16).matrix
+    sizes = {name: one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "embedding" not in name}
+    own = sum(size for name, size in sizes.items() if "adapter" in name)
+    # What enters the first attention depends on nothing that trains.
+    first = [f"layers.0.attention.{name}." for name in ("query", "key", "value")]
+    spared = sum(size for name, size in sizes.items() if name.startswith(tuple(first)) and not name.endswith(".b"))
+    assert counted == 4 * (sum(sizes.values()) - own) + 6 * own - 2 * spared

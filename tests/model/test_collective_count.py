@@ -1,19 +1,22 @@
 """How many messages tensor parallelism sends, and how long: Megatron's, with the expansion travelling in the same ones.
 
 Megatron's layer sums twice forward, behind attention and behind the FFN, and twice backward, before them. Below stands
-every all-reduce of a step, as its number of elements.
+every all-reduce of a step, as its number of elements; and the halves that sequence parallelism makes of them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.distributed import run_ranks
+from tests.messages import Messages
 from tests.widened import scale_settings, some_batch, trained_gradients, unwidened, widened
 
 TOKENS = 2 * 24
@@ -29,65 +32,78 @@ SETTINGS = {
     "route": scale_settings("route", l_fp=1),
     "replicated": scale_settings("adapt", l_fp=1, **ONE_KV_HEAD),
 }
-OTHER_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all", "send")
+ALL_REDUCE, GATHER, SCATTER = "allreduce", "allgather_base", "reduce_scatter_base"
+Sent = dict[str, tuple[list[int], list[int]]]
+"""By collective, the lengths of a forward and of a backward pass."""
 
 
-def messages_of_rank(path: Path) -> dict[str, tuple[list[int], list[int]]]:
-    """The lengths of the all-reduces of a forward and of a backward pass, for every method."""
+class Sendings(NamedTuple):
+    """By method, the all-reduces of ranks that hold all positions, and what ranks send that hold their own alone."""
+
+    whole: dict[str, tuple[list[int], list[int]]]
+    split: dict[str, Sent]
+    parallel_residual: bool
+
+
+def messages_of_rank(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
+    """What each method sends."""
     base = open_base(path)
-    tp = ProcessGroups(Layout(dist.get_world_size(), dist.get_world_size())).tensor_parallel
-    lengths: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor, *rest, **options):
-        lengths.append(tensor.numel())
-        return all_reduce(tensor, *rest, **options)
-
-    def refused(*_, **__):
-        raise AssertionError("another collective than all_reduce")
-
-    dist.all_reduce = counted
-    for name in OTHER_COLLECTIVES:
-        setattr(dist, name, refused)
+    layout = Layout(dist.get_world_size(), dist.get_world_size())
+    tp = ProcessGroups(layout, sequence_parallel=sequence_parallel).tensor_parallel
     seen = {}
     for method, settings in SETTINGS.items():
         model = unwidened(base, tp) if settings is None else widened(base, settings, tp=tp)
-        lengths.clear()
-        loss, *_ = model(*some_batch(model.spec, 2, 24))
-        forward = lengths.copy()
-        loss.backward()
+        with Messages() as forward:
+            loss, *_ = model(*some_batch(model.spec, 2, 24))
+        with Messages() as backward:
+            loss.backward()
         assert trained_gradients(model)
-        seen[method] = forward, lengths[len(forward) :]
+        collectives = {name for name, *_ in forward.sent + backward.sent}
+        seen[method] = {name: (lengths(forward, name), lengths(backward, name)) for name in collectives}
     return seen
+
+
+def lengths(messages: Messages, collective: str) -> list[int]:
+    """In elements, the longer of what is given and got."""
+    return [length // torch.float32.itemsize for name, length, _ in messages.sent if name == collective]
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
 def messages(request, base):
-    """The messages of each method, which every rank must have sent alike, and whether the residual is parallel."""
-    first, *others = run_ranks(messages_of_rank, 2, base(request.param).path)
+    """The messages of each method, which every rank must have sent alike."""
+    whole, split = (of_all_ranks(base(request.param).path, choice) for choice in (False, True))
+    assert all(sent.keys() == {ALL_REDUCE} for sent in whole.values()), "another collective than all-reduce"
+    assert all(sent.keys() == {ALL_REDUCE, GATHER, SCATTER} for sent in split.values())
+    return Sendings(
+        {method: sent[ALL_REDUCE] for method, sent in whole.items()}, split, base(request.param).spec.parallel_residual
+    )
+
+
+def of_all_ranks(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
+    first, *others = run_ranks(messages_of_rank, 2, path, sequence_parallel)
     assert all(other == first for other in others)
-    return first, base(request.param).spec.parallel_residual
+    return first
 
 
 def test_full_fine_tuning_sends_megatrons_messages(messages):
     """The embedding's sum and two a layer; backward two a layer and the output projection's."""
-    assert messages[0]["fft"] == ([BASE] * (1 + 2 * LAYERS) + LOSS, [BASE] * (1 + 2 * LAYERS))
+    assert messages.whole["fft"] == ([BASE] * (1 + 2 * LAYERS) + LOSS, [BASE] * (1 + 2 * LAYERS))
 
 
 def test_preserve_sends_no_message_more_and_no_base_gradient(messages):
-    assert messages[0]["preserve"] == ([BOTH] * (1 + 2 * LAYERS) + LOSS, [UP] * (1 + 2 * LAYERS))
+    assert messages.whole["preserve"] == ([BOTH] * (1 + 2 * LAYERS) + LOSS, [UP] * (1 + 2 * LAYERS))
 
 
 def test_adapt_sends_base_gradients_above_the_first_w12_alone(messages):
     """W12 stands in the attention of layers 1 and 2. Where residuals are parallel, layer 1's FFN reads x before it."""
-    sent, parallel_residual = messages
+    sent, parallel_residual = messages.whole, messages.parallel_residual
     with_base = 1 + 2 + (0 if parallel_residual else 1)
     expected = [BOTH] * with_base + [UP] * (1 + 2 * LAYERS - with_base)
     assert sent["adapt"] == ([BOTH] * (1 + 2 * LAYERS) + LOSS, expected)
 
 
 def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
-    sent, parallel_residual = messages
+    sent, parallel_residual = messages.whole, messages.parallel_residual
     forward, backward = sent["route"]
     assert forward == [BOTH] * (1 + 2 + 2 * 2 * (LAYERS - 1)) + ROUTER + LOSS
     with_base = 2 + (0 if parallel_residual else 1)
@@ -98,8 +114,36 @@ def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
 
 def test_a_shared_key_value_head_adds_the_sums_of_its_weights_gradients_alone(messages):
     """Llama: both ranks hold the one new key/value head, and sum the gradients of its W21 and W22. NeoX: one a rank."""
-    sent, is_neox = messages
+    sent, is_neox = messages.whole, messages.parallel_residual
     forward, backward = sent["replicated"]
     added = [] if is_neox else [HEAD_DIM * D, HEAD_DIM * U] * 2 * LAYERS
     assert forward == sent["adapt"][0]
     assert sorted(backward) == sorted([*sent["adapt"][1], *added])
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, method):
+    """A reduce-scatter on leaving a region and an all-gather on entering the next; backward the other way round.
+
+    Between embedding and output projection there are as many entrances as exits. Route leaves the embedding once and
+    enters the output projection twice; there one of the two base streams has no gradient.
+    """
+    whole, split = messages.whole[method], messages.split[method]
+    of_regions = [[length for length in sent if length >= UP and length not in LOSS + ROUTER] for sent in whole]
+    assert [sorted(sent) for sent in split[SCATTER]] == [sorted(sent) for sent in of_regions]
+    more = (BOTH, -UP) if method == "route" else (0, 0)
+    totals = [sum(sent) + extra for sent, extra in zip(of_regions, more, strict=True)]
+    assert [sum(sent) for sent in split[GATHER]] == totals
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_sequence_parallel_ranks_sum_the_gradients_of_gains_besides(messages, method):
+    """One a norm (and a bias in GPT-NeoX), as long as the stream that trains: the expansion adds none to Megatron's."""
+    forward, backward = messages.split[method][ALL_REDUCE]
+    uses = 2 * LAYERS + 1
+    if method == "route":
+        uses += 2 * (LAYERS - 1) + 1  # of the second path
+    gains = [D if method == "fft" else U] * uses * (2 if messages.parallel_residual else 1)
+    shared = [length for length in messages.whole[method][1] if length < UP]
+    assert forward == (ROUTER if method == "route" else []) + LOSS
+    assert sorted(backward) == sorted(gains + shared)

@@ -81,7 +81,7 @@ def test_the_loss_of_packed_documents_is_that_of_documents_alone(base):
     spec = base("llama").spec
     tokens, targets = some_tokens(spec, 1, sum(LENGTHS)), some_tokens(spec, 1, sum(LENGTHS), seed=1)
     for model in models(base("llama")):
-        _, together, _ = model(tokens, targets, *packed(LENGTHS))
+        _, together, *_ = model(tokens, targets, *packed(LENGTHS))
         pairs = zip(tokens.split(LENGTHS, dim=1), targets.split(LENGTHS, dim=1), strict=True)
         alone = torch.cat([model(*pair)[1] for pair in pairs], dim=1)
         torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)

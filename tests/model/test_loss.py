@@ -55,7 +55,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, 
     for rows in (1, 7, 48, 1000):
         model.zero_grad()
         monkeypatch.setattr(output, "CHUNK_ELEMENTS", rows * model.spec.vocab_size)
-        total, nll, _ = model(tokens, targets)
+        total, nll, *_ = model(tokens, targets)
         torch.testing.assert_close(nll, expected_nll, rtol=0, atol=1e-5)
         assert torch.equal(nll[targets == -100], torch.zeros(2))
         torch.testing.assert_close(total, expected_nll.sum(), rtol=1e-6, atol=0)
@@ -64,6 +64,21 @@ def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, 
             scale = float(expected[parameter].abs().max())
             assert scale > 0, f"{parameter} is not reached"
             assert (gradient - expected[parameter]).abs().max() <= TOLERANCE * scale, parameter
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_greedy_decoding_chooses(base, method, monkeypatch):
+    model = model_of(base("llama"), method)
+    monkeypatch.setattr(output, "CHUNK_ELEMENTS", 7 * model.spec.vocab_size)
+    tokens, targets = some_batch(model.spec, 2, 24)
+    chosen = model.logits(tokens).argmax(dim=-1)
+    targets[:, ::3] = chosen[:, ::3]
+    targets[0, 0] = -100
+    assert model(tokens, targets).is_greedy_choice is None
+    with torch.no_grad():
+        found = model(tokens, targets).is_greedy_choice
+    assert torch.equal(found, chosen == targets)
+    assert 10 < found.sum() < 40
 
 
 class TallestLogits(TorchDispatchMode):
@@ -102,7 +117,7 @@ def test_the_logits_of_a_batch_are_never_held(base, method, monkeypatch):
 def test_a_batch_with_nothing_to_predict_gives_zero(base):
     model = model_of(base("llama"), "adapt")
     tokens, targets = some_batch(model.spec, 2, 8)
-    total, _, _ = model(tokens, torch.full_like(targets, -100))
+    total, *_ = model(tokens, torch.full_like(targets, -100))
     total.backward()
     assert total == 0
     assert not any(gradient.any() for gradient in trained_gradients(model).values())
@@ -137,7 +152,7 @@ def test_large_logits_neither_overflow_nor_lose_the_loss(base):
         model.output.base.mul_(1e4)
     tokens, targets = some_batch(model.spec, 1, 16)
     expected = F.cross_entropy(model.logits(tokens)[0].double(), targets[0], reduction="none")
-    total, nll, _ = model(tokens, targets)
+    total, nll, *_ = model(tokens, targets)
     total.backward()
     torch.testing.assert_close(nll[0].double(), expected, rtol=1e-5, atol=1e-5)
     assert all(gradient.isfinite().all() for gradient in trained_gradients(model).values())
@@ -149,7 +164,7 @@ def test_sixteen_bit_gradients_follow_the_exact_ones(base, method):
     exact, rounded = model_of(base("llama"), method), model_of(base("llama"), method).bfloat16()
     batch = some_batch(exact.spec, 2, 24)
     exact(*batch)[0].backward()
-    total, nll, _ = rounded(*batch)
+    total, nll, *_ = rounded(*batch)
     assert total.dtype == nll.dtype == torch.float32
     total.backward()
     parameters = dict(named_trained_parameters(exact))

@@ -6,9 +6,9 @@ sqrt(n) · 2^-24 of its largest term, with n up to some thousand here (tokens ×
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from pipeline.config import Method
-from pipeline.methods import method_for
+from pipeline.config.method import Method
 from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import Path as LogitsPath
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import named_trained_parameters, partition_of
 from pipeline.parallel.sharding import Partition, merge
@@ -30,6 +30,7 @@ from tests.widened import (
     shake,
     some_batch,
     some_tokens,
+    started,
     trained_gradients,
     unwidened,
     widened,
@@ -50,18 +51,20 @@ class Case:
     method: str
     changes: dict[str, Any] = field(default_factory=dict)
     activation_checkpointing: str = "none"
+    sequence_parallel: bool = False
+    documents: bool = False
 
     def __str__(self) -> str:
-        return " ".join((self.base, self.method, *self.changes, self.activation_checkpointing))
+        flags = [name for name in ("sequence_parallel", "documents") if getattr(self, name)]
+        return " ".join((self.base, self.method, *self.changes, self.activation_checkpointing, *flags))
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
+        tp = replace(tp, sequence_parallel=self.sequence_parallel and tp.size > 1)
         base = open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
-            method = method_for(settings, Path("unread"), 0)
-            model = method.build(base.spec, tp, "none")
-            method.load(model, base, tp)
+            model = started(base, settings, tp)
             shake(model, 0.05)
             return model
         settings = scale_settings(self.method, **self.changes)
@@ -81,7 +84,7 @@ class Case:
 class Outcome:
     """What one rank, or the only one, computed of a batch."""
 
-    logits: Tensor
+    logits: dict[str, Tensor]
     loss: Tensor
     nll: Tensor
     preserved: Tensor
@@ -91,22 +94,31 @@ class Outcome:
     """Of the gradients that this rank counts in the global norm, by DeepSpeed's rule."""
 
 
-def outcome(model: Decoder) -> Outcome:
+def outcome(model: Decoder, documents: bool = False) -> Outcome:
     tokens, targets = some_batch(model.spec, 2, 24)
-    loss, nll, preserved = model(tokens, targets)
-    loss.backward()
+    positions, document_ids = two_documents(tokens) if documents else (None, None)
+    losses = model(tokens, targets, positions, document_ids)
+    losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
     counted = [name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel]
     return Outcome(
-        logits=model.logits(tokens),
-        loss=loss.detach(),
-        nll=nll,
-        preserved=preserved,
+        logits={path: model.logits(tokens, positions, document_ids, path=path) for path in get_args(LogitsPath)},
+        loss=losses.total.detach(),
+        nll=losses.nll,
+        preserved=losses.preserved,
         gradients=gradients,
         partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
         squared_norm=sum(float(gradients[name].double().square().sum()) for name in counted),
     )
+
+
+def two_documents(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions and document ids: the second document begins within a rank's positions, a place further in each row."""
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
+    second = places >= starts
+    return torch.where(second, places - starts, places), second.long()
 
 
 def all_ranks() -> TensorParallel:
@@ -116,7 +128,7 @@ def all_ranks() -> TensorParallel:
 
 def outcomes_of_rank(cases: list[tuple[Case, Path]]) -> dict[str, Outcome]:
     tp = all_ranks()
-    return {str(case): outcome(case.build(path, tp)) for case, path in cases}
+    return {str(case): outcome(case.build(path, tp), case.documents) for case, path in cases}
 
 
 EVERY_METHOD = [
@@ -124,9 +136,11 @@ EVERY_METHOD = [
     for base in ("llama", "neox")
     for method in ("preserve", "adapt", "route", "fft")
 ]
+SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 CASES = {
     2: [
         *EVERY_METHOD,
+        *SEQUENCE_PARALLEL,
         Case("llama", "adapt", ONE_KV_HEAD),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("llama biases", "fft"),
@@ -138,15 +152,29 @@ CASES = {
         Case("llama one kv head", "fft"),
         Case("llama", "freeze", {"frozen_layers": 1}),
         Case("neox", "llama_pro", {"added_layers": 1}),
+        Case("llama biases", "lora", {"rank": 4, "alpha": 6}),
+        Case("llama one kv head", "lora", {"rank": 4}),
+        Case("neox", "lora", {"rank": 4, "target_modules": ["value", "output", "down"]}),
         Case("llama", "route", BOTH, "all"),
         Case("llama", "adapt", BOTH, "collaborative"),
+        Case("llama", "adapt", {"norm": "base"}, sequence_parallel=True),
+        Case("neox sequential", "route", {"norm": "base"}, "collaborative", sequence_parallel=True),
+        Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True),
+        Case("llama tied", "fft", sequence_parallel=True),
+        Case("neox", "llama_pro", {"added_layers": 1}, sequence_parallel=True),
+        Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
+        Case("llama biases", "lora", {"rank": 4}, sequence_parallel=True),
     ],
     4: [
         *EVERY_METHOD,
+        *SEQUENCE_PARALLEL,
+        Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
+        Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("llama tied", "fft"),
         Case("neox tied", "adapt", BOTH),
+        Case("llama", "lora", {"rank": 4}),
     ],
     # One new key/value head among four new query heads, as Llama-3.2-1B's.
     8: [
@@ -175,9 +203,10 @@ def outcomes(base):
 )
 def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
     ranks = outcomes(tp_size, case)
-    whole = outcome(case.build(base(case.base).path, SINGLE))
-    columns = torch.cat([rank.logits for rank in ranks], dim=-1)[..., : whole.logits.shape[-1]]
-    assert_near(columns, whole.logits, "logits")
+    whole = outcome(case.build(base(case.base).path, SINGLE), case.documents)
+    for path, expected in whole.logits.items():
+        columns = torch.cat([rank.logits[path] for rank in ranks], dim=-1)[..., : expected.shape[-1]]
+        assert_near(columns, expected, f"logits of path {path}")
     for rank in ranks:
         assert_near(rank.loss, whole.loss, "loss")
         assert_near(rank.nll, whole.nll, "nll")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import LayoutError
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel, check_sequence_length
 from tests.distributed import run_ranks
 
 layouts = st.builds(lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size), st.integers(1, 8), st.integers(1, 8))
@@ -95,3 +95,13 @@ def test_real_groups_hold_the_ranks_that_the_layout_says():
 def test_a_single_process_needs_no_group():
     assert SINGLE.group is None
     assert SINGLE.replica_group(1) is None
+
+
+def test_a_sequence_that_the_ranks_cannot_share_evenly_is_refused():
+    split, whole = (TensorParallel(rank=0, size=4, sequence_parallel=choice) for choice in (True, False))
+    check_sequence_length(24, split)
+    check_sequence_length(26, whole)
+    with pytest.raises(LayoutError, match=r"data.sequence_length: 26 .* parallel.tp_size 4, .*nearest .*: 24, 28"):
+        check_sequence_length(26, split)
+    with pytest.raises(LayoutError, match=r"nearest that do: 4$"):
+        check_sequence_length(3, split)

@@ -136,6 +136,10 @@ DAMAGE = {
         lambda folder: change_manifest(folder, lambda values: {**values, "tensors": ["a"]}),
         "manifest.json: damaged",
     ),
+    "hashes of other files": (
+        lambda folder: change_manifest(folder, lambda values: {**values, "hashes": {"another": "0"}}),
+        "manifest.json: damaged (a file without its hash)",
+    ),
     "tensors in no file": (
         lambda folder: change_manifest(folder, lambda values: {**values, "tensors": {"output.expansion": 5}}),
         "names files outside its folder",
@@ -165,6 +169,18 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
         load(base("llama"), folder)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_changed_weights_are_found_by_whoever_has_the_file_in_its_share(base, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
+    upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
+    expansion = open_expansion(tmp_path / "spread")
+    expansion.check_files()
+    changed = weights_file(expansion.path)
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
+    expansion.check_files(slice(1, None, 2))
+    with pytest.raises(CheckpointError, match=r"expansion-00001.safetensors: damaged or missing"):
+        expansion.check_files(slice(0, None, 2))
 
 
 def test_a_failure_leaves_nothing_half_written(tmp_path):

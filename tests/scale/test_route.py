@@ -62,10 +62,10 @@ def test_logits_choices_and_gradients_are_those_of_equation_5(base, name):
     torch.testing.assert_close(route.logits(tokens).flatten(0, 1), logits, rtol=0, atol=LOGIT_TOLERANCE)
 
     expected_loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-    loss, _, chosen = route(tokens, targets)
-    assert torch.equal(chosen.flatten(), sides)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
-    loss.backward()
+    losses = route(tokens, targets)
+    assert torch.equal(losses.preserved.flatten(), sides)
+    torch.testing.assert_close(losses.total, expected_loss, rtol=1e-6, atol=0)
+    losses.total.backward()
     expected_loss.backward()
     of_preserve, of_adapt = trained_gradients(preserve), trained_gradients(adapt)
     for parameter, gradient in trained_gradients(route).items():
@@ -82,9 +82,9 @@ def test_training_and_inference_follow_the_same_rule(base):
     with torch.no_grad():
         evaluated = route(tokens, targets)
     trained = route(tokens, targets)
-    for found, same in zip(trained, evaluated, strict=True):
-        assert torch.equal(found, same)
-    torch.testing.assert_close(trained[1].flatten(), expected, rtol=0, atol=1e-5)
+    for name in ("total", "nll", "preserved"):
+        assert torch.equal(getattr(trained, name), getattr(evaluated, name)), name
+    torch.testing.assert_close(trained.nll.flatten(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("l_fp", [0, 1, 2])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.slurm.daemons import NODES, ClusterError, Daemons, wait_until, why_not
 
-_FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 _USABLE_STATES = {"IDLE", "MIXED", "ALLOCATED"}
 
 
@@ -51,14 +51,14 @@ class Cluster:
 
     def wait(self, job_id: int, timeout: float = 120) -> JobEnd:
         """Waits until the job has ended for good, requeues included."""
-        job = self.wait_for(job_id, lambda job: job["JobState"] in _FINAL_STATES, timeout)
+        job = self.wait_for(job_id, lambda job: job["JobState"] in FINAL_STATES, timeout)
         code, killed_by = map(int, job["ExitCode"].split(":"))
         return JobEnd(job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"]))
 
     def wait_for(self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = 60) -> dict[str, str]:
         """Waits until `condition` holds for what `job` returns, and returns that."""
         if not wait_until(lambda: condition(self.job(job_id)), timeout):
-            raise ClusterError(f"after {timeout} s: {self.job(job_id)}\n{self.output(job_id)}\n{self.daemons.logs()}")
+            raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
         return self.job(job_id)
 
     def wait_for_output(self, job_id: int, text: str, timeout: float = 60) -> None:
@@ -75,10 +75,18 @@ class Cluster:
         path = Path(self.job(job_id)["StdOut"])
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
+    def evidence(self, job_id: int) -> str:
+        """All that there is to tell why a job did not end as it should."""
+        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), self.daemons.logs()))
+
     def start_now(self, job_id: int) -> None:
-        """Spares a requeued job the two minutes that Slurm lets it wait."""
+        """Has a requeued job wait five seconds instead of Slurm's two minutes.
+
+        Not less: slurmd refuses credentials of the second in which it revoked those of the job's attempt before, and on
+        a busy machine what ends that attempt may come late, and would end the new one.
+        """
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
-        self.scontrol("update", f"JobId={job_id}", "StartTime=now")
+        self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
 
     # --- nodes ---
 
@@ -98,6 +106,21 @@ class Cluster:
 
         if not wait_until(usable, 60):
             raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
+
+    # --- the controller ---
+
+    def stop_controller(self) -> None:
+        """Ends slurmctld, as for an upgrade; the jobs run on."""
+        self.daemons.stop_controller()
+
+    def start_controller(self) -> None:
+        """Starts it with what it knew, and waits until it answers."""
+        self.daemons.start_controller()
+        self._await_controller()
+
+    def _await_controller(self) -> None:
+        if not wait_until(self._controller_answers, 30):
+            raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
 
     # --- Slurm's commands ---
 
@@ -123,8 +146,7 @@ class Cluster:
     def start(self) -> None:
         """Starts the daemons; returns when both nodes are idle."""
         self.daemons.start()
-        if not wait_until(self._controller_answers, 30):
-            raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
+        self._await_controller()
         for node in NODES:
             self._wait_until_usable(node)
 

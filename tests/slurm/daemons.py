@@ -53,6 +53,7 @@ ReturnToService=2
 JobRequeue=1
 KillWait=5
 MinJobAge=86400
+FirstJobId={first_job_id}
 SlurmdTimeout=20
 {nodes}
 PartitionName=all Nodes={node_names} Default=YES MaxTime=INFINITE State=UP
@@ -96,14 +97,19 @@ class Daemons:
         for node in NODES:
             self.start_slurmd(node)
 
+    def start_controller(self) -> None:
+        self._start("slurmctld")
+
+    def stop_controller(self) -> None:
+        """Ends slurmctld in good order."""
+        self._end("slurmctld.pid", signal.SIGTERM)
+
     def start_slurmd(self, node: str) -> None:
         self._start("slurmd", "-N", node)
 
     def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends the node's daemon. Its job steps have daemons of their own, and live on."""
-        daemon = psutil.Process(int((self.folder / f"slurmd.{node}.pid").read_text(encoding="utf-8")))
-        daemon.send_signal(how)
-        daemon.wait(timeout=20)
+        self._end(f"slurmd.{node}.pid", how)
 
     def kill(self) -> None:
         """Kills every daemon with all that it started."""
@@ -123,6 +129,11 @@ class Daemons:
             with contextlib.suppress(psutil.Error):
                 if process.info["name"] in _PROGRAMS and process.environ().get("SLURM_CONF") == str(self.conf):
                     yield process
+
+    def _end(self, pid_file: str, how: signal.Signals) -> None:
+        daemon = psutil.Process(int((self.folder / pid_file).read_text(encoding="utf-8")))
+        daemon.send_signal(how)
+        daemon.wait(timeout=20)
 
     def _start_munged(self) -> None:
         key = self.folder / "munge.key"
@@ -170,7 +181,13 @@ def _configuration(folder: Path) -> str:
         for node, port in zip(NODES, node_ports, strict=True)
     )
     return _SLURM_CONF.format(
-        folder=folder, host=host, controller_port=controller_port, nodes=nodes, node_names=",".join(NODES)
+        folder=folder,
+        host=host,
+        controller_port=controller_port,
+        # Jobs meet on ports made from their numbers: another cluster on this machine should have others.
+        first_job_id=controller_port % 14_000 + 1,
+        nodes=nodes,
+        node_names=",".join(NODES),
     )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
+import yaml
+
 PROJECT = Path(__file__).parents[2]
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
 
 
 def script(folder: Path, body: str, *options: str) -> Path:
@@ -18,3 +23,18 @@ def script(folder: Path, body: str, *options: str) -> Path:
 def stage_script(folder: Path, body: str, *options: str) -> Path:
     """The same for a body that uses the functions of slurm/common.sh, started as slurm/cpt_korean.sh starts."""
     return script(folder, f"cd {PROJECT}\nsource slurm/common.sh\nload_site\n{body}", *options)
+
+
+def run_config(folder: Path) -> Path:
+    """The demo's configuration, with its run in `folder/run`, for scripts that ask where a run's records are."""
+    values = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**values, "folder": str(folder / "run")}), encoding="utf-8")
+    return path
+
+
+def bash(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script as a user without Slurm would."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=120, check=False)

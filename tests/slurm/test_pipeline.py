@@ -85,7 +85,7 @@ def undisturbed(slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
     job = submit(slurm_cluster, folder, short_demo(folder))
     end = slurm_cluster.wait(job, timeout=600)
     output = slurm_cluster.output(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 0), output
+    assert (end.state, end.restarts) == ("COMPLETED", 0), slurm_cluster.evidence(job)
     assert "2 ranks over 2 nodes (n[1-2])" in output
     return folder
 
@@ -101,7 +101,7 @@ def test_the_same_command_again_does_nothing_twice(slurm_cluster: Cluster, undis
     before = written(undisturbed)
     assert {Path(name).suffix for name in before} >= {".bin", ".idx", ".safetensors", ".json"}
     again = submit(slurm_cluster, undisturbed, undisturbed / "short.yaml")
-    assert slurm_cluster.wait(again, timeout=300).state == "COMPLETED", slurm_cluster.output(again)
+    assert slurm_cluster.wait(again, timeout=300).state == "COMPLETED", slurm_cluster.evidence(again)
     assert written(undisturbed) == before
 
 
@@ -113,7 +113,7 @@ def test_a_job_told_to_stop_goes_on_to_the_same_losses(slurm_cluster: Cluster, t
     slurm_cluster.start_now(job)
     end = slurm_cluster.wait(job, timeout=600)
     output = slurm_cluster.output(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1), output
-    assert "stopped during train; queueing job" in output
+    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+    assert "stopped during train" in output and "queueing job" in output
     assert losses(tmp_path) == losses(undisturbed)
     check_summary(json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")))

@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PROJECT
+from tests.slurm.jobs import PROJECT, bash, script
 
 BATCH_SCRIPTS = sorted(
-    path for path in (PROJECT / "slurm").glob("*.sh") if "#SBATCH" in path.read_text(encoding="utf-8")
+    path for path in (PROJECT / "slurm").glob("*.sh") if "\n#SBATCH" in path.read_text(encoding="utf-8")
 )
 
 
@@ -25,17 +26,17 @@ def test_the_run_has_its_batch_scripts():
     assert {"cpt_korean.sh", "convert_checkpoint.sh", "evaluate.sh"} <= {path.name for path in BATCH_SCRIPTS}
 
 
-@pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=by_name)
-def test_no_sbatch_line_hopes_for_a_shell_to_expand_it(script: Path):
-    options = re.findall(r"^#SBATCH (.*)$", script.read_text(encoding="utf-8"), flags=re.MULTILINE)
+@pytest.mark.parametrize("path", BATCH_SCRIPTS, ids=by_name)
+def test_no_sbatch_line_hopes_for_a_shell_to_expand_it(path: Path):
+    options = re.findall(r"^#SBATCH (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert options
     assert not [option for option in options if re.search(r"[$`]", option)]
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=by_name)
-def test_slurm_would_take_every_script(slurm_cluster: Cluster, script: Path):
-    slurm_cluster.run("sbatch", "--test-only", str(script), cwd=PROJECT)
+@pytest.mark.parametrize("path", BATCH_SCRIPTS, ids=by_name)
+def test_slurm_would_take_every_script(slurm_cluster: Cluster, path: Path):
+    slurm_cluster.run("sbatch", "--test-only", str(path), cwd=PROJECT)
 
 
 @pytest.mark.slurm
@@ -44,6 +45,34 @@ def test_outside_the_project_a_job_says_where_to_submit(slurm_cluster: Cluster, 
     end = slurm_cluster.wait(job)
     assert (end.state, end.exit_code) == ("FAILED", 2)
     assert "error: call sbatch in the project's root, or set PROJECT" in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_run_and_stages_reach_a_job_that_does_not_see_who_submits_it(slurm_cluster: Cluster, tmp_path: Path):
+    """And one that Slurm will not queue again says so."""
+    shell = ("--export=PATH,VENV,SLURM_CONF", "--no-requeue", f"--output={tmp_path}/%j.out")
+    command = ("slurm/cpt_korean.sh", "configs/demo.yaml", "fly")
+    job = int(slurm_cluster.run("sbatch", "--parsable", *shell, *command, env={"CONFIG": "lost"}, cwd=PROJECT))
+    assert slurm_cluster.wait(job).state == "FAILED", slurm_cluster.evidence(job)
+    output = slurm_cluster.output(job)
+    assert "run configs/demo.yaml in " in output
+    assert 'error: STAGES: there is no stage "fly"' in output
+    assert "Slurm will not queue this job again (Requeue=0)" in output
+
+
+def test_modules_are_loaded_that_never_heard_of_unset_variables(tmp_path: Path):
+    module = 'module() { echo "$1 ${@:2}$NOT_SET"; }'
+    result = bash(script(tmp_path, f"{module}\ncd {PROJECT}\nsource slurm/common.sh\nload_site"), MODULES="cuda gcc/13")
+    assert (result.returncode, result.stdout) == (0, "load cuda gcc/13\n"), result.stderr
+
+
+@pytest.mark.parametrize("name", ["convert_checkpoint", "evaluate"])
+def test_a_stages_own_script_takes_the_run_as_its_argument(tmp_path: Path, name: str):
+    config = tmp_path / "broken.yaml"
+    config.write_text("name: broken\n", encoding="utf-8")
+    result = bash(PROJECT / "slurm" / f"{name}.sh", str(config))
+    assert result.returncode == 2
+    assert f"error: stage {name.split('_')[0]} ended with exit code 2" in result.stderr
 
 
 @pytest.mark.slurm
@@ -90,3 +119,45 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(environment: dict[str, s
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: {complaint}")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "layout"),
+    [
+        ({}, [], "2 GPUs on 2 node(s)"),
+        ({"NPROC": "4"}, [], "4 GPUs on 1 node(s)"),
+        ({"SBATCH_GPUS_PER_NODE": "h100:8"}, [], "16 GPUs on 2 node(s)"),
+        ({}, ["--gpus=8", "--gpus-per-node=4"], "8 GPUs on 2 node(s)"),
+    ],
+    ids=["as the script says", "this machine", "the site's GPUs", "as asked"],
+)
+def test_a_dry_run_plans_for_what_sbatch_would_ask(environment: dict[str, str], options: list[str], layout: str):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    result = subprocess.run(
+        ["bash", str(PROJECT / "slurm" / "cpt_korean.sh"), "--dry-run", *options],
+        env={**clean, "CONFIG": "configs/demo.yaml", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert layout in result.stdout, result.stderr
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_said_before_anything_is_tokenized(tmp_path: Path):
+    values = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    values |= {"folder": str(tmp_path / "run"), "data": {**values["data"], "folder": str(tmp_path / "tokens")}}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    result = subprocess.run(
+        ["bash", str(PROJECT / "slurm" / "cpt_korean.sh")],
+        env={**clean, "CONFIG": str(config), "NPROC": "3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "global_batch_size" in result.stderr.splitlines()[0]
+    assert not (tmp_path / "tokens").exists()

@@ -33,7 +33,7 @@ def configuration(folder: Path) -> Path:
         "method": {"name": "fft"},
         "data": {"folder": str(folder / "tokens"), "sequence_length": 64, "corpora": corpora},
         "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
-        "deepspeed": "none.json",
+        "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     folder.mkdir(exist_ok=True)
     path = folder / "run.yaml"

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import yaml
 
-from pipeline.config import ScaleMethod, load_config
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import local_workers
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
+from pipeline.parallel.parameter import partition_of
+from pipeline.training.instruments import MEASURED
 from tests.bases import STORIES
 
 DEMO = STORIES.parent
@@ -63,6 +66,7 @@ def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yam
         "schedule": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3},
         "validation": {"every_steps": 100, "max_sequences": 5},
         "checkpoints": {"every_steps": 100},
+        "preflight": {"enabled": False},  # it takes longer than these runs
         "deepspeed": str(zero_file),
     }
     for path, value in changes.items():
@@ -86,9 +90,9 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The run's figures, without the one that no two runs share."""
+    """The run's figures, without those that are measured: no two runs share them."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second_per_gpu"} for line in lines]
+    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
 
 
 def losses(run: Path) -> list[float]:
@@ -108,32 +112,31 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
     kill_at: rank 0 is killed (SIGKILL) when its second checkpoint comes to that point.
     """
     start_deepspeed()
-    from pipeline.training import loop
+    from pipeline.training import step
     from pipeline.training.run import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
         _kill_in_second_save(kill_at)
     if stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        original = loop.learning_rate
+        original = step.learning_rate
 
         def signalled(*arguments: Any) -> float:
             os.kill(os.getpid(), signal.SIGUSR1)
             return original(*arguments)
 
-        loop.learning_rate = signalled
+        step.learning_rate = signalled
     return run_training(config, torch.device("cpu"))
 
 
 def train_and_look(config: Path) -> dict[str, Any]:
-    """Trains, and returns the model's whole parameters at the end and what DeepSpeed's optimizer holds."""
+    """Trains, and returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
     start_deepspeed()
     import deepspeed
 
     from pipeline.training.loop import train as train_loop
-    from pipeline.training.run import prepare, read_inputs
     from pipeline.training.signals import StopSignals
 
-    trainer, position, difference = prepare(read_inputs(config), torch.device("cpu"))
+    trainer, position, difference = prepared(config)
     train_loop(trainer, position, StopSignals())
     trainer.metrics.close()
     engine = trainer.engine
@@ -141,10 +144,20 @@ def train_and_look(config: Path) -> dict[str, Any]:
         parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     return {
         "parameters": parameters,
+        "partitions": {name: partition_of(parameter) for name, parameter in engine.model.named_parameters()},
         "optimizer_state_elements": engine.optimizer_state_elements(),
         "trainable_parameters": engine.trainable_parameters,
         "step0_max_abs_logit_difference": difference,
     }
+
+
+def prepared(config: Path) -> tuple[Any, Any, float | None]:
+    """What a run's loop drives, where it begins, and what its gate found."""
+    from pipeline.training.phases import Phases
+    from pipeline.training.run import prepare, read_inputs
+
+    cpu = torch.device("cpu")
+    return prepare(read_inputs(load_config(config)), cpu, Phases(cpu))
 
 
 def start_deepspeed() -> None:
@@ -156,11 +169,11 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "while DeepSpeed writes": ("training.checkpoint", "write_torch_file"),
+    "while DeepSpeed writes": ("training.saved_files", "write_torch_file"),
     "before the files are hashed": ("training.checkpoint", "file_hash"),
     "before the folder is renamed": ("checkpoint.manifest", "write_json"),
-    "before latest names it": ("training.checkpoint", "write_text"),
-    "before the old one is removed": ("training.checkpoint", "_discard"),
+    "before latest names it": ("checkpoint.folder", "write_text"),
+    "before the old one is removed": ("checkpoint.folder", "discard"),
 }
 
 
@@ -173,9 +186,9 @@ def _kill_in_second_save(point: str) -> None:
     assert callable(getattr(module, function))
     original, saves = Checkpoints.save, itertools.count(1)
 
-    def save(*arguments: Any) -> Path:
+    def save(*arguments: Any, **options: Any) -> Path:
         if next(saves) == 2:
             setattr(module, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        return original(*arguments)
+        return original(*arguments, **options)
 
     Checkpoints.save = save

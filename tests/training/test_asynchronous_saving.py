@@ -1,9 +1,7 @@
-"""A save that training does not wait for is as whole as any other; one that fails ends the run in one line."""
+"""A save that training does not wait for is as whole as any other."""
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from pathlib import Path
 
@@ -11,9 +9,10 @@ import pytest
 import torch
 
 from pipeline.checkpoint.torch_files import open_torch_file
-from pipeline.training.background import Background, HostCopies
+from pipeline.training.background import Background
+from pipeline.training.saved_files import HostCopies
 from tests.distributed import RankError, run_ranks
-from tests.training.runs import losses, make_run, metrics, start_deepspeed, train
+from tests.training.runs import losses, make_run, metrics, prepared, start_deepspeed, train
 
 SETTINGS = {"schedule__steps": 4, "checkpoints": {"every_steps": 1, "asynchronous": True}}
 
@@ -64,24 +63,23 @@ def test_the_step_does_not_wait_for_the_disk(tokens, tmp_path):
 def _slow_disk(config: Path) -> bool:
     """Whether a save on a disk that takes two seconds a file returns at once, and `finish` when it is whole."""
     start_deepspeed()
-    from pipeline.checkpoint.manifest import Position
-    from pipeline.training import background
-    from pipeline.training.checkpoint import latest_checkpoint
-    from pipeline.training.run import prepare, read_inputs
+    from pipeline.checkpoint.folder import latest_checkpoint
+    from pipeline.checkpoint.position import Position
+    from pipeline.training import saved_files
 
-    trainer, _, _ = prepare(read_inputs(config), torch.device("cpu"))
+    trainer, _, _ = prepared(config)
     trainer.metrics.close()
     batch = next(trainer.batches.of_step(0))
     for _ in range(2):
         trainer.engine.backward(trainer.engine.loss(batch)[0])
         trainer.engine.step(1e-3)
-    write = background.write_torch_file
+    write = saved_files.write_torch_file
 
     def slowly(path, value):
         time.sleep(2)
         write(path, value)
 
-    background.write_torch_file = slowly
+    saved_files.write_torch_file = slowly
     started = time.perf_counter()
     final = trainer.checkpoints.save(trainer.engine, Position(step=1, tokens_seen=1, seconds=1.0))
     held_up_s = time.perf_counter() - started
@@ -89,22 +87,3 @@ def _slow_disk(config: Path) -> bool:
     trainer.checkpoints.finish()
     took_s = time.perf_counter() - started
     return held_up_s < 2 < took_s and before is None and latest_checkpoint(trainer.checkpoints.folder) == final
-
-
-def test_a_full_disk_ends_the_run_in_one_line(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, **SETTINGS)
-    with pytest.raises(RankError, match=r"CheckpointError: .*step_00000001: could not be written \(rank 1: .*No space"):
-        run_ranks(_full_disk, 2, config)
-    assert not (tmp_path / "checkpoints" / "latest").exists()
-
-
-def _full_disk(config: Path) -> int:
-    from pipeline.training import background
-
-    if os.environ["RANK"] == "1":
-
-        def fails(path, value):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        background.write_torch_file = fails
-    return train(config)

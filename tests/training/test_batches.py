@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.config import load_config
+from pipeline.config.run import load_config
 from pipeline.data.samples import TrainingSamples
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import TrainingBatches

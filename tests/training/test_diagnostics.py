@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.metrics import read_metrics
+from pipeline.run_folder.metrics import read_metrics
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, train
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.config import load_config
+from pipeline.config.run import load_config
+from pipeline.exit_codes import RESUME_LATER
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import named_trained_parameters
 from pipeline.parallel.sharding import merge
 from pipeline.parallel.topology import SINGLE
-from pipeline.training.signals import RESUME_LATER
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import losses, make_run, start_deepspeed, train, write_config
+from tests.training.runs import losses, make_run, prepared, start_deepspeed, train, write_config
 
 SETTINGS: dict[str, Any] = {"schedule__weight_decay": 0.1, "schedule__learning_rate": 1e-3}
 LAYOUTS = [(3, 4, 2), (1, 2, 1), (2, 4, 4)]
@@ -80,9 +80,7 @@ def _resume_and_look(path: Path) -> dict[str, Any]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from pipeline.training.run import prepare, read_inputs
-
-    trainer, position, _ = prepare(read_inputs(path), torch.device("cpu"))
+    trainer, position, _ = prepared(path)
     trainer.metrics.close()
     engine, optimizer = trainer.engine, trainer.engine._engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):

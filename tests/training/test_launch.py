@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from pipeline.errors import LayoutError
+from pipeline.exit_codes import LOST_RANK, worth_another_attempt
 from pipeline.training.launch import Launch, device_index, read_launch
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
@@ -112,6 +114,19 @@ def test_a_loopback_address_serves_one_host_only():
     assert read_launch(TORCHRUN, near) == EXPECTED
 
 
+@pytest.mark.parametrize("own", ["127.0.1.1", "::1", None])
+def test_a_node_whose_own_name_leads_nowhere_is_named(own):
+    def resolve(name: str) -> str:
+        if name == socket.gethostname():
+            return own or nowhere(name)
+        return far(name)
+
+    with pytest.raises(LayoutError, match=rf"{socket.gethostname()}: its own name leads to .* set NETWORK_INTERFACE"):
+        read_launch(SRUN, resolve)
+    assert read_launch({**SRUN, "GLOO_SOCKET_IFNAME": "ib0"}, resolve) == EXPECTED
+    assert read_launch({**SRUN, "HOST_COUNT": "1"}, resolve) == EXPECTED
+
+
 @pytest.mark.parametrize("address", ["::1", "127.0.0.1"])
 def test_loopback_is_known_in_both_families(address):
     with pytest.raises(LayoutError, match="cannot all reach"):
@@ -128,17 +143,29 @@ def test_each_rank_of_a_node_takes_a_gpu_of_its_own():
 def test_no_thread_of_the_group_outlives_it():
     """They abort the process now and then; the import stands for transformers', which brings it in after the start."""
     program = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 from pipeline.training import launch
 
 def threads():
-    return [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        try:
+            names.append(path.read_text().strip())
+        except OSError:
+            pass  # it ended just now
+    return names
+
+def wait_until(gloo_runs):
+    deadline = time.monotonic() + 30
+    while any("gloo" in name for name in threads()) is not gloo_runs:
+        assert time.monotonic() < deadline, threads()
+        time.sleep(0.01)
 
 launch.initialise(launch.read_launch({}))
 import torch.distributed.nn.functional
-assert any("gloo" in name for name in threads()), threads()
+wait_until(gloo_runs=True)  # a thread gives itself its name, and may not have come to that yet
 launch.finish()
-assert not any("gloo" in name for name in threads()), threads()
+wait_until(gloo_runs=False)
 """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     result = subprocess.run(
@@ -164,3 +191,15 @@ launch.leave_after(program)
     assert result.returncode == code
     assert result.stdout == "last words\n" + ("cleaned up\n" if "/" in end else "")
     assert ("ZeroDivisionError" in result.stderr) == ("/" in end)
+
+
+def test_a_port_that_another_program_holds_is_said_in_one_line_and_worth_another_attempt():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Launch(0, 0, 2, "127.0.0.1", taken.getsockname()[1])
+        environment = {**os.environ, **place.environment, "DS_ACCELERATOR": "cpu"}
+        command = [sys.executable, "-m", "pipeline.train", "configs/demo.yaml"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and f"127.0.0.1:{place.master_port}" in said[0] and "MASTER_PORT" in said[0], result.stderr
+    assert "Traceback" not in result.stderr
+    assert worth_another_attempt(result.returncode) and result.returncode == LOST_RANK

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from pipeline.config import load_config
-from pipeline.model import base_folder
+from pipeline.config.run import load_config
+from pipeline.files import file_hash
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import full_shape_of, held_values
@@ -82,16 +82,18 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.training.deepspeed_config import load_deepspeed_config
+    from pipeline.deepspeed_config import load_deepspeed_config
+    from pipeline.training import run
     from pipeline.training.run import Inputs, load_model, with_shared_hashes
 
-    if dist.get_rank() != 0:
-        base_folder.file_hash = _must_not_hash
+    hashed: list[str] = []
+    run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     config = load_config(path)
     layout = Layout(dist.get_world_size(), config.parallel.tp_size)
     groups = ProcessGroups(layout)
     base = with_shared_hashes(open_base(config.base))
-    assert len(base.hashes()) == 2 and all(len(digest) == 64 for digest in base.hashes().values())
+    assert len(hashed) == 1, "each of the two ranks reads one of the two files"
+    assert base.hashes() == {file.name: file_hash(file) for file in base.files}
     inputs = Inputs(config, load_deepspeed_config(config.deepspeed, layout), layout, base, "", None, {})
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
@@ -103,10 +105,6 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     largest = max(prod(full_shape_of(parameter)) for parameter in parameters) * 4 // layout.tp_size
     _check_values(model, base, groups)
     return peak, held, whole, largest
-
-
-def _must_not_hash(path: Path) -> str:
-    raise AssertionError(f"{path} is hashed by more than the first rank")
 
 
 def _check_values(model, base, groups: ProcessGroups) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.training.metrics import FILE, Metrics, read_metrics
+from pipeline.run_folder.metrics import METRICS, read_metrics
+from pipeline.training.metrics import BOARD, Metrics
 
 
 def write(folder, resumed_from, values):
@@ -17,12 +18,12 @@ def write(folder, resumed_from, values):
 
 def test_steps_after_the_checkpoint_are_written_anew(tmp_path):
     write(tmp_path, 0, {0: 9.0, 1: 5.0, 2: 4.0, 3: 3.0})
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
     write(tmp_path, 2, {3: 2.5, 4: 2.0})
 
     expected = {0: 9.0, 1: 5.0, 2: 4.0, 3: 2.5, 4: 2.0}
-    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / FILE)} == expected
+    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
 
@@ -30,7 +31,7 @@ def test_steps_after_the_checkpoint_are_written_anew(tmp_path):
 def test_a_run_that_never_saved_begins_anew(tmp_path):
     write(tmp_path, 0, {0: 9.0, 1: 5.0})
     write(tmp_path, 0, {0: 9.0, 1: 4.0})
-    assert read_metrics(tmp_path / FILE) == [{"step": 0, "loss": 9.0}, {"step": 1, "loss": 4.0}]
+    assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}, {"step": 1, "loss": 4.0}]
 
 
 def test_only_the_writer_writes(tmp_path):
@@ -38,3 +39,35 @@ def test_only_the_writer_writes(tmp_path):
     metrics.write(1, {"loss": 1.0})
     metrics.close()
     assert not (tmp_path / "run").exists()
+
+
+def test_going_back_drops_what_came_after(tmp_path):
+    metrics = Metrics(tmp_path, 0, writer=True)
+    for step in range(5):
+        metrics.write(step, {"loss": float(step)})
+    metrics.go_back(2)
+    metrics.write(3, {"loss": 9.0})
+    metrics.close()
+    expected = {0: 0.0, 1: 1.0, 2: 2.0, 3: 9.0}
+    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
+    events = EventAccumulator(str(tmp_path / BOARD)).Reload()
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
+
+
+def test_a_full_disk_loses_no_line(small_disk, caplog):
+    disk = small_disk(mib=1)
+    metrics = Metrics(disk.path, 0, writer=True)
+    figures = {f"figure/{number}": number / 7 for number in range(40)}  # a line longer than what the disk gives out
+    for step in range(8):
+        if step == 2:
+            disk.fill()
+        if step == 6:
+            disk.free()
+        metrics.write(step, figures)
+        if step == 5:
+            assert len(read_metrics(disk.path / METRICS)) < 6
+    metrics.close()
+    assert [line["step"] for line in read_metrics(disk.path / METRICS)] == list(range(8))
+    events = EventAccumulator(str(disk.path / BOARD)).Reload()
+    assert [event.step for event in events.Scalars("figure/7")] == list(range(8))
+    assert [record.message.count("No space left on device") for record in caplog.records] == [1, 1]

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from pipeline.training.signals import RESUME_LATER
+from pipeline.exit_codes import RESUME_LATER
+from pipeline.run_folder import attempts
+from pipeline.run_folder.attempts import read_attempts
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import KILL_POINTS, STEPS, losses, make_run, metrics, train
 
@@ -63,14 +65,22 @@ def _killed(config, point):
 def test_a_finished_run_is_left_alone(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
     assert run_ranks(train, 1, config) == [0]
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    before = _written(tmp_path)
     summary = json.loads((tmp_path / "training.json").read_text())
     assert summary["steps"] == 1
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["optimizer_state_elements"] == 2 * summary["trainable_parameters"]
 
     assert run_ranks(train, 1, config) == [0]
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == _written(tmp_path)
+    ends = [one.ended for one in read_attempts(tmp_path)]
+    assert [end.exit_code for end in ends if end] == [0, 0], "the attempt that found nothing to do is on record"
+
+
+def _written(folder):
+    """When each file of a run was last written, but for the record of the attempts."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
+    return {path: path.stat().st_mtime_ns for path in files}
 
 
 def test_training_longer_goes_on_from_the_end(tokens, tmp_path):

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ScaleMethod, load_config
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import load_config
+from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
 from pipeline.scale.plan import Widths, plan_expansion
-from pipeline.training.deepspeed_config import accumulation_steps, load_deepspeed_config
 
 PROJECT = Path(__file__).parents[2]
 LLAMA_1B = Widths(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)

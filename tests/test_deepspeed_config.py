@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import Schedule
+from pipeline.config.run import Schedule
+from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.parallel.topology import Layout
-from pipeline.training.deepspeed_config import accumulation_steps, load_deepspeed_config
 
-SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+SHIPPED = sorted((Path(__file__).parents[1] / "ds_configs").glob("*.json"))
 
 
 def schedule(**changes: int) -> Schedule:

@@ -1,0 +1,91 @@
+"""Which checkpoints there are, which is next, and which go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checkpoint import folder as folders
+from pipeline.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three checkpoints, the second of which `latest` names, and what else may lie there."""
+    for name in ("step_00000100", "step_00000200", "step_100000000", ".step_00000300.partial", "step_00000150.damaged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    (tmp_path / "latest").write_text("step_00000200\n")
+    return tmp_path
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def test_they_are_in_the_order_of_their_steps(folder):
+    assert names(folders.all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
+    assert folders.checkpoint_name(100_000_000) == "step_100000000"
+    assert folders.step_of(folder / "step_00000200") == 200
+
+
+def test_what_latest_names_comes_first_and_nothing_after_it(folder):
+    assert names(folders.candidates(folder)) == ["step_00000200", "step_00000100"]
+    (folder / "latest").write_text("step_00000150")  # gone
+    assert names(folders.candidates(folder)) == ["step_00000100"]
+    for content in ("", "\n", "\0\0\0\0"):  # a torn file
+        (folder / "latest").write_text(content)
+        assert names(folders.candidates(folder)) == ["step_100000000", "step_00000200", "step_00000100"]
+    (folder / "latest").unlink()
+    assert names(folders.candidates(folder)) == ["step_100000000", "step_00000200", "step_00000100"]
+
+
+def test_latest_leads_nowhere_else(folder):
+    for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged"):
+        (folder / "latest").write_text(name)
+        with pytest.raises(
+            CheckpointError, match=r"names .* no checkpoint there; write the name of one, of step_00000100"
+        ):
+            folders.candidates(folder)
+
+
+def test_what_converts_takes_the_named_one_only(folder):
+    assert folders.latest_checkpoint(folder) == folder / "step_00000200"
+    (folder / "step_00000200" / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match="names step_00000200, which is not whole; write another name, of step_0000010"
+    ):
+        folders.latest_checkpoint(folder)
+
+
+def test_setting_aside_loses_nothing(folder):
+    assert folders.set_aside(folder / "step_00000200").name == "step_00000200.damaged"
+    (folder / "step_00000200").mkdir()
+    assert folders.set_aside(folder / "step_00000200").name == "step_00000200.damaged.2"
+    assert names(folders.candidates(folder)) == ["step_00000100"]
+    assert folders.holds_damaged(folder)
+
+
+def test_half_written_folders_go(folder):
+    (folder / ".latest.host.1.0.partial").write_text("step")
+    folders.remove_unfinished(folder)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert len(folders.all_checkpoints(folder)) == 3
+
+
+@given(
+    steps=st.lists(st.integers(1, 60), min_size=1, unique=True).map(sorted),
+    keep_last=st.integers(1, 5),
+    keep_every_steps=st.none() | st.integers(1, 20),
+    data=st.data(),
+)
+def test_retention(steps, keep_last, keep_every_steps, data):
+    newest = data.draw(st.sampled_from(steps))
+    gone = folders.superseded(steps, newest, keep_last, keep_every_steps)
+    stay = [step for step in steps if step not in gone]
+    past = [step for step in steps if step <= newest]
+    assert set(past[-keep_last:]) <= set(stay)
+    assert [step for step in steps if step > newest] == [step for step in stay if step > newest]
+    others = [step for step in stay if step <= newest][:-keep_last]
+    assert others == [step for step in past[:-keep_last] if keep_every_steps and step % keep_every_steps == 0]

@@ -1,0 +1,153 @@
+"""Several domains in a row: what a run exported is the base of the next, or its expansion is where the next begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import methods
+from pipeline.config.run import RunConfig, load_config
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.runs import newest_checkpoint
+from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.errors import BaseModelError
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.topology import SINGLE
+from tests.bases import STORIES
+from tests.conversion.checkpoints import FFT, save_many, scale, trained
+from tests.distributed import run_ranks
+from tests.training.runs import losses, make_run, make_tokens, train, write_config
+from tests.widened import some_tokens
+
+WIDE = {"method__norm": "base", "schedule__learning_rate": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def first(tokens, tmp_path_factory) -> RunConfig:
+    """A run of the first domain, exported to `hf` as an ordinary model and to `expansion`."""
+    return train_and_export(tmp_path_factory.mktemp("first"), tokens, **WIDE)
+
+
+def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
+    path = make_run(run, tokens, **changes)
+    assert run_ranks(train, 2, path) == [0, 0]
+    config = load_config(path)
+    for output, format in (("hf", "stock"), ("expansion", "expansion")):
+        convert(Conversion(newest_checkpoint(config), config.base, run / output, format), probe_maker({}))
+    return config
+
+
+def initial_model(config: RunConfig) -> Decoder:
+    """The run's model before its first step."""
+    base = open_base(config.base)
+    model = methods.build_model(config, base, SINGLE)
+    methods.load_initial_weights(model, config, base, SINGLE)
+    return model
+
+
+def final_model(config: RunConfig) -> TrainedModel:
+    return open_trained(newest_checkpoint(config), config.base)
+
+
+@torch.no_grad()
+def exported_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    return load_hf_model(folder, torch.float32)(tokens).logits
+
+
+def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
+    exported = first.folder / "hf"
+    probe = some_tokens(open_base(STORIES).spec, 2, 48)
+    said = exported_logits(exported, probe)
+    assert (said - exported_logits(STORIES, probe)).abs().max() > 0.1, "the first round changed nothing"
+
+    second = train_and_export(tmp_path, tokens, base=str(exported), schedule__steps=3, **WIDE)
+    start, end = initial_model(second), final_model(second)
+    assert start.spec.widths.hidden_size == 84 and start.spec.normed_size == 64
+    # The scale is a power of two; what it leaves in the exported model's mean square is below fp32's last bit.
+    assert (start.logits(probe) - said).abs().max() < 2e-5
+    assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
+    assert torch.equal(end.decoder().logits(probe, path="base"), start.logits(probe))
+    assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
+
+    # Longer, at another layout: it goes on from its checkpoint, and learns.
+    longer = make_run(
+        tmp_path, tokens, base=str(exported), schedule__steps=12, upscaled=str(tmp_path / "upscaled"), **WIDE
+    )
+    assert run_ranks(train, 1, longer) == [0]
+    assert len(losses(tmp_path)) == 12
+    # Batches differ by some tenths; steps on weights that are stored scaled would multiply the loss at once.
+    assert max(losses(tmp_path)) < 1.3 * losses(tmp_path)[0] and losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
+
+    convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
+    twice = exported_logits(tmp_path / "hf", probe)
+    assert (twice - final_model(second).decoder().logits(probe)).abs().max() < 1e-4
+    assert (twice - said).abs().max() > 0.1, "the second round changed nothing"
+    third = open_base(tmp_path / "hf").spec
+    assert (third.widths.hidden_size, third.normed_size) == (112, 64)
+
+
+def test_base_and_expansion_joined_are_the_exported_model(first):
+    joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
+    probe = some_tokens(joined.spec, 2, 48)
+    assert torch.equal(joined.logits(probe), final_model(first).decoder().logits(probe))
+    assert (joined.logits(probe) - exported_logits(first.folder / "hf", probe)).abs().max() < 1e-4
+
+
+def test_an_expansion_trains_on_from_where_it_was(first, tokens, tmp_path):
+    expansion = first.folder / "expansion"
+    path = write_config(tmp_path, tokens, seed=5, schedule__steps=1, upscaled=str(expansion), **WIDE)
+    assert run_ranks(train, 1, path) == [0]
+    assert losses(tmp_path)[0] < 0.9 * losses(first.folder)[0]
+    assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] is None
+
+
+LORA = {"name": "lora", "rank": 4, "alpha": 8.0}
+METHODS = {
+    "fft": (FFT, "stock"),
+    "lora": (LORA, "stock"),
+    "llama_pro": ({"name": "llama_pro", "added_layers": 5}, "stock"),
+    "preserve": (scale("preserve", norm="base"), "stock"),
+    "route": (scale("route", collaborative_modules="both", norm="base"), "scale"),
+    "separate": (scale("adapt"), "scale"),
+}
+
+
+@pytest.fixture(scope="module")
+def on_top(first, tmp_path_factory):
+    """A model trained on the exported one, by its method."""
+    folder = tmp_path_factory.mktemp("on_top")
+    exported = first.folder / "hf"
+    run_ranks(save_many, 1, [(exported, method, folder / name) for name, (method, _) in METHODS.items()])
+    return lambda name: trained(exported, folder / name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains_on_top_and_leaves_again(name, dtype, on_top, tmp_path):
+    """`convert` verifies what it publishes."""
+    model, (_, format) = on_top(name), METHODS[name]
+    asked = Conversion(model.checkpoint, model.base.path, tmp_path / "hf", format, dtype)
+    assert convert(asked, probe_maker({}))
+    if format == "stock":
+        again = open_base(tmp_path / "hf")
+        assert again.spec.residual.scale == (2.0**-6 if dtype == torch.float16 else 2.0**-20)
+        rows = again.read("layers.0.ffn.down.base.weight")[64:80].float()
+        assert rows.std() > 1e-3, "weights that train are read at their own size"
+
+
+def test_a_widened_model_in_its_own_format_is_refused_with_the_ways_out(on_top, tmp_path):
+    model = on_top("route")
+    convert(Conversion(model.checkpoint, model.base.path, tmp_path / "hf", "scale"), probe_maker({}))
+    with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock"):
+        open_base(tmp_path / "hf")

@@ -1,0 +1,211 @@
+"""lm-eval's tasks on local files: real models, against accuracies computed from transformers' logits alone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lm_eval.tasks
+import pytest
+import torch
+import yaml
+import zstandard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.errors import ConfigError, DataError, MissingPackageError
+from pipeline.evaluation.benchmarks import AVERAGE, comparison, run_benchmarks
+from pipeline.evaluation.local_tasks import load_local_tasks
+from tests.bases import STORIES
+from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("kobest_boolq", "kobest_copa", "kobest_hellaswag", "arc_easy", "blimp_passive_1")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    return write_task_files(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("asked the network")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(scope="module")
+def log_likelihood():
+    """Of a text behind a context, which is BOS alone where it is empty."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+
+    @torch.no_grad()
+    def measured(context: str, text: str) -> float:
+        def ids(of: str) -> list[int]:
+            return [tokenizer.bos_token_id, *tokenizer(of, add_special_tokens=False).input_ids]
+
+        tokens, read = ids(context + text), len(ids(context))
+        logits = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return float(sum(logits[at - 1, tokens[at]] for at in range(read, len(tokens))))
+
+    return measured
+
+
+def test_accuracy_is_that_of_the_plainest_computation(files, no_network, log_likelihood):
+    results = run_benchmarks(STORIES, ["kobest_copa", "arc_easy", "blimp_passive_1"], data=files)
+    found = {(one.task, one.metric): one.value for one in results}
+
+    def accuracy(questions) -> tuple[float, float]:
+        """By log likelihood, and by log likelihood a byte."""
+        plain = a_byte = 0
+        for context, answers, right in questions:
+            scores = [log_likelihood(context, f" {answer}" if context else answer) for answer in answers]
+            shares = [score / len(answer.encode()) for score, answer in zip(scores, answers, strict=True)]
+            plain += scores.index(max(scores)) == right
+            a_byte += shares.index(max(shares)) == right
+        return plain / len(questions), a_byte / len(questions)
+
+    connectors = {"원인": " 왜냐하면", "결과": " 그래서"}
+    copa = [
+        (f"{q['premise']} {connectors[q['question']]}", (q["alternative_1"], q["alternative_2"]), q["label"])
+        for q in COPA
+    ]
+    arc = [
+        (f"Question: {q['question']}\nAnswer:", q["choices"]["text"], q["choices"]["label"].index(q["answerKey"]))
+        for q in ARC
+    ]
+    blimp = [("", (pair["sentence_good"], pair["sentence_bad"]), 0) for pair in BLIMP]
+    assert found["kobest_copa", "acc"] == accuracy(copa)[0]
+    assert (found["arc_easy", "acc"], found["arc_easy", "acc_norm"]) == accuracy(arc)
+    assert found["blimp_passive_1", "acc"] == accuracy(blimp)[0] > 0.5  # it writes English
+    assert found[AVERAGE, "acc"] == pytest.approx(
+        sum(found[task, "acc"] for task in ("kobest_copa", "arc_easy", "blimp_passive_1")) / 3
+    )
+    assert {one.task: one.documents for one in results} == {
+        "kobest_copa": 12,
+        "arc_easy": 6,
+        "blimp_passive_1": 6,
+        AVERAGE: 24,
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_and_metrics_are_lm_evals_own(task, files):
+    """Its YAML file, read here on its own, says the same as the task that runs."""
+    config = load_local_tasks([task], files)["tasks"][task].config
+    (path,) = Path(lm_eval.tasks.__file__).parent.glob(f"*/{task.removeprefix('blimp_')}.yaml")
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda _, node: node.value.rpartition(".")[2])
+    own = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    if "include" in own:
+        own = yaml.load((path.parent / own["include"]).read_text(encoding="utf-8"), Loader) | own
+
+    def plain(value):
+        return value.__name__ if callable(value) else value
+
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice", "process_docs", "output_type", "num_fewshot"):
+        expected = own.get(key)
+        assert plain(getattr(config, key)) == expected, key
+    for metric, expected in zip(config.metric_list, own["metric_list"], strict=True):
+        assert {key: plain(value) for key, value in metric.items()} == {
+            key: value for key, value in expected.items() if key != "hf_evaluate"
+        }
+    assert config.metadata["version"] == own["metadata"]["version"]
+    assert config.target_delimiter == " " and config.description == ""
+
+
+def test_a_group_is_its_tasks_that_have_files(files, no_network):
+    results = {one.task: one for one in run_benchmarks(STORIES, ["blimp"], data=files)}
+    assert list(results) == ["blimp", "blimp_passive_1", "blimp_passive_2"]
+    right = sum(results[f"blimp_passive_{n}"].value * results[f"blimp_passive_{n}"].documents for n in (1, 2))
+    assert results["blimp"].value == pytest.approx(right / 9)
+    assert results["blimp"].documents == 9
+
+
+def test_limits_and_solved_examples(files):
+    plain, solved = (
+        run_benchmarks(STORIES, ["kobest_copa"], data=files, limit=8, few_shot=count, batch_size=3) for count in (0, 2)
+    )
+    assert {one.documents for one in (*plain, *solved)} == {8}
+    with pytest.raises(DataError, match="arc_easy: --few-shot needs"):
+        run_benchmarks(STORIES, ["arc_easy"], data=files, few_shot=1)
+
+
+def test_compressed_files_give_the_same(files, tmp_path):
+    (tmp_path / "blimp").mkdir()
+    packed = zstandard.compress((files / "blimp" / "passive_1.jsonl").read_bytes())
+    (tmp_path / "blimp" / "passive_1.jsonl.zst").write_bytes(packed)
+    both = [run_benchmarks(STORIES, ["blimp_passive_1"], data=folder) for folder in (files, tmp_path)]
+    assert both[0] == both[1]
+
+
+def test_what_is_missing_is_named(files, tmp_path, monkeypatch):
+    def refused(error, match, *tasks, data=tmp_path, **options):
+        with pytest.raises(error, match=match) as caught:
+            run_benchmarks(STORIES, tasks, data=data, **options)
+        assert "\n" not in str(caught.value)
+
+    refused(DataError, r"arc_easy/test\.jsonl: no such file; arc_easy is measured on it", "arc_easy")
+    refused(DataError, "no file of any task of blimp", "blimp")
+    refused(ConfigError, "--tasks mmlu: no task with a place.*kobest_copa", "mmlu")
+    refused(ConfigError, "--limit: expected at least 1, found 0", "arc_easy", limit=0)
+    copa = tmp_path / "kobest" / "copa" / "test.jsonl"
+    copa.parent.mkdir(parents=True)
+    for content, said in {
+        '{"premise": 1}\n{"pre': "line 2 is not JSON",
+        "[1]": "line 1: expected a JSON object, found list",
+        "": "holds no document",
+        '{"premise": "x"}': "not the documents of lm-eval's kobest_copa: 'question'",
+    }.items():
+        copa.write_text(content)
+        refused(DataError, said, "kobest_copa")
+
+    def version(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr("pipeline.evaluation.benchmarks.version", version)
+    refused(MissingPackageError, r"not installed.*pip install 'scale-cpt\[eval\]'", "arc_easy", data=files)
+    monkeypatch.setattr("pipeline.evaluation.benchmarks.version", lambda _: "0.4.9.2")
+    refused(MissingPackageError, r"found 0\.4\.9\.2", "arc_easy", data=files)
+
+
+def test_the_command_line_sets_models_side_by_side(files):
+    command = [sys.executable, "tools/evaluate.py", "--tasks", "kobest_copa", "blimp", "--data", str(files)]
+    models = [str(STORIES), str(STORIES.relative_to(ROOT))]
+    command += ["--limit", "3", "--json", "--model", *models]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert list(results) == models
+    first, second = results.values()
+    assert first == second
+    assert {one["task"] for one in first} == {"kobest_copa", "blimp", "blimp_passive_1", "blimp_passive_2", AVERAGE}
+
+
+def test_the_table_has_a_column_a_model(files):
+    results = run_benchmarks(STORIES, ["kobest_copa"], data=files)
+    header, _, accuracy, f1 = comparison({"base": results, "exported": results}).splitlines()
+    assert header.split() == ["task", "metric", "n", "base", "exported"]
+    assert accuracy.split()[:3] == ["kobest_copa", "acc", "12"] and accuracy.count("±") == 2
+    assert f1.split()[1] == "f1" and "±" not in f1
+
+
+@pytest.mark.skipif("SCALE_CPT_DATA" not in os.environ, reason="SCALE_CPT_DATA names no folder with benchmarks")
+def test_the_real_files_are_taken_whole(no_network):
+    data = Path(os.environ["SCALE_CPT_DATA"]) / "eval"
+    tasks = load_local_tasks([*TASKS[:4], "blimp"], data)["tasks"]
+    sizes = {name: len(task.eval_docs) for name, task in tasks.items()}
+    assert sizes.pop("kobest_boolq") == 1404 and sizes.pop("kobest_copa") == 1000
+    assert sizes.pop("kobest_hellaswag") == 500 and sizes.pop("arc_easy") == 2376
+    assert len(sizes) == 5 and set(sizes.values()) == {1000}

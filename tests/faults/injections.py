@@ -1,0 +1,101 @@
+"""Faults that strike a running job: real commands of Slurm, real signals to real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable
+from datetime import datetime
+
+import psutil
+
+from tests.faults.job import Job
+from tests.faults.runs import await_that
+
+Injection = Callable[[Job], None]
+
+
+def requeue(job: Job) -> None:
+    """As a scheduler does that wants the nodes for another job."""
+    job.cluster.scontrol("requeue", str(job.id))
+
+
+def terminate(job: Job) -> None:
+    """SIGTERM to every rank."""
+    job.cluster.run("scancel", "--signal=TERM", str(job.id))
+
+
+ANNOUNCED_LIMIT = ("--time=10", "--signal=B:USR1@60")
+
+
+def come_near_the_time_limit(job: Job) -> None:
+    """Brings the limit so near that Slurm announces it when it looks next, within half a minute."""
+    started = datetime.fromisoformat(job.cluster.job(job.id)["StartTime"])
+    minutes = math.ceil(((datetime.now() - started).total_seconds() + 30) / 60)
+    job.cluster.scontrol("update", f"JobId={job.id}", f"TimeLimit={minutes}")
+
+
+def lift_the_time_limit(job: Job) -> int:
+    """Lets the next attempt take its time; returns the step from which it must go on."""
+    job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=UNLIMITED")
+    return job.run.saved_step
+
+
+def kill_rank(job: Job) -> None:
+    """SIGKILL to the second rank, as the kernel does where memory ends."""
+    _kill(job.rank(1))
+
+
+def kill_launcher(job: Job) -> None:
+    """SIGKILL to srun."""
+    _kill(job.launcher)
+
+
+def kill_batch_script(job: Job) -> None:
+    """SIGKILL to the shell that runs slurm/cpt_korean.sh."""
+    _kill(job.batch_script)
+
+
+def kill_any(job: Job, draw: random.Random) -> None:
+    """SIGKILL to a rank or srun, whichever is drawn of those that run; waits for the first of them."""
+    await_that(lambda: bool(job.working), f"{job.run.folder}: a process to kill")
+    _kill(draw.choice(job.working))
+
+
+def stop_rank(job: Job) -> None:
+    """SIGSTOP to the second rank: it lives, holds its connections, and does nothing."""
+    process = job.rank(1)
+    process.suspend()
+    await_that(lambda: process.status() == psutil.STATUS_STOPPED, f"process {process.pid} stopped")
+
+
+def restart_daemon(job: Job, node: str) -> None:
+    """SIGKILL to a node's slurmd, while what it started lives on; then it comes back."""
+    job.cluster.kill_slurmd(node)
+    job.cluster.start_slurmd(node)
+
+
+def lose_node(job: Job) -> None:
+    """SIGKILL to the second node's slurmd and all that the job has there, as when its power fails; it comes back."""
+    doomed = job.processes_on("n2")
+    keepers = {parent for process in doomed for parent in process.parents() if parent.name() == "slurmstepd"}
+    job.cluster.kill_slurmd("n2")
+    for process in (*keepers, *doomed):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    await_that(lambda: all(map(_is_dead, doomed)), "the end of all that runs on node n2")
+    job.cluster.start_slurmd("n2")
+
+
+def _kill(process: psutil.Process) -> None:
+    process.kill()
+    await_that(lambda: _is_dead(process), f"the end of process {process.pid}")
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    """Gone, or only not yet buried by its parent."""
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,184 @@
+"""A run as a job of the test cluster: `sbatch slurm/cpt_korean.sh`, and the processes that are behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+
+from tests.faults.runs import PATIENCE_S, Run, TrialError, await_that
+from tests.slurm.cluster import FINAL_STATES, Cluster
+from tests.slurm.daemons import ClusterError
+from tests.slurm.jobs import PROJECT
+
+_BETWEEN_QUESTIONS_S = 1.0
+"""Slurm need not be asked more often whether a job still runs."""
+_STAYS_FAILED_S = 20.0
+"""A job that has failed for so long is not queued again."""
+
+
+class Job:
+    """A submitted run: over both nodes, a rank on each."""
+
+    def __init__(self, cluster: Cluster, run: Run, *, options: tuple[str, ...] = (), **environment: str) -> None:
+        self.cluster = cluster
+        self.run = run
+        self._saved_before = 0
+        settings = {"CONFIG": str(run.config), "STAGES": "train", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        self.id = cluster.sbatch(
+            PROJECT / "slurm" / "cpt_korean.sh",
+            env=settings | environment,
+            args=(f"--output={run.log}", *options),
+            cwd=PROJECT,
+        )
+
+    @property
+    def restarts(self) -> int:
+        """How often Slurm has queued it again."""
+        return int(self.cluster.job(self.id)["Restarts"])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over, for good."""
+        return self.cluster.job(self.id)["JobState"] in FINAL_STATES
+
+    # --- its course ---
+
+    def wait_between_checkpoints(self, checkpoints: int = 1) -> None:
+        """Waits until it has steps to lose: some after another, or the second… checkpoint, and well before the next."""
+        run, enough = self.run, max(self._saved_before, (checkpoints - 1) * self.run.shape.save_every)
+
+        def between() -> bool:
+            return run.saved_step > enough and 2 <= run.step - run.saved_step <= run.shape.save_every // 2
+
+        self.wait_until(between, "some steps after a checkpoint")
+        self._saved_before = run.saved_step
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until it has written down `step`."""
+        self.wait_until(lambda: self.run.step >= step, f"step {step}")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits for something that the job is to do.
+
+        Raises:
+            TrialError: it ended without, or did not come so far in time.
+        """
+        asked = time.monotonic()
+
+        def seen_or_over() -> bool:
+            nonlocal asked
+            if condition():
+                return True
+            if time.monotonic() - asked > _BETWEEN_QUESTIONS_S:
+                asked = time.monotonic()
+                return self.has_ended
+            return False
+
+        await_that(seen_or_over, f"{what} of {self.run.folder}")
+        if not condition():
+            raise TrialError(f"the job ended before {what}\n{self.run.output}")
+
+    def start_now(self) -> None:
+        """Spares it Slurm's two minutes between attempts."""
+        self.cluster.start_now(self.id)
+
+    def wait_until_queued_again(self, restarts: int) -> None:
+        """Waits until none of its processes runs any more and Slurm has queued it, more than `restarts` times.
+
+        One whose script was killed has failed, until its ranks have it queued again.
+        """
+        failed_since: float | None = None
+
+        def queued(job: dict[str, str]) -> bool:
+            nonlocal failed_since
+            if job["JobState"] in FINAL_STATES:
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > _STAYS_FAILED_S:
+                    raise TrialError(f"the job is not queued again but {job['JobState']}\n{self.run.output}")
+            return job["JobState"] == "PENDING" and int(job["Restarts"]) > restarts
+
+        self.cluster.wait_for(self.id, queued, timeout=PATIENCE_S)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits so long, or until it has ended."""
+        with contextlib.suppress(ClusterError):
+            self.cluster.wait(self.id, timeout=seconds)
+            return True
+        return False
+
+    def finish(self) -> None:
+        """Waits for its end.
+
+        Raises:
+            TrialError: it failed.
+        """
+        end = self.cluster.wait(self.id, timeout=PATIENCE_S)
+        if end.state != "COMPLETED":
+            raise TrialError(f"the job ended as {end}\n{self.run.output}")
+
+    # --- its processes ---
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        return self._oldest(f"rank {number}", lambda process: _is_rank(process, number))
+
+    @property
+    def launcher(self) -> psutil.Process:
+        """The srun that keeps the ranks."""
+        return self._oldest("srun", _is_launcher)
+
+    @property
+    def batch_script(self) -> psutil.Process:
+        """The shell that runs slurm/cpt_korean.sh."""
+        return self._oldest("batch script", lambda process: process.name() == "bash")
+
+    @property
+    def working(self) -> list[psutil.Process]:
+        """srun, and the ranks that run already."""
+        return [process for process in self._processes() if _holds(_is_launcher, process) or _holds(_is_rank, process)]
+
+    def processes_on(self, node: str) -> list[psutil.Process]:
+        """All that the job has started there, the oldest first."""
+        return sorted(
+            (process for process in self._processes() if process.environ().get("SLURMD_NODENAME") == node),
+            key=psutil.Process.create_time,
+        )
+
+    def _oldest(self, what: str, described: Callable[[psutil.Process], bool]) -> psutil.Process:
+        found = [process for process in self._processes() if _holds(described, process)]
+        if not found:
+            raise TrialError(f"job {self.id} has no {what}\n{self.run.output}")
+        return min(found, key=psutil.Process.create_time)
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        """Those that the job started, told from another cluster's by their environment."""
+        conf, script = str(self.cluster.daemons.conf), f"job{self.id:05d}/slurm_script"
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                own = environment.get("SLURM_JOB_ID") == str(self.id) or any(
+                    script in word for word in process.cmdline()
+                )
+                if own and environment.get("SLURM_CONF") == conf:
+                    yield process
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    """Whether it is srun itself, and not the child that clears up after it."""
+    parent = process.parent()
+    return process.name() == "srun" and parent is not None and parent.name() != "srun"
+
+
+def _is_rank(process: psutil.Process, number: int | None = None) -> bool:
+    """Whether it is the Python of a rank, of any where no number is given; a shell keeps it."""
+    rank = process.environ().get("RANK")
+    return process.name().startswith("python") and rank is not None and number in (None, int(rank))
+
+
+def _holds(described: Callable[[psutil.Process], bool], process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        return described(process)
+    return False

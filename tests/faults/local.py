@@ -1,0 +1,88 @@
+"""The ranks of a run as plain processes of this machine, forked from a server that has imported what they need.
+
+They run the program that slurm/launch.sh runs, with the environment it sets. Started so, a run trains after a second.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from tests.distributed import processes
+
+
+class LocalRanks:
+    """One attempt of a run. Leaving the block kills what is left of it."""
+
+    def __init__(self, config: Path, world_size: int, log: Path) -> None:
+        port = _free_port()
+        self._processes = [
+            processes.Process(target=_train, args=(config, rank, world_size, port, log), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Each rank's, negative where a signal ended it, None while it runs."""
+        return [process.exitcode for process in self._processes]
+
+    def kill(self, victims: Sequence[int]) -> bool:
+        """SIGKILL to these ranks at once; False where all of them had ended before."""
+        doomed = [self._processes[rank] for rank in victims]
+        for process in doomed:
+            process.kill()
+        for process in doomed:
+            process.join()
+        return any(process.exitcode == -signal.SIGKILL for process in doomed)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until all have ended; False if they have not after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return None not in self.exit_codes
+
+
+def warm_up() -> None:
+    """Has the server import what it must, so that no run waits for it."""
+    first = processes.Process(target=int)
+    first.start()
+    first.join()
+
+
+def _train(config: Path, rank: int, world_size: int, port: int, log: Path) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.argv = ["pipeline.train", str(config)]
+    runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,186 @@
+"""The runs that faults befall: small and real, and an undisturbed one of each shape to compare them with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.run_folder.metrics import METRICS, read_metrics
+from tests.distributed import run_ranks
+from tests.faults.local import LocalRanks, warm_up
+from tests.training.faults import train_without
+from tests.training.runs import make_run, make_tokens, metrics, write_config
+
+RANKS = 2
+PATIENCE_S = 900.0
+"""How long anything may take on a slow machine before the trial is given up."""
+_COUNTS = ("failed_saves", "recomputed_steps")
+_STEP = re.compile(r" step \d+/\d+ ")
+_RESUMED = re.compile(r"goes on from \S*step_(\d+)")
+
+
+class TrialError(AssertionError):
+    """A fault did not happen, or the run did not bear it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What makes one run's figures differ from another's."""
+
+    zero_stage: int
+    steps: int
+    save_every: int
+    sequence_length: int
+    global_batch_size: int
+    micro_batch_size: int
+
+
+BRIEF = Shape(1, steps=40, save_every=8, sequence_length=64, global_batch_size=16, micro_batch_size=4)
+"""Some 4 s of steps."""
+LASTING = Shape(3, steps=48, save_every=8, sequence_length=256, global_batch_size=64, micro_batch_size=8)
+"""Some 70 s of steps, for what takes Slurm half a minute to notice."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, seen from outside."""
+
+    folder: Path
+    config: Path
+    shape: Shape
+
+    @property
+    def step(self) -> int:
+        """The last step that it has written down."""
+        lines = read_metrics(self.folder / METRICS)
+        return int(lines[-1]["step"]) if lines else 0
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The whole ones by their step, oldest first."""
+        whole = sorted(path.parent for path in self.folder.glob("checkpoints/step_*/manifest.json"))
+        return {int(path.name.removeprefix("step_")): path for path in whole if path.suffix == ""}
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the checkpoint that `latest` names, 0 where there is none: a whole one may lie there unnamed."""
+        try:
+            return int((self.folder / "checkpoints" / "latest").read_text(encoding="utf-8").removeprefix("step_"))
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def unfinished_saves(self) -> set[int]:
+        """The inodes of the saves that are under way, or were when an attempt died."""
+        inodes = set()
+        for folder in self.folder.glob("checkpoints/.step_*"):
+            with contextlib.suppress(FileNotFoundError):  # it has its name meanwhile
+                inodes.add(folder.stat().st_ino)
+        return inodes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come to its end."""
+        return (self.folder / "training.json").exists()
+
+    @property
+    def log(self) -> Path:
+        """What its processes print."""
+        return self.folder / "output.log"
+
+    @property
+    def output(self) -> str:
+        """All that its attempts have printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    @property
+    def resumed_steps(self) -> list[int]:
+        """The step from which each attempt that found a checkpoint went on."""
+        return [int(step) for step in _RESUMED.findall(self.output)]
+
+    @property
+    def figures(self) -> list[dict[str, float]]:
+        """All that it wrote down, step by step, except for timing, and for counts of what befell it."""
+        return [{name: value for name, value in line.items() if name not in _COUNTS} for line in metrics(self.folder)]
+
+    def trains_again(self, printed_before: int) -> bool:
+        """Whether a new attempt has done a step: each says so of its first, after what had been printed before."""
+        return _STEP.search(self.output, printed_before) is not None
+
+
+@dataclass
+class Laboratory:
+    """A folder with what all runs share: the tokens, the initial expansion, the undisturbed runs."""
+
+    folder: Path
+    _undisturbed: dict[tuple[Shape, tuple[int, ...]], Run] = field(default_factory=dict)
+    _seconds: dict[Shape, float] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        make_tokens(self.folder / "tokens")
+        make_run(self.folder, self.folder / "tokens")
+        warm_up()
+
+    def new_run(self, shape: Shape, **changes: Any) -> Run:
+        """A run ready to train; `changes` as in `tests.training.runs.write_config`."""
+        folder = self.folder / f"run-{next(self._numbers)}"
+        config = write_config(
+            folder,
+            self.folder / "tokens",
+            zero=shape.zero_stage,
+            name="run.yaml",
+            upscaled=str(self.folder / "upscaled"),
+            data__sequence_length=shape.sequence_length,
+            schedule__steps=shape.steps,
+            schedule__global_batch_size=shape.global_batch_size,
+            schedule__micro_batch_size=shape.micro_batch_size,
+            validation={"every_steps": shape.steps // 2, "max_sequences": 5},
+            **{"checkpoints__every_steps": shape.save_every, **changes},
+        )
+        return Run(folder, config, shape)
+
+    def undisturbed(self, shape: Shape, skipped: tuple[int, ...] = ()) -> Run:
+        """A run of that shape that nothing befell, or that was told to skip some steps; made once."""
+        if (shape, skipped) not in self._undisturbed:
+            run, began = self.new_run(shape), time.monotonic()
+            if skipped:
+                run_ranks(train_without, RANKS, run.config, *skipped, timeout_s=PATIENCE_S)
+            else:
+                with LocalRanks(run.config, RANKS, run.log) as ranks:
+                    if not ranks.wait(PATIENCE_S) or ranks.exit_codes != [0] * RANKS:
+                        raise TrialError(f"the undisturbed run ended with {ranks.exit_codes}:\n{run.output}")
+            self._seconds.setdefault(shape, time.monotonic() - began)
+            self._undisturbed[shape, skipped] = run
+        return self._undisturbed[shape, skipped]
+
+    def seconds_of(self, shape: Shape) -> float:
+        """How long the undisturbed run took, from its processes' start to their end."""
+        self.undisturbed(shape)
+        return self._seconds[shape]
+
+    def is_undisturbed(self, run: Run, skipped: tuple[int, ...] = ()) -> bool:
+        """Whether the run wrote what the undisturbed one did, to the last bit, each step once and all of them."""
+        figures = run.figures
+        trained = [line["step"] for line in figures if "loss" in line]
+        expected = [step for step in range(1, run.shape.steps + 1) if step not in skipped]
+        return trained == expected and figures == self.undisturbed(run.shape, skipped).figures
+
+
+def await_that(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.02) -> None:
+    """Waits until `condition` holds.
+
+    Raises:
+        TrialError: it does not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TrialError(f"not seen in {timeout_s:.0f} s: {what}")
+        time.sleep(every_s)

@@ -1,0 +1,66 @@
+"""The faults that matter most, in every test run; `make faults` tries them all."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.run_folder.metrics import METRICS, read_metrics
+from tests.faults.damage import done_to_the_newest, truncate
+from tests.faults.injections import kill_rank
+from tests.faults.random_kills import kill_at_random
+from tests.faults.runs import BRIEF, Laboratory
+from tests.faults.suite import FAULTS
+from tests.faults.trial import stop_and_resume
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", ["nan-once", "hung"])
+def test_a_run_survives(laboratory: Laboratory, slurm_cluster: Cluster, name: str):
+    assert FAULTS[name].befall(laboratory, slurm_cluster).sequence_equal
+
+
+@pytest.mark.slurm
+def test_a_killed_rank_and_a_torn_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
+    result = stop_and_resume(
+        "kill -9 of a rank, and the newest checkpoint truncated",
+        laboratory,
+        slurm_cluster,
+        inject=kill_rank,
+        while_down=done_to_the_newest(truncate),
+        checkpoints_before=2,
+    )
+    assert result.sequence_equal and result.steps_lost > BRIEF.save_every
+
+
+def test_the_last_bit_of_one_figure_is_seen(laboratory: Laboratory, tmp_path: Path):
+    reference = laboratory.undisturbed(BRIEF)
+    run = replace(reference, folder=tmp_path)
+    lines = read_metrics(reference.folder / METRICS)
+
+    def found_equal() -> bool:
+        (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return laboratory.is_undisturbed(run)
+
+    assert found_equal()
+    lines[20]["loss"] = math.nextafter(lines[20]["loss"], 0)
+    assert not found_equal()
+    lines[20] = lines[21]
+    assert not found_equal()
+
+
+def test_a_run_survives_random_kills(laboratory: Laboratory):
+    result = kill_at_random("kill -9 at random instants", laboratory, kills=3, seed=4)
+    assert result.times == 3 and result.sequence_equal

@@ -1,0 +1,106 @@
+"""A fault befalls a job: what was lost, how long it took, and whether the figures tell of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.injections import Injection
+from tests.faults.job import Job
+from tests.faults.runs import BRIEF, LASTING, Laboratory, Shape, TrialError
+from tests.faults.table import Result
+from tests.slurm.cluster import Cluster
+
+WhileDown = Callable[[Job], int]
+"""What is done to a job that lies still; returns the step from which it must go on."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one fault cost."""
+
+    steps_lost: int
+    seconds_to_resume: float
+
+
+def newest_checkpoint(job: Job) -> int:
+    """The step from which a run goes on where nothing was done to its checkpoints."""
+    return job.run.saved_step
+
+
+def stop_and_resume(
+    fault: str,
+    laboratory: Laboratory,
+    cluster: Cluster,
+    *,
+    inject: Injection,
+    shape: Shape = BRIEF,
+    loses_steps: bool | None = True,
+    while_down: WhileDown = newest_checkpoint,
+    checkpoints_before: int = 1,
+    options: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    changes: dict[str, Any] | None = None,
+    remarks: str = "",
+) -> Result:
+    """A job that is stopped once, after so many checkpoints, and goes on.
+
+    `loses_steps` says whether some must be computed again, none must, or either may be. `changes` are those of the
+    run's settings, `options` those of sbatch, `environment` is the job's.
+    """
+    laboratory.undisturbed(shape)
+    run = laboratory.new_run(shape, **(changes or {}))
+    job = Job(cluster, run, options=options, **(environment or {}))
+    job.wait_between_checkpoints(checkpoints_before)
+    cost = interrupt(job, inject, while_down)
+    job.finish()
+    if loses_steps is not None and loses_steps != (cost.steps_lost > 0):
+        wanted = "some" if loses_steps else "none"
+        raise TrialError(f"{cost.steps_lost} steps were lost, expected {wanted}\n{run.output}")
+    return Result(fault, 1, cost.steps_lost, cost.seconds_to_resume, laboratory.is_undisturbed(run), remarks)
+
+
+def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint) -> Cost:
+    """Has `inject` stop the job, waits until it is queued again, and has Slurm start it at once.
+
+    Raises:
+        TrialError: the job was not stopped, or not queued again, or did not go on from the step it must.
+    """
+    run, restarts, struck = job.run, job.restarts, time.monotonic()
+    inject(job)
+    job.wait_until_queued_again(restarts)
+    last_step, printed = run.step, len(run.output)
+    expected = while_down(job)
+    job.start_now()
+    job.wait_until(lambda: run.trains_again(printed) or run.is_done, "the first step after the fault")
+    seconds = time.monotonic() - struck
+    resumed = run.resumed_steps[-1] if run.resumed_steps else 0
+    if resumed != expected:
+        raise TrialError(f"{run.folder}: it went on from step {resumed}, expected {expected}\n{run.output}")
+    # The newest checkpoint may be one that was damaged meanwhile.
+    most = run.shape.save_every * (1 if while_down is newest_checkpoint else 2)
+    if last_step - resumed > most:
+        raise TrialError(f"{run.folder}: {last_step - resumed} steps were lost, expected {most} at most\n{run.output}")
+    return Cost(last_step - resumed, seconds)
+
+
+def survive(fault: str, laboratory: Laboratory, cluster: Cluster, *, injections: Sequence[Injection]) -> Result:
+    """A job that goes on through each of these, without a restart."""
+    laboratory.undisturbed(LASTING)
+    run = laboratory.new_run(LASTING)
+    job = Job(cluster, run)
+    seconds = 0.0
+    for inject in injections:
+        job.wait_between_checkpoints()
+        struck = time.monotonic()
+        inject(job)
+        job.wait_for_step(run.step + 1)
+        seconds = max(seconds, time.monotonic() - struck)
+    if run.step == run.shape.steps:
+        raise TrialError(f"{run.folder}: it was done before the last fault\n{run.output}")
+    job.finish()
+    if job.restarts:
+        raise TrialError(f"{run.folder}: it was started again {job.restarts} times, expected none\n{run.output}")
+    return Result(fault, len(injections), 0, seconds, laboratory.is_undisturbed(run))

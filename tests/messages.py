@@ -1,0 +1,35 @@
+"""The collectives that a computation really calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Messages(TorchDispatchMode):
+    """Every collective that is called while it is entered: its name, payload in bytes, and group size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            tensors = [tensor for argument in args for tensor in _tensors(argument)]
+            group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+            longest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+            self.sent.append((operation._opname.strip("_"), longest, group.size()))
+        return operation(*args, **(kwargs or {}))
+
+
+def _tensors(argument: Any) -> Iterable[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for one in argument:
+            yield from _tensors(one)

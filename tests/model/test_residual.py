@@ -1,0 +1,60 @@
+"""What a folder stores scaled is read at its own size, whole or in rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import BaseModelError
+from pipeline.model.from_hf import RESIDUAL_KEY, open_base
+from pipeline.model.residual import StoredResidual
+from tests.bases import save_base
+
+SIZE = 12
+NAMES = {
+    "embedding.base.weight": "columns",
+    "layers.0.attention.output.base.weight": "rows",
+    "layers.0.ffn.down.base.bias": "rows",
+    "layers.0.ffn_norm.base.weight": "gains",
+    "final_norm.base.weight": "gains",
+    "layers.0.attention.query.base.weight": "nothing",
+    "output.base": "nothing",
+}
+
+
+def values(name: str) -> torch.Tensor:
+    shape = (SIZE,) if name.endswith(("bias", "norm.base.weight")) else (SIZE, SIZE)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_touches_the_added_channels_is_scaled(name):
+    natural, stored = values(name), StoredResidual(8, 2.0**-20).store(name, values(name))
+    factor = {"columns": 2.0**-20, "rows": 2.0**-20, "gains": 2.0**20, "nothing": 1.0}[NAMES[name]]
+    changed = (..., slice(8, None)) if NAMES[name] == "columns" else slice(8, None)
+    expected = natural.clone()
+    expected[changed] *= factor
+    assert torch.equal(stored, expected)
+
+
+@given(st.sampled_from(sorted(NAMES)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, SIZE))
+def test_any_rows_come_back(name, one, other, normed_size):
+    first, stop = sorted((one, other))
+    residual = StoredResidual(normed_size, 2.0**-20)
+    stored = residual.store(name, values(name))
+    assert torch.equal(residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop])
+
+
+@pytest.mark.parametrize(
+    "entry", [{"normed_size": 99, "scale": 0.5}, {"normed_size": 8, "scale": 0.3}, {"normed_size": 8}, 7]
+)
+def test_a_record_that_cannot_be_is_refused(entry, tmp_path):
+    path = save_base("llama", tmp_path / "base")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, RESIDUAL_KEY: entry}))
+    with pytest.raises(BaseModelError, match=RESIDUAL_KEY):
+        open_base(path)

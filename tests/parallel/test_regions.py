@@ -1,0 +1,159 @@
+"""Entering and leaving regions on real ranks: what travels, forward and backward, and what a graph it leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.parallel.embedding import VocabularyParallelEmbedding
+from pipeline.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pipeline.parallel.parameter import full_shape_of, partition_of, sharded_parameter, used_between_regions
+from pipeline.parallel.regions import enter_region, leave_region
+from pipeline.parallel.sharding import REPLICATED, merge, split
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from tests.distributed import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def group_of_all(sequence_parallel=False):
+    layout = Layout(dist.get_world_size(), dist.get_world_size())
+    return ProcessGroups(layout, sequence_parallel=sequence_parallel).tensor_parallel
+
+
+def leaf(*values):
+    return torch.tensor([float(value) for value in values], requires_grad=True)
+
+
+def enter_and_leave():
+    tp = group_of_all()
+    number = tp.rank + 1
+    x, x_up, frozen = leaf(1, 2), leaf(3, 4, 5), torch.ones(2)
+    entered = enter_region(tp, x, x_up, frozen, None)
+    sum(number * tensor.sum() for tensor in entered[:2]).backward()
+    partial, partial_up, constant = leaf(number), leaf(number, 2 * number), torch.full((2,), float(number))
+    left = leave_region(tp, partial, None, partial_up, constant)
+    (left[0].sum() + 10 * left[2].sum()).backward()
+    return {
+        "entered": [tensor.detach() for tensor in entered[:2]],
+        "entered gradients": [x.grad, x_up.grad],
+        "frozen stays out": entered[2] is frozen and entered[3] is None,
+        "left": [left[0].detach(), left[2].detach(), left[3]],
+        "left gradients": [partial.grad, partial_up.grad],
+        "constants get no graph": not left[3].requires_grad and left[1] is None,
+    }
+
+
+def test_regions_sum_gradients_on_entry_and_results_on_leaving():
+    for seen in run_ranks(enter_and_leave, 3):
+        assert [tensor.tolist() for tensor in seen["entered"]] == [[1, 2], [3, 4, 5]]
+        assert [gradient.tolist() for gradient in seen["entered gradients"]] == [[6, 6], [6, 6, 6]]
+        assert seen["frozen stays out"]
+        assert [tensor.tolist() for tensor in seen["left"]] == [[6], [6, 12], [6, 6]]
+        assert [gradient.tolist() for gradient in seen["left gradients"]] == [[1], [10, 10]]
+        assert seen["constants get no graph"]
+
+
+def test_on_one_rank_nothing_is_wrapped():
+    x, x_up = leaf(1), leaf(2)
+    assert enter_region(SINGLE, x, None, x_up) == (x, None, x_up)
+    assert leave_region(SINGLE, x, x_up) == (x, x_up)
+    assert used_between_regions(x, SINGLE) is x
+
+
+def some_streams(seed):
+    """Two streams over two sequences of six positions: random numbers to send, and to weigh gradients with."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 6, width, generator=generator) for width in (3, 2)]
+
+
+def enter_and_leave_with_positions_split():
+    tp = group_of_all(sequence_parallel=True)
+    of_rank = [tensor.chunk(tp.size, dim=1)[tp.rank].clone() for tensor in some_streams(0)]
+    x, frozen = of_rank[0].requires_grad_(), of_rank[1]
+    entered = enter_region(tp, x, None, frozen)
+    (entered[0] * some_streams(1 + tp.rank)[0]).sum().backward()
+    partial, constant = some_streams(10 + tp.rank)
+    left = leave_region(tp, partial.requires_grad_(), None, constant)
+    (left[0] * some_streams(20)[0].chunk(tp.size, dim=1)[tp.rank]).sum().backward()
+    return {
+        "entered": (entered[0].detach(), entered[2]),
+        "entered gradient": x.grad,
+        "left": (left[0].detach(), left[2]),
+        "left gradient": partial.grad,
+        "constants get no graph": not entered[2].requires_grad and not left[2].requires_grad,
+        "None stays None": entered[1] is None and left[1] is None,
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_positions_are_gathered_on_entry_and_their_sums_scattered_on_leaving(size):
+    """Forward as backward: what is gathered one way is summed and scattered the other."""
+    ranks = run_ranks(enter_and_leave_with_positions_split, size)
+    gradient = sum(some_streams(1 + rank)[0] for rank in range(size))
+    sums = [sum(partials) for partials in zip(*(some_streams(10 + rank) for rank in range(size)), strict=True)]
+    for rank, seen in enumerate(ranks):
+        for found, expected in zip(seen["entered"], some_streams(0), strict=True):
+            assert torch.equal(found, expected)
+        torch.testing.assert_close(seen["entered gradient"], gradient.chunk(size, dim=1)[rank])
+        for found, expected in zip(seen["left"], sums, strict=True):
+            torch.testing.assert_close(found, expected.chunk(size, dim=1)[rank])
+        assert torch.equal(seen["left gradient"], some_streams(20)[0])
+        assert seen["constants get no graph"]
+        assert seen["None stays None"]
+
+
+def fill(module, tp):
+    """The same whole weights on every rank, each keeping its shard."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            full = torch.randn(full_shape_of(parameter), generator=generator)
+            parameter.copy_(split(full, partition_of(parameter), tp.rank, tp.size))
+    return module
+
+
+class Gain(torch.nn.Module):
+    """Stands for a norm: replicated, and used between regions."""
+
+    def __init__(self, size, tp):
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+
+    def forward(self, x):
+        return x * used_between_regions(self.weight, self.tp)
+
+
+def two_layers(tp):
+    """An embedding and a gain, then a column- and a row-parallel map around a non-linearity, between the regions."""
+    embedding = fill(VocabularyParallelEmbedding(7, 6, tp=tp), tp)
+    gain = fill(Gain(6, tp), tp)
+    column = fill(ColumnParallelLinear(6, 8, bias=True, units=4, tp=tp), tp)
+    row = fill(RowParallelLinear(8, 6, bias=True, units=4, tp=tp), tp)
+    (x,) = leave_region(tp, embedding(torch.tensor([[0, 3, 6, 6], [5, 2, 2, 1]])))
+    (entered,) = enter_region(tp, gain(x))
+    (y,) = leave_region(tp, row(torch.tanh(column(entered))))
+    y.square().sum().backward()
+    modules = {"embedding": embedding, "gain": gain, "column": column, "row": row}
+    named = [(f"{name}.{part}", p) for name, module in modules.items() for part, p in module.named_parameters()]
+    (whole,) = enter_region(tp, y.detach())
+    return whole, {name: (p.grad, partition_of(p), full_shape_of(p)) for name, p in named}
+
+
+def two_layers_of_rank(sequence_parallel):
+    return two_layers(group_of_all(sequence_parallel))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_parallel_layers_equal_whole_ones(tp_size, sequence_parallel):
+    expected, expected_gradients = two_layers(SINGLE)
+    ranks = run_ranks(two_layers_of_rank, tp_size, sequence_parallel)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name, (gradient, partition, full_shape) in expected_gradients.items():
+        shards = [gradients[name][0] for _, gradients in ranks]
+        size = 0 if partition.dim is None else full_shape[partition.dim]
+        torch.testing.assert_close(merge(shards, partition, size), gradient, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,189 @@
+"""Two processes and one run folder: one works, the other is told who does; who died is succeeded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RunFolderError
+from pipeline.exit_codes import LOST_RANK
+from pipeline.run_folder import lock
+from pipeline.run_folder.holder import Holder
+from pipeline.run_folder.lock import RunLock, lock_path, read_holder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pipeline.run_folder import lock
+lock.TOUCH_EVERY_S = 0.2
+with lock.RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds the folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def elsewhere(folder: Path) -> None:
+    """Makes the lock's holder one of another machine, of which nothing is known here."""
+    path = lock_path(folder)
+    os.utime(path, (1, 1))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
+
+
+def test_the_second_is_refused_in_one_line_that_names_the_first(tmp_path):
+    with holder(tmp_path, SLURM_JOB_ID="12", SLURMD_NODENAME="gpu7") as first:
+        with pytest.raises(RunFolderError, match="scancel 12") as refused, RunLock(tmp_path):
+            pass
+        said = str(refused.value)
+        assert f"job 12 on gpu7 (pid {first.pid}, since 20" in said
+        assert "\n" not in said
+
+
+def test_who_left_in_good_order_leaves_no_lock(tmp_path):
+    with holder(tmp_path) as first:
+        assert first.stdin is not None
+        first.stdin.close()
+        first.wait()
+        assert not lock_path(tmp_path).exists()
+    with RunLock(tmp_path):
+        assert lock_path(tmp_path).exists()
+
+
+def test_who_was_killed_on_this_machine_is_succeeded_at_once(tmp_path):
+    with holder(tmp_path) as first:
+        first.kill()
+        first.wait()
+    started = time.monotonic()
+    with RunLock(tmp_path):
+        assert time.monotonic() - started < 5
+        held = read_holder(lock_path(tmp_path))
+        assert held is not None and held.pid == os.getpid()
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm's answers, by command; the true ones are seen in tests/slurm/test_lock.py."""
+
+    def answers(**by_command: str) -> None:
+        for command, answer in by_command.items():
+            (tmp_path / command).write_text(f"#!/bin/sh\necho '{answer}'\n")
+            (tmp_path / command).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return answers
+
+
+@pytest.fixture
+def own():
+    """This process, as the second start of a job."""
+    return replace(Holder.this_process(), cluster="a", job="12", restart=2, node="n1")
+
+
+@pytest.mark.parametrize(
+    ("state", "gone"), [("idle", True), ("mixed", True), ("down*", False), ("idle*", False), ("", False)]
+)
+def test_a_requeued_job_succeeds_itself_unless_slurm_lost_sight_of_its_node(own, slurm, state, gone):
+    slurm(sinfo=state)
+    assert replace(own, boot="another", restart=1).is_gone(own) is gone
+    assert not replace(own, boot="another").is_gone(own), "a rank of the same start on another node"
+
+
+def test_a_job_of_the_same_number_on_another_cluster_is_another_job(own, slurm):
+    slurm(sinfo="idle", squeue="")  # squeue knows no such job here
+    elsewhere = replace(own, boot="another", cluster="b")
+    assert not replace(elsewhere, restart=1).is_gone(own)
+    assert not replace(elsewhere, job="13").is_gone(own)
+    assert replace(elsewhere, cluster="a", job="13").is_gone(own)
+
+
+def test_process_numbers_of_another_container_say_nothing(own):
+    dead = replace(own, job=None, process_started=own.process_started - 1)
+    assert dead.is_gone(own)
+    assert not replace(dead, processes="pid:[1]").is_gone(own)
+
+
+def test_who_finds_an_earlier_start_of_its_own_job_alive_tries_again_later(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with holder(tmp_path, SLURM_RESTART_COUNT="1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        with pytest.raises(RunFolderError) as refused, RunLock(tmp_path):
+            pass
+        assert refused.value.exit_code == LOST_RANK
+
+
+def test_a_silent_holder_of_another_machine_is_succeeded_after_a_while(tmp_path):
+    with holder(tmp_path) as first:
+        first.kill()
+        first.wait()
+    elsewhere(tmp_path)
+    started = time.monotonic()
+    with RunLock(tmp_path, stale_after_s=1.5):
+        assert 1.5 <= time.monotonic() - started < 20
+
+
+def test_a_lock_that_its_maker_never_filled_is_taken_over(tmp_path):
+    lock_path(tmp_path).touch()
+    with RunLock(tmp_path, stale_after_s=0.5):
+        assert read_holder(lock_path(tmp_path)) is not None
+
+
+def test_who_was_stopped_and_lost_the_folder_ends_when_it_goes_on(tmp_path):
+    with holder(tmp_path) as first:
+        first.send_signal(signal.SIGSTOP)
+        elsewhere(tmp_path)
+        with RunLock(tmp_path, stale_after_s=1):
+            first.send_signal(signal.SIGCONT)
+            assert first.wait(timeout=20) == LOST_RANK
+
+
+def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
+    own = Holder.this_process()
+    assert not own.is_gone(own)
+    assert replace(own, process_started=own.process_started - 1).is_gone(own)
+    assert not replace(own, boot="another").is_gone(own), "nothing is known of another machine"
+
+
+def test_of_two_successors_of_one_dead_holder_one_is_refused(tmp_path):
+    with holder(tmp_path) as dead:
+        dead.kill()
+        dead.wait()
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    time.sleep(0.5 + lock.SETTLE_S)
+    outputs = [process.communicate(timeout=30) for process in both]
+    assert sorted(process.returncode for process in both) in ([0, 0], [0, 1])  # both, where one came after the other
+    for process, (_, error) in zip(both, outputs, strict=True):
+        assert process.returncode == 0 or "is at the stage training" in error

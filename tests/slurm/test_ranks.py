@@ -1,0 +1,119 @@
+"""Ranks find each other over an allocation, or on one machine; and they end as one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+
+MEET = "run_stage meet on_every_rank python -m tests.slurm.meet"
+
+
+@pytest.mark.slurm
+def test_ranks_meet_over_both_nodes(slurm_cluster: Cluster, tmp_path: Path):
+    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, "--nodes=2", "--ntasks-per-node=2"), cwd=tmp_path)
+    assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
+    lines = slurm_cluster.output(job).splitlines()
+    expected = [f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)]
+    assert sorted(line for line in lines if line.startswith("rank")) == expected
+    assert any(f"4 ranks over 2 nodes (n[1-2]), rendezvous at 127.0.0.1:{15000 + job}" in line for line in lines)
+
+
+@pytest.mark.slurm
+def test_the_rendezvous_can_be_overridden(slurm_cluster: Cluster, tmp_path: Path):
+    override = {"MASTER_ADDR": "localhost", "MASTER_PORT": "14999"}
+    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env=override, cwd=tmp_path)
+    assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
+    assert "rendezvous at localhost:14999" in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_loopback_between_hosts_ends_the_job_with_one_line(slurm_cluster: Cluster, tmp_path: Path):
+    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env={"HOST_COUNT": "2"}, cwd=tmp_path)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.exit_code) == ("FAILED", 1)
+    assert "error: MASTER_ADDR 127.0.0.1 is 127.0.0.1 on " in slurm_cluster.output(job)
+    assert "Traceback" not in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_one_process_beside_srun_is_refused(slurm_cluster: Cluster, tmp_path: Path):
+    job = slurm_cluster.sbatch(
+        stage_script(tmp_path, "run_stage meet here python -m tests.slurm.meet", *TWO_NODES), cwd=tmp_path
+    )
+    assert slurm_cluster.wait(job).state == "FAILED"
+    assert "is one of 1 process(es), but 2 were allocated" in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_a_rank_that_dies_ends_the_job(slurm_cluster: Cluster, tmp_path: Path):
+    body = "run_stage train on_every_rank bash -c 'if ((RANK == 1)); then kill -9 $$; fi; sleep 200'"
+    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env={"EXIT_GRACE_S": "1"}, cwd=tmp_path)
+    assert slurm_cluster.wait(job, timeout=60).state == "FAILED"
+    assert "task 1: Killed" in slurm_cluster.output(job)
+    assert "error: stage train ended with exit code" in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_ranks_that_end_one_after_the_other_all_have_their_last_words(slurm_cluster: Cluster, tmp_path: Path):
+    body = "run_stage train on_every_rank bash -c 'sleep $((3 * RANK)); echo \"rank $RANK is done\"; exit 75'"
+    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "30", "CONFIG": str(run_config(tmp_path))}
+    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env=env, cwd=tmp_path)
+    slurm_cluster.wait(job)
+    lines = slurm_cluster.output(job).splitlines()
+    assert {"rank 0 is done", "rank 1 is done"} <= set(lines)
+    assert any("stopped during train" in line for line in lines)
+
+
+@pytest.mark.slurm
+def test_a_rendezvous_that_slurm_does_not_tell_is_no_fault_of_the_users(slurm_cluster: Cluster, tmp_path: Path):
+    """A controller that nobody answers for, as srun's own faults: exit code 71."""
+    nowhere = tmp_path / "slurm.conf"
+    nowhere.write_text(
+        re.sub(r"SlurmctldPort=\d+", "MessageTimeout=2\nSlurmctldPort=1", slurm_cluster.daemons.conf.read_text())
+    )
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    env = {**slurm_cluster.daemons.environment, **allocation, "SLURM_CONF": str(nowhere), "SLURM_PATIENCE_S": "0"}
+    script = stage_script(tmp_path, "on_every_rank true")
+    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 71
+    assert result.stderr.startswith("error: scontrol show node n[1-2] --oneliner: ")
+
+
+def test_without_slurm_the_ranks_meet_on_this_machine(tmp_path: Path):
+    result = bash(stage_script(tmp_path, MEET), NPROC="2", DS_ACCELERATOR="cpu")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any("no Slurm allocation: 2 processes on this machine" in line for line in lines)
+    assert sorted(line for line in lines if line.startswith("rank")) == [
+        "rank 0 of 2 on here by gloo: sum 3",
+        "rank 1 of 2 on here by gloo: sum 3",
+    ]
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_without_slurm_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int):
+    """Two lines on stderr, the ranks' and the script's, where torchrun alone adds a traceback and ends with 1."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nif os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})",
+        encoding="utf-8",
+    )
+    result = bash(stage_script(tmp_path, f"run_stage train on_every_rank python {program}"), NPROC="2")
+    assert result.returncode == code
+    assert result.stderr.splitlines()[0] == "error: why"
+    assert len(result.stderr.splitlines()) == (1 if code == 75 else 2)
+
+
+def test_without_slurm_a_killed_rank_is_named(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(100)")
+    body = f"run_stage train on_every_rank python {program}"
+    result = bash(stage_script(tmp_path, body), NPROC="2", EXIT_GRACE_S="0.5")
+    assert result.returncode == 137
+    assert "rank 1 was killed by signal 9" in result.stderr

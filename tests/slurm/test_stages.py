@@ -1,0 +1,194 @@
+"""A stage is told to stop: it saves, and the script ends or has its job queued again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+
+# A stage of two ranks that, like training, saves and stops when it is told to, and goes on from there the next time.
+TRAINING = """\
+run_stage train on_every_rank bash -c '
+    saved=$SAVE.$RANK
+    [[ ! -e $saved ]] || { echo "rank $RANK went on"; exit 0; }
+    trap "sleep 0.5; touch $saved; echo rank $RANK saved; exit 75" USR1 TERM
+    echo "rank $RANK of $WORLD_SIZE works"
+    sleep 200 & wait'
+run_stage convert here echo converted
+"""
+
+
+def saving_in(folder: Path) -> dict[str, str]:
+    """The environment of TRAINING."""
+    return {"SAVE": str(folder / "saved"), "CONFIG": str(run_config(folder))}
+
+
+def wait_until_both_work(cluster: Cluster, job: int) -> None:
+    """Waits until both ranks of TRAINING hear signals."""
+    cluster.wait_for(job, lambda _: cluster.output(job).count("of 2 works") == 2)
+    time.sleep(0.5)  # until their traps are set
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_the_time_limit_leads_to_a_save_and_another_turn(slurm_cluster: Cluster, tmp_path: Path):
+    options = (*TWO_NODES, "--time=1", "--signal=B:USR1@58", "--requeue", "--open-mode=append")
+    job = slurm_cluster.sbatch(stage_script(tmp_path, TRAINING, *options), env=saving_in(tmp_path), cwd=tmp_path)
+    slurm_cluster.wait_for_output(job, "queueing job", timeout=90)
+    assert "restart 1, " in slurm_cluster.output(job)
+    assert {"rank 0 saved", "rank 1 saved"} <= set(slurm_cluster.output(job).splitlines())
+    assert "converted" not in slurm_cluster.output(job)
+    slurm_cluster.start_now(job)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1)
+    lines = slurm_cluster.output(job).splitlines()
+    assert {"rank 0 went on", "rank 1 went on", "converted"} <= set(lines)
+
+
+@pytest.mark.slurm
+def test_ranks_that_save_by_themselves_get_another_turn_until_the_cap(slurm_cluster: Cluster, tmp_path: Path):
+    """`scancel --signal` reaches the ranks and not the batch script, which learns it from their exit code."""
+    job = slurm_cluster.sbatch(
+        stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append"),
+        env={**saving_in(tmp_path), "MAX_RESTARTS": "1"},
+        cwd=tmp_path,
+    )
+    for restart in range(2):
+        slurm_cluster.wait_for(job, lambda _: slurm_cluster.output(job).count("of 2 works") == 2 * (restart + 1))  # noqa: B023
+        time.sleep(0.5)  # until their traps are set
+        slurm_cluster.run("scancel", "--signal=TERM", str(job))
+        if restart == 0:
+            slurm_cluster.start_now(job)
+            for saved in tmp_path.glob("saved.*"):
+                saved.unlink()
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("FAILED", 1)
+    assert "no further attempt at train: it was restarted 1 times, and MAX_RESTARTS is 1" in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_a_batch_script_told_to_end_has_its_ranks_save_and_its_job_queued_again(slurm_cluster: Cluster, tmp_path: Path):
+    """srun would answer the script's TERM by killing every rank at once."""
+    script = stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = slurm_cluster.sbatch(script, env=saving_in(tmp_path), cwd=tmp_path)
+    wait_until_both_work(slurm_cluster, job)
+    slurm_cluster.run("scancel", "--batch", "--signal=TERM", str(job))
+    slurm_cluster.start_now(job)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+    lines = set(slurm_cluster.output(job).splitlines())
+    assert {"rank 0 saved", "rank 1 saved", "rank 0 went on", "rank 1 went on"} <= lines
+
+
+@pytest.mark.slurm
+def test_an_interrupted_batch_script_has_its_ranks_save_and_ends(slurm_cluster: Cluster, tmp_path: Path):
+    script = stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = slurm_cluster.sbatch(script, env=saving_in(tmp_path), cwd=tmp_path)
+    wait_until_both_work(slurm_cluster, job)
+    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 75, 0), slurm_cluster.evidence(job)
+    assert {"rank 0 saved", "rank 1 saved"} <= set(slurm_cluster.output(job).splitlines())
+
+
+@pytest.mark.slurm
+def test_a_second_interrupt_ends_ranks_that_hang(slurm_cluster: Cluster, tmp_path: Path):
+    body = "run_stage train on_every_rank bash -c 'trap \"echo rank $RANK hangs\" USR1; while true; do sleep 0.2; done'"
+    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env=saving_in(tmp_path), cwd=tmp_path)
+    time.sleep(1.5)
+    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    slurm_cluster.wait_for(job, lambda _: slurm_cluster.output(job).count(" hangs") == 2)
+    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    end = slurm_cluster.wait(job, timeout=20)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 130, 0), slurm_cluster.evidence(job)
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_does_not_come_back_even_if_its_stage_ends_in_a_fault(slurm_cluster: Cluster, tmp_path: Path):
+    body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
+    job = slurm_cluster.sbatch(stage_script(tmp_path, body, "--requeue"), env=saving_in(tmp_path), cwd=tmp_path)
+    slurm_cluster.wait_for_output(job, "works\n")
+    slurm_cluster.run("scancel", str(job))
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("CANCELLED", 0), slurm_cluster.evidence(job)
+    assert "queueing job" not in slurm_cluster.output(job)
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_does_not_come_back(slurm_cluster: Cluster, tmp_path: Path):
+    job = slurm_cluster.sbatch(stage_script(tmp_path, TRAINING, *TWO_NODES), env=saving_in(tmp_path), cwd=tmp_path)
+    wait_until_both_work(slurm_cluster, job)
+    slurm_cluster.run("scancel", str(job))
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("CANCELLED", 0), slurm_cluster.evidence(job)
+
+
+def test_a_failing_stage_ends_the_script_with_its_exit_code(tmp_path: Path):
+    result = bash(stage_script(tmp_path, "run_stage first here bash -c 'exit 7'\nrun_stage second here echo second"))
+    assert result.returncode == 7
+    assert "error: stage first ended with exit code 7" in result.stderr
+    assert "second" not in result.stdout
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, how: signal.Signals, code: int):
+    body = "run_stage first here sleep 1234.75\nrun_stage second here echo second"
+    with subprocess.Popen(["bash", str(stage_script(tmp_path, body))], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "first" in process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(how)
+        output = process.stdout.read()  # ends when the last holder of the pipe has gone, the stage included
+    assert process.returncode == code
+    assert "the same command goes on from there" in output
+    assert "second" not in output
+
+
+def test_a_stop_is_heeded_by_a_stage_that_ends_in_a_fault(tmp_path: Path):
+    body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
+    script = stage_script(tmp_path, body)
+    env = {**os.environ, "CONFIG": str(run_config(tmp_path))}
+    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "train" in process.stdout.readline()
+        assert process.stdout.readline() == "works\n"
+        process.send_signal(signal.SIGTERM)
+        output = process.stdout.read()
+    assert process.returncode == 70
+    assert "works" not in output and "another attempt" not in output
+
+
+# A rank that hangs: it hears its signals as training does, and looks at none.
+HANGING = """\
+import time
+from pipeline.training.signals import StopSignals
+with StopSignals() as signals:
+    print("works", flush=True)
+    while True:
+        if signals.received and time.sleep(0.6) is None:
+            print("was asked to stop", flush=True)
+            signals.received = None
+        time.sleep(0.1)
+"""
+
+
+def test_the_second_interrupt_ends_a_stage_at_once(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(HANGING, encoding="utf-8")
+    script = stage_script(tmp_path, f"run_stage train on_every_rank python {program}")
+    env = {**os.environ, "NPROC": "1"}
+    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for expected in ("works\n", "was asked to stop\n"):
+            while expected != process.stdout.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == 130

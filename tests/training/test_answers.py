@@ -1,0 +1,151 @@
+"""Loss on answers only, and how well answers are known, against transformers on the same tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from pipeline.config.run import load_config
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.workers import local_workers
+from pipeline.exit_codes import RESUME_LATER
+from pipeline.model.output import Losses
+from pipeline.training.answers import answer_score, answer_sums
+from tests.bases import STORIES
+from tests.distributed import run_ranks
+from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train
+
+IGNORED = -100
+# stories260K goes on with most of these as it learnt them; a few it must get wrong.
+PAIRS = [
+    (f"Once upon a time, there was a {kind} {name}. The {name} was very", answer)
+    for kind in ("little", "big")
+    for name in ("girl", "boy", "dog", "cat")
+    for answer in ("happy.", "sad.", "happy and", "blue")
+] + [("Once upon a", "time, there"), ("Lily and", "Tom")] * 4
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of runs on these pairs, as training and as held-out corpus."""
+    folder = tmp_path_factory.mktemp("pairs")
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "text": a}) + "\n" for q, a in PAIRS))
+    corpus = {"input": [str(path)], "heldout_input": [str(path)], "prompt_key": "question"}
+    changes = {"data__corpora": {"pairs": corpus}, "data__replay_fraction": 0, "validation__max_sequences": 64}
+    config = load_config(make_run(folder / "run", folder / "tokens", **changes))
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, STORIES):
+            preprocess(job, workers)
+    return {"tokens": folder / "tokens", **changes}
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def by_transformers() -> dict[str, Any]:
+    """Each pair alone: the nll of the answer with its end, its first token, and whether greedy decoding gives it."""
+    model = AutoModelForCausalLM.from_pretrained(STORIES)
+    encode = load_tokenizer(STORIES).reference.encode
+    rows = []
+    for prompt, answer in PAIRS:
+        asked, answered = [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
+        logits = model(torch.tensor([asked + answered])).logits[0, len(asked) - 1 : -1]
+        targets = torch.tensor(answered)
+        nll = F.cross_entropy(logits, targets, reduction="none").double()
+        chosen = logits.argmax(dim=-1) == targets
+        rows.append((nll.sum(), len(answered), chosen[0], math.exp(-nll[0]), chosen.all()))
+    nll, tokens, hard, soft, exact = (float(sum(column)) for column in zip(*rows, strict=True))
+    text_bytes = sum(len(answer) for _, answer in PAIRS)
+    return {
+        "total": nll,
+        "nll_per_token": nll / tokens,
+        "bits_per_byte": nll / math.log(2) / text_bytes,
+        "first_token_accuracy": hard / len(rows),
+        "first_token_probability": soft / len(rows),
+        "exact_match": exact / len(rows),
+    }
+
+
+def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
+    """On a rank: the figures of the model before its first step, and the summed nll of one whole pass."""
+    start_deepspeed()
+    trainer, *_ = prepared(config)
+    (score,) = trainer.validation.run(trainer.engine).values()
+    sequences = len(trainer.validation.heldout["pairs"])
+    total, read = 0.0, 0
+    for batch in (batch for step in range(sequences) for batch in trainer.batches.of_step(step)):
+        if read < sequences:
+            total += float(trainer.engine.loss(batch).total.detach())
+            read += len(batch.tokens)
+    assert read == sequences, "a pass is no whole number of micro-batches"
+    return {"nll_per_token": score.nll_per_token, **score.figures()}, total
+
+
+@pytest.mark.parametrize(("variant", "tp_size"), [("adapt", 1), ("adapt", 2), ("route", 2)])
+def test_figures_equal_transformers(settings, by_transformers, tmp_path, variant, tp_size):
+    changes = {"method__variant": variant, "parallel__tp_size": tp_size, "schedule__micro_batch_size": 1}
+    config = make_run(tmp_path, zero=1, **settings, **changes)
+    for figures, total in run_ranks(scores_and_loss, tp_size, config):
+        assert total == pytest.approx(by_transformers["total"], rel=1e-5)
+        for name, expected in by_transformers.items():
+            if name != "total":
+                assert figures[name] == pytest.approx(expected, rel=1e-5), name
+    assert 0.3 < by_transformers["first_token_accuracy"] < 1
+    assert 0 <= by_transformers["exact_match"] < by_transformers["first_token_accuracy"]
+
+
+def test_a_run_on_answers_learns_them_and_goes_on_after_a_signal(settings, tmp_path):
+    changes = {"schedule__steps": 4, "validation__every_steps": 2}
+    undisturbed = make_run(tmp_path / "whole", zero=1, **settings, **changes)
+    assert run_ranks(train, 1, undisturbed) == [0]
+    config = make_run(tmp_path / "stopped", zero=1, **settings, **changes)
+    assert run_ranks(_stopped_in_the_first_step, 1, config) == [RESUME_LATER]
+    assert run_ranks(train, 1, config) == [0]
+    found = metrics(tmp_path / "stopped")
+    assert found == metrics(tmp_path / "whole")
+    last = json.loads((tmp_path / "whole" / "training.json").read_text())["validation"]["pairs"]
+    assert last["first_token_probability"] == found[-1]["first_token_probability/pairs"]
+    assert found[-1]["first_token_probability/pairs"] > found[0]["first_token_probability/pairs"]
+    assert found[-1]["perplexity/pairs"] < found[0]["perplexity/pairs"]
+
+
+def _stopped_in_the_first_step(config):
+    return train(config, stop=True)
+
+
+# A sample as answers between prompts: which tokens of each greedy decoding would choose.
+ANSWERS = st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=5)
+
+
+@given(st.lists(st.booleans(), max_size=3), ANSWERS)
+def test_answers_are_counted_one_by_one(continued: list[bool], answers: list[list[bool]]):
+    """`continued` is the end of an answer that began in the sample before."""
+    length = 40
+    targets, starts = torch.full((1, length), IGNORED), torch.zeros(1, length, dtype=torch.bool)
+    chosen, nll = torch.zeros(1, length, dtype=torch.bool), torch.rand(1, length)
+    at = 0
+    for number, answer in enumerate([continued, *answers]):
+        starts[0, at] = number > 0
+        targets[0, at : at + len(answer)] = 7
+        chosen[0, at : at + len(answer)] = torch.tensor(answer)
+        at += len(answer) + 2
+    sums = answer_sums(Losses(nll.sum(), nll, starts, chosen), targets, starts)[0].tolist()
+    probabilities = nll[starts].double().neg().exp().sum()
+    hard, exact = sum(answer[0] for answer in answers), sum(all(answer) for answer in answers)
+    assert sums == pytest.approx([len(answers), hard, float(probabilities), exact])
+    score = answer_score(sums)
+    assert (score is None) == (not answers)
+    if score:
+        assert score.exact_match == exact / len(answers)

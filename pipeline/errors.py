@@ -48,7 +48,7 @@ class CheckpointStorageError(CheckpointError):
 
 
 class RunFolderError(UserError):
-    """A run folder that is not there."""
+    """The folder of a run or a study that is not there, or does not say what was expected."""
 
 
 class FolderTakenError(RunFolderError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from pipeline.evaluation.perplexity import Score
+from pipeline.run_folder.averages import mean, spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,6 +25,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def readable(perplexity: float) -> str:
     """Four digits, or a power of ten where a model knows nothing of a text."""
     return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure in a format's words; nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def over_seeds(values: Sequence[float], words: Callable[[float], str]) -> str:
+    """The mean, and behind it one standard deviation (of a sample) where there are several."""
+    around = spread(values)
+    return words(mean(values)) + ("" if around is None else f" ±{words(around)}")
 
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from pipeline.report.numbers import mean
-from pipeline.report.rows import Figures, Look, Row, Run
+from pipeline.report.rows import Run
+from pipeline.run_folder.averages import geometric_mean, mean
+from pipeline.run_folder.looks import Figures, Look
+from pipeline.run_folder.study_summary import Row
 
 _MOST = 3  # corpora of a role that a picture can show
 
@@ -42,13 +43,7 @@ def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for one in figures:
         for name, value in one.items():
             values.setdefault(name, []).append(value)
-    return {name: _geometric(of) if name == "perplexity" else mean(of) for name, of in values.items()}
-
-
-def _geometric(values: Sequence[float]) -> float:
-    if not all(0 < one < math.inf for one in values):
-        return math.inf
-    return math.exp(mean([math.log(value) for value in values]))
+    return {name: geometric_mean(of) if name == "perplexity" else mean(of) for name, of in values.items()}
 
 
 def _shared_name(names: Sequence[str]) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pipeline.report.axes import axis_from_zero, layer_axis, log_axis, share_axis
 from pipeline.report.groups import Group, corpora, figure_names
 from pipeline.report.lines import Panel, Series, draw_panels, panels_height
-from pipeline.report.numbers import count, mean, short
-from pipeline.report.rows import REPLAY, Run
+from pipeline.report.numbers import count, short
+from pipeline.report.rows import Run
 from pipeline.report.standing import PERPLEXITY, measure_of
 from pipeline.report.svg import Drawing, Point
 from pipeline.report.tradeoff import draw_tradeoff
+from pipeline.run_folder.averages import mean
+from pipeline.run_folder.study_summary import REPLAY
 
 # What corpora of prompts have, as shares of the questions.
 _ANSWERS = {

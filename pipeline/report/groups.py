@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.report.condensing import condensed
-from pipeline.report.numbers import mean
-from pipeline.report.rows import REPLAY, Row, Run
+from pipeline.report.rows import Run
 from pipeline.report.standing import Measure, Standing
+from pipeline.run_folder.averages import mean
+from pipeline.run_folder.study_summary import REPLAY, Row
 
 
 @dataclass(frozen=True)

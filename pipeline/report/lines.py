@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pipeline.report.axes import Axis, step_axis
 from pipeline.report.labels import spread
-from pipeline.report.numbers import mean
 from pipeline.report.svg import Drawing, Point, shortened, style_class, text_width
+from pipeline.run_folder.averages import mean
 
 _LABEL = 12.5
 _LINE = 16.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
+
+from pipeline.run_folder.averages import mean, spread
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
@@ -75,16 +76,6 @@ def duration(seconds: float) -> str:
         hours, rest = divmod(minutes, 60)
         return f"{hours} h {rest} min" if rest else f"{hours} h"
     return f"{seconds / 86400:.1f} days"
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean; infinite where one is."""
-    return fmean(values) if all(map(math.isfinite, values)) else math.inf
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """One standard deviation, as of a sample; None of fewer than two, or where one is infinite."""
-    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def plus_minus(values: Sequence[float], words: Callable[[float], str]) -> tuple[str, str]:

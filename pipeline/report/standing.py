@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.report.axes import round_changes, round_points
-from pipeline.report.numbers import change, mean, points
-from pipeline.report.rows import REPLAY, Figures, Row
+from pipeline.report.numbers import change, points
+from pipeline.run_folder.averages import mean
+from pipeline.run_folder.looks import Figures
+from pipeline.run_folder.study_summary import REPLAY, Row
 
 
 class Standing(NamedTuple):

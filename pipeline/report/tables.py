@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.report.groups import Group, corpora, figure_names
-from pipeline.report.numbers import NOTHING, change, count, duration, mean, of_figure, percent, plus_minus, short
+from pipeline.report.numbers import NOTHING, change, count, duration, of_figure, percent, plus_minus, short
 from pipeline.report.standing import PERPLEXITY, measure_of
+from pipeline.run_folder.averages import mean
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pipeline.report.axes import Axis, distance_axis
 from pipeline.report.groups import Group
 from pipeline.report.labels import Box, around, beside
-from pipeline.report.numbers import spread
-from pipeline.report.rows import Row
 from pipeline.report.standing import Measure, Standing
 from pipeline.report.svg import Drawing, Point, shortened, style_class, text_width
+from pipeline.run_folder.averages import spread
+from pipeline.run_folder.study_summary import Row
 
 _LABEL = 13.0
 _LEFT, _TOP, _BOTTOM = 68.0, 34.0, 58.0

@@ -1,1 +1,1 @@
-"""What a run folder says of its run: who works in it, which attempts were made, how far it is. Loads no torch."""
+"""What the folder of a run, or of a study, says: who works in it, how far it is, what was measured. Loads no torch."""

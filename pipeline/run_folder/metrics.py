@@ -7,14 +7,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import RunFolderError
+
 METRICS = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a killed process left unfinished is left out."""
-    if not path.exists():
+    """The lines of a metrics.jsonl, none where there is no file; one that a killed process left unfinished is left out.
+
+    Raises:
+        RunFolderError: the file cannot be read.
+    """
+    try:
+        return _whole(path.read_text(encoding="utf-8").splitlines())
+    except FileNotFoundError:
         return []
-    return _whole(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path}: cannot be read ({error}); copy it again") from None
 
 
 def last_metrics(path: Path, count: int, tail_bytes: int) -> list[dict[str, Any]]:
@@ -31,7 +40,9 @@ def _whole(texts: Iterable[str | bytes]) -> list[dict[str, Any]]:
     lines = []
     for text in texts:
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any
 
 from pipeline.errors import StudyError
 from pipeline.exit_codes import CONFIG_ERROR
+from pipeline.run_folder.averages import geometric_mean
+from pipeline.run_folder.study_summary import REPLAY, read_rows, read_tried
 from pipeline.search.judgement import Probe
-from pipeline.study.summary import LEARNING_RATES, SUMMARY
 
 
 @dataclass(frozen=True)
@@ -26,15 +24,8 @@ class Point:
 
     def beats(self, other: Point) -> bool:
         """Whether it learned as much and kept as much, and more of one of them."""
-        return (
-            self.new <= other.new
-            and self.replay <= other.replay
-            and (self.new, self.replay)
-            != (
-                other.new,
-                other.replay,
-            )
-        )
+        as_good = self.new <= other.new and self.replay <= other.replay
+        return as_good and (self.new < other.new or self.replay < other.replay)
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -80,32 +71,29 @@ def read_by_hand(study: Path, steps: int) -> ByHand:
     """Reads the figures of a study whose runs took so many steps.
 
     Raises:
-        StudyError: it is not finished, or its runs are of another length.
+        RunFolderError: it is not finished.
+        StudyError: its runs are of another length, or nothing that was known before was measured.
     """
-    known, tried = _read(study / SUMMARY)[0], _read(study / LEARNING_RATES)
-    if known["steps"] != steps:
+    known, tried = read_rows(study)[0], read_tried(study)
+    if known.steps != steps:
         raise StudyError(
-            f"{study}: expected runs of {steps} steps, as the last round's, found {known['steps']}; "
-            f"end --steps with {known['steps']}",
+            f"{study}: expected runs of {steps} steps, as the last round's, found {known.steps}; "
+            f"end --steps with {known.steps}",
             CONFIG_ERROR,
         )
-    replayed = [name for name, role in known["roles"].items() if role == "replay" and name in known["before"]]
+    replayed = [known.before[name] for name, role in known.roles.items() if role == REPLAY and name in known.before]
+    if not replayed:
+        raise StudyError(
+            f"{study}: expected a held-out part of a corpus of role replay, found none; compare with another study",
+            CONFIG_ERROR,
+        )
     points = [
-        Point(f"{one['label']} at {one['learning_rate']:g}", one["new_perplexity"], one["replay_perplexity"])
+        Point(f"{one.label} at {one.learning_rate:g}", one.new_perplexity, one.replay_perplexity)
         for one in tried
-        if None not in (one["new_perplexity"], one["replay_perplexity"])  # it diverged
+        if one.new_perplexity is not None and one.replay_perplexity is not None  # else it diverged
     ]
-    return ByHand(study, points, geometric_mean(known["before"][name]["perplexity"] for name in replayed))
+    return ByHand(study, points, geometric_mean([figures["perplexity"] for figures in replayed]))
 
 
 def _named(points: Sequence[Point]) -> str:
     return ", ".join(f"{one.label} ({one.new:.2f}, {one.replay:.2f})" for one in points)
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise StudyError(
-            f"{path}: not to be read; name the folder of a finished study, by tools/run_study.py", CONFIG_ERROR
-        ) from None

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import geometric_mean
 
 from pipeline import log
 from pipeline.config.run import RunConfig
@@ -15,7 +14,7 @@ from pipeline.search.candidates import Candidate
 from pipeline.search.judgement import Judged, Probe, survivors
 from pipeline.study.conduct import conduct
 from pipeline.study.description import Compared, RunSettings, Study
-from pipeline.study.results import perplexity_of, row
+from pipeline.study.results import read_outcome
 from pipeline.study.runs import StudyRuns, Trial, measured_corpora
 from pipeline.training.divergence import REPORT as DIVERGENCE
 
@@ -124,14 +123,11 @@ class Search:
 
 def read_probe(runs: StudyRuns, trial: Trial) -> Probe:
     """What a finished run showed."""
-    run = runs.trial(trial)
-    found = row(run, trial, trial.method, runs.study.folder)
-    new, replay = (perplexity_of(run, role) for role in ("new", "replay"))
-    if new is None or replay is None:
+    outcome = read_outcome(runs.trial(trial))
+    new, replay = (outcome.perplexity(role, outcome.after) for role in ("new", "replay"))
+    replay_before = outcome.perplexity("replay", outcome.before)
+    if new is None or replay is None or replay_before is None:
         raise AssertionError(f"{trial}: both roles are measured, or no search starts")
-    before, after = (
-        [found[when][name]["perplexity"] for name in measured_corpora(run.config, "replay")]
-        for when in ("before", "after")
-    )
-    increase = max(later / earlier - 1 for earlier, later in zip(before, after, strict=True))
-    return Probe(found["steps"], new, replay, geometric_mean(before), increase)
+    replayed = measured_corpora(outcome.run.config, "replay")
+    increase = max(outcome.after[one]["perplexity"] / outcome.before[one]["perplexity"] - 1 for one in replayed)
+    return Probe(outcome.looks[-1].step, new, replay, replay_before, increase)

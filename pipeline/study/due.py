@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import VERIFICATION
 from pipeline.conversion.runs import HF_FOLDER
 from pipeline.data.corpora import is_tokenized
 from pipeline.study.choice import best_learning_rate
-from pipeline.study.results import is_trained, perplexity_of
+from pipeline.study.results import Outcome, is_trained, read_outcome
 from pipeline.study.runs import StudyRun, StudyRuns, Trial
 
 
@@ -34,12 +34,12 @@ def due(runs: StudyRuns) -> list[Task]:
     """What can be done now, side by side; nothing where the study is done."""
     study = runs.study
     for run, stage in zip(runs.stages, study.stages.values(), strict=True):
-        if not _is_converted(run.config):
+        if not _is_converted(run):
             return [Task(run, ("tokenize", *_training(run), "convert"), stage.ranks)]
     trials = [runs.trial(trial) for trial in trials_so_far(runs)]
     if not is_tokenized(trials[0].config.data):
         return [Task(trials[0], ("tokenize",), 1)]
-    return [Task(run, _training(run), study.ranks) for run in trials if not is_trained(run.config)]
+    return [Task(run, _training(run), study.ranks) for run in trials if not is_trained(run)]
 
 
 def trials_so_far(runs: StudyRuns) -> list[Trial]:
@@ -63,9 +63,14 @@ def chosen_rate(runs: StudyRuns, method: str) -> float | None:
     if len(trials) == 1:
         return trials[0].learning_rate
     finished = {trial: runs.trial(trial) for trial in trials}
-    if not all(is_trained(run.config) for run in finished.values()):
+    if not all(is_trained(run) for run in finished.values()):
         return None
-    left = {trial.learning_rate: perplexity_of(run, "new") for trial, run in finished.items()}
+    return best_rate({trial: read_outcome(run) for trial, run in finished.items()})
+
+
+def best_rate(outcomes: Mapping[Trial, Outcome]) -> float:
+    """The learning rate of the run, of those of a method's grid, that learned most."""
+    left = {trial.learning_rate: outcome.perplexity("new", outcome.after) for trial, outcome in outcomes.items()}
     return best_learning_rate({rate: math.inf if value is None else value for rate, value in left.items()})
 
 
@@ -77,15 +82,15 @@ def run_count(runs: StudyRuns) -> int:
 
 def finished_count(runs: StudyRuns) -> int:
     """How many of them are done."""
-    stages = sum(_is_converted(run.config) for run in runs.stages)
+    stages = sum(_is_converted(run) for run in runs.stages)
     if stages < len(runs.stages):
         return stages
-    return stages + sum(is_trained(runs.trial(trial).config) for trial in trials_so_far(runs))
+    return stages + sum(is_trained(runs.trial(trial)) for trial in trials_so_far(runs))
 
 
 def _training(run: StudyRun) -> tuple[str, ...]:
     return ("upscale", "train") if isinstance(run.config.method, ScaleMethod) else ("train",)
 
 
-def _is_converted(config: RunConfig) -> bool:
-    return is_trained(config) and (config.folder / HF_FOLDER / VERIFICATION).exists()
+def _is_converted(run: StudyRun) -> bool:
+    return is_trained(run) and (run.config.folder / HF_FOLDER / VERIFICATION).exists()

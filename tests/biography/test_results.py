@@ -19,7 +19,7 @@ from pipeline.biography.results import (
     rates_table,
     read_summary,
 )
-from pipeline.errors import DataError
+from pipeline.errors import DataError, RunFolderError
 
 
 def figures(task0: float, task1: float) -> dict[str, dict[str, float]]:
@@ -44,6 +44,7 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
         "learning_rate": 3e-3,
         "trainable_parameters": 1234567,
         "steps": 40,
+        "roles": {name: "replay" if name.startswith("task0") else "new" for name in figures(0, 0)},
         "before": figures(0.9, 0.1),
         "during": [{"step": step, "figures": figures(0.9 - step / 100, 0.5)} for step in (10, 20, 30)],
         "after": figures(at_end, 0.8),
@@ -54,7 +55,16 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
 def summary(tmp_path: Path) -> Path:
     rows = [row("Full fine-tuning", 1, 0.1), row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
     (tmp_path / "summary.json").write_text(json.dumps(rows))
-    tried = [{"label": "LoRA", "learning_rate": rate, "after": figures(0.5, rate)} for rate in (0.25, 0.5)]
+    tried = [
+        {
+            "label": "LoRA",
+            "learning_rate": rate,
+            "after": figures(0.5, rate),
+            "chosen": rate == 0.5,
+            "at_the_edge": False,
+        }
+        for rate in (0.25, 0.5)
+    ]
     (tmp_path / "learning_rates.json").write_text(json.dumps(tried))
     return tmp_path
 
@@ -66,8 +76,8 @@ def cells(text: str) -> list[list[str]]:
 
 def test_the_end_is_the_mean_over_seeds_and_the_companys_city_stands_apart(summary: Path):
     _, _, fft, route = cells(end_table(read_summary(summary)))
-    task1 = ["80.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
-    assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
+    task1 = ["80.0% ±0.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
+    assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0% ±7.1%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
     assert route[3:5] == ["70.0%", "90.0%"]
 
 
@@ -90,6 +100,14 @@ def test_side_by_side_where_task_1_is_known_as_well(summary: Path):
     assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
 
 
+def test_seeds_that_do_not_come_so_far_are_not_passed_over_in_silence(summary: Path):
+    rows = read_summary(summary)
+    slower = rows[1].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
+    assert cells(matched_table([rows[0], slower], learned=0.5))[-1] == [
+        "Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"
+    ]  # fmt: skip
+
+
 def test_rates_that_were_not_chosen(summary: Path):
     _, _, *lines = cells(rates_table(summary))
     assert lines == [["LoRA", "0.25", "50.0%", "25.0%"], ["LoRA", "0.5", "50.0%", "50.0%"]]
@@ -103,8 +121,12 @@ def test_every_attribute_by_itself(summary: Path):
 
 
 def test_another_study_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"summary\.json: no such file"):
+    with pytest.raises(RunFolderError, match=r"summary\.json: no such file"):
         read_summary(tmp_path)
-    (tmp_path / "summary.json").write_text(json.dumps([{"after": {"korean": {"perplexity": 3.0}}}]))
+    other = {"label": "LoRA", "steps": 1, "roles": {"korean": "new"}, "before": {}, "after": {}}
+    (tmp_path / "summary.json").write_text(json.dumps([other]))
     with pytest.raises(DataError, match="expected the corpora of a study of biographies, found none called task0_"):
         read_summary(tmp_path)
+    (tmp_path / "learning_rates.json").write_text(json.dumps([{**other, "learning_rate": 1, "chosen": True}]))
+    with pytest.raises(RunFolderError, match=r"learning_rates\.json: row 0: at_the_edge: Field required"):
+        rates_table(tmp_path)

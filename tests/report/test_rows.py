@@ -8,6 +8,7 @@ import math
 import pytest
 
 from pipeline.errors import RunFolderError
+from pipeline.report.groups import group
 from pipeline.report.rows import read_runs
 from tests.distributed import run_ranks
 from tests.report.studies import rows, write_study
@@ -91,9 +92,12 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "training.json").write_text('{"trainable_parameters": "many"}')
     with pytest.raises(RunFolderError, match=r"training\.json: trainable_parameters"):
         read_runs([tmp_path])
-    (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(RunFolderError, match="holds no run"):
-        read_runs([tmp_path])
-    (tmp_path / "summary.json").write_text("[{")
-    with pytest.raises(RunFolderError, match="cannot be read as JSON"):
-        read_runs([tmp_path])
+
+
+def test_folders_of_one_name_are_told_apart_and_one_given_twice_counts_once(tmp_path):
+    content = rows((1,))[:1]
+    first, second = (write_study(tmp_path / one / "korean", content, diagnostics=False) for one in "ab")
+    alone = write_study(tmp_path / "other", content, diagnostics=False)
+    runs = read_runs([first, second, alone, first / "summary.json"])
+    assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
+    assert [len(one.runs) for one in group(runs)] == [1, 1, 1]  # no two seeds of one method

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipeline.config.run import load_config, parse_config
-from pipeline.errors import BudgetError, StudyError
+from pipeline.errors import BudgetError, RunFolderError, StudyError
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import read_metrics
 from pipeline.search.candidates import Space, candidates
@@ -125,11 +125,13 @@ def test_the_shipped_search_is_of_the_study_that_it_is_compared_with(monkeypatch
 
 
 def test_a_choice_is_held_against_a_study_of_the_same_base_and_length(tmp_path):
-    diverged = {"label": "LoRA", "learning_rate": 1.0, "new_perplexity": None, "replay_perplexity": None}
-    after = {"label": "LoRA", "learning_rate": 1e-3, "new_perplexity": 5.0, "replay_perplexity": 12.0}
-    row = {"steps": 4, "roles": {"english": "replay"}, "before": {"english": {"perplexity": 10.0}}}
+    known = {"label": "LoRA", "after": {}, "chosen": False, "at_the_edge": False}
+    diverged = {**known, "learning_rate": 1.0, "new_perplexity": None, "replay_perplexity": None}
+    after = {**known, "learning_rate": 1e-3, "new_perplexity": 5.0, "replay_perplexity": 12.0}
+    before = {"english": {"perplexity": 10.0}}
+    row = {"label": "LoRA", "steps": 4, "roles": {"english": "replay"}, "before": before, "after": before}
     (tmp_path / "summary.json").write_text(json.dumps([row]))
-    with pytest.raises(StudyError, match=r"learning_rates.json: not to be read; name the folder of a finished study"):
+    with pytest.raises(RunFolderError, match=r"learning_rates.json: no such file; tools/run_study.py writes it"):
         read_by_hand(tmp_path, 4)
     (tmp_path / "learning_rates.json").write_text(json.dumps([after, diverged]))
     with pytest.raises(StudyError, match="expected runs of 8 steps, as the last round's, found 4; end --steps with 4"):
@@ -139,5 +141,8 @@ def test_a_choice_is_held_against_a_study_of_the_same_base_and_length(tmp_path):
     assert by_hand.verdict_on(better) == (
         "beyond the frontier of 1 runs by hand: better than LoRA at 0.001 (5.00, 12.00)"
     )
+    (tmp_path / "summary.json").write_text(json.dumps([{**row, "roles": {"english": "new"}}]))
+    with pytest.raises(StudyError, match="expected a held-out part of a corpus of role replay, found none"):
+        read_by_hand(tmp_path, 4)
     with pytest.raises(StudyError, match=r"expected replay perplexity 11.00 before training, .* found 10.00"):
         by_hand.verdict_on(Probe(4, 5.0, 11.0, 11.0, 0.0))

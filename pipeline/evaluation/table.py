@@ -19,7 +19,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         first, *figures = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         return "  ".join([first, *(figure.strip().rjust(len(figure)) for figure in figures)]).rstrip()
 
-    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+    return "\n".join([line(header), "  ".join("-" * width for width in widths).rstrip(), *map(line, rows)])
 
 
 def readable(perplexity: float) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from pipeline import log
 from pipeline.errors import StudyError
 from pipeline.exit_codes import INTERNAL_FAULT
-from pipeline.study.description import load_study
+from pipeline.study.description import SCRATCH, load_study
 from pipeline.study.due import due, finished_count, run_count
 from pipeline.study.processes import SideBySide
 from pipeline.study.progress import Progress
-from pipeline.study.runs import SCRATCH, StudyRuns
+from pipeline.study.runs import StudyRuns
 from pipeline.study.scratch import make_scratch
 
 _logger = log.get_logger(__name__)

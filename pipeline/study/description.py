@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,11 @@ RunSettings = dict[str, Any]
 """Some of a run configuration's settings; what is missing, the study says."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 _LISTED_IN = "docs/studies.md"
+SCRATCH, TOKENS = "scratch", "tokens"
+_TAKEN = {SCRATCH, TOKENS}
+# Settings that come from elsewhere in the file: in a run's own they would go unheard, or make two runs share a folder.
+_FROM_STUDY = ("name", "folder", "base")
+_VARIED = ("method", "seed", "schedule.learning_rate")
 
 
 class TokenizerText(Section):
@@ -60,6 +65,11 @@ class Stage(Section):
     settings: RunSettings
     """a run configuration without name, folder and base; without a method it is full fine-tuning"""
 
+    @model_validator(mode="after")
+    def _says_what_is_its_own(self) -> Stage:
+        _check_not_said(self.settings, _FROM_STUDY)
+        return self
+
 
 class Compared(Section):
     """One of the methods that a study compares."""
@@ -77,7 +87,7 @@ class Compared(Section):
     def _one_method_and_rates(self) -> Compared:
         if (self.method is None) == (self.matched is None):
             raise ValueError("give method or matched, one of them")
-        if len(set(self.learning_rates)) < len(self.learning_rates):
+        if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("learning_rates: each once")
         return self
 
@@ -108,8 +118,14 @@ class Study(Section):
             raise ValueError("give base or scratch, one of them")
         if self.scratch is not None and not self.stages:
             raise ValueError("a base from scratch needs stages that train it")
+        if taken := _TAKEN & self.stages.keys():
+            raise ValueError(f"stages.{min(taken)}: the study has a folder of that name for something else")
+        _check_not_said(self.settings, (*_FROM_STUDY, *_VARIED))
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: each once")
+        labels = [one.label for one in self.methods.values()]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"methods: each needs a label of its own, or tables pool them, found {twice[0]!r} twice")
         if any(one.matched for one in self.methods.values()):
             reference = self.methods.get(self.match or "")
             if reference is None or reference.method is None:
@@ -133,6 +149,15 @@ def load_study(path: Path, data: Path) -> Study:
             "of make, --data folder, or SCALE_CPT_DATA"
         )
     return checked(Study, placed, source=str(path), listed_in=_LISTED_IN)
+
+
+def _check_not_said(settings: RunSettings, keys: Iterable[str]) -> None:
+    """Raises ValueError where `settings` say one of `keys`, dotted ones below a section."""
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        inner = settings.get(section) if section else settings
+        if isinstance(inner, Mapping) and name in inner:
+            raise ValueError(f"settings.{key}: every run has its own, which the study decides; remove it here")
 
 
 def _placed(value: Any, places: Mapping[str, str], path: Path) -> Any:  # noqa: ANN401  # any YAML

@@ -74,8 +74,15 @@ def read_outcome(run: StudyRun) -> Outcome:
 
 
 def is_trained(run: StudyRun) -> bool:
-    """Whether the run has come to the end that its configuration now has."""
-    return (run.config.folder / SUMMARY).exists() and int(_training(run)["steps"]) >= run.config.schedule.steps
+    """Whether the run has come to its end.
+
+    Raises:
+        ConfigError: one has in its folder, but with other settings.
+    """
+    if not (run.config.folder / SUMMARY).exists():
+        return False
+    run.check_same()
+    return int(_training(run)["steps"]) >= run.config.schedule.steps
 
 
 def short_name(method: Method) -> str:

@@ -20,10 +20,9 @@ from pipeline.errors import ConfigError
 from pipeline.estimation.matching import Matcher
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.study.description import RunSettings, Study
+from pipeline.study.description import SCRATCH, TOKENS, RunSettings, Study
 
 CONFIG = "run.yaml"
-SCRATCH = "scratch"
 _logger = log.get_logger(__name__)
 
 
@@ -39,20 +38,27 @@ class StudyRun:
         """Its configuration on the disk."""
         return self.config.folder / CONFIG
 
+    def check_same(self) -> None:
+        """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
+        if not self.path.exists():
+            return
+        found, wanted = _compared(load_config(self.path)), _compared(self.config)
+        if other := [key for key in wanted if found[key] != wanted[key]]:
+            raise ConfigError(
+                f"{self.path}: this run was made with other settings than the study has now ({', '.join(other)}); "
+                f"remove the folder {self.config.folder}, or give the study another one"
+            )
+
     def write(self) -> None:
         """Puts the configuration into the run's folder.
 
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
-        if self.path.exists():
-            if load_config(self.path) == self.config:
-                return
-            if (self.config.folder / "checkpoints").exists():
-                raise ConfigError(
-                    f"{self.path}: this run was made with other settings than the study has now; remove the folder "
-                    f"{self.config.folder}, or give the study another one"
-                )
+        if (self.config.folder / "checkpoints").exists():
+            self.check_same()
+        if self.path.exists() and load_config(self.path) == self.config:
+            return
         self.config.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
 
@@ -155,7 +161,7 @@ class StudyRuns:
     def _run(self, name: str, base: Path, settings: RunSettings, where: str) -> StudyRun:
         folder = self.study.folder / name
         own = {"name": f"{self.study.name}.{name}", "folder": str(folder), "base": str(base)}
-        shared = {"data": {"folder": str(self.study.folder / "tokens")}}
+        shared = {"data": {"folder": str(self.study.folder / TOKENS)}}
         values = _merged(own, _merged(shared, settings))
         return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"))
 
@@ -164,6 +170,15 @@ def measured_corpora(config: RunConfig, role: Role) -> list[str]:
     """The corpora of that role of which the run holds a part out."""
     data = config.data
     return [name for name, corpus in data.corpora.items() if corpus.role == role and has_heldout(data, name)]
+
+
+def _compared(config: RunConfig) -> dict[str, Any]:
+    """The sections of a configuration, however the places of its texts are written."""
+    values = config.model_dump()
+    for corpus in values["data"]["corpora"].values():
+        for part in ("input", "heldout_input"):
+            corpus[part] = [str(Path(place).resolve()) for place in corpus[part]]
+    return values
 
 
 def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> RunSettings:

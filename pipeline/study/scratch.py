@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
@@ -16,11 +18,13 @@ from transformers.utils import logging
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_training import texts, train_sentencepiece
-from pipeline.files import published_folder, write_json
+from pipeline.errors import ConfigError
+from pipeline.files import file_hash, published_folder, write_json
 from pipeline.model.from_hf import read_spec
 from pipeline.study.description import NewTokenizer, Scratch, TokenizerText
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_MADE_OF = "made_of.json"
 _logger = log.get_logger(__name__)
 
 
@@ -28,19 +32,48 @@ def make_scratch(scratch: Scratch, folder: Path) -> None:
     """Makes the base in `folder`; does nothing where it is.
 
     Raises:
+        ConfigError: what is there was made of something else.
         BaseModelError: the architecture is none that can be trained.
         DataError: the tokenizer cannot be read, or not be trained on these texts.
     """
-    if folder.exists():
-        return
     spec = read_spec(scratch.architecture)
+    made_of = _made_of(scratch)
+    if folder.exists():
+        _check_same(folder, made_of)
+        return
     with published_folder(folder) as unfinished:
         if isinstance(scratch.tokenizer, Path):
             _copy_tokenizer(scratch.tokenizer, unfinished)
         else:
             _train_tokenizer(scratch.tokenizer, unfinished)
         _write_weights(scratch, unfinished)
+        write_json(unfinished / _MADE_OF, made_of)
     _logger.info("wrote a random base of %d layers to %s", spec.num_layers, folder)
+
+
+def _made_of(scratch: Scratch) -> dict[str, Any]:
+    """What decides the base, however the places of its texts are written."""
+    values = scratch.model_dump(mode="json")
+    architecture = scratch.architecture / "config.json" if scratch.architecture.is_dir() else scratch.architecture
+    values["architecture"] = json.loads(architecture.read_text(encoding="utf-8"))
+    if isinstance(scratch.tokenizer, Path):
+        values["tokenizer"] = file_hash(tokenizer_file(scratch.tokenizer))
+    else:
+        for part in values["tokenizer"]["texts"]:
+            part["input"] = [str(Path(place).resolve()) for place in part["input"]]
+    return values
+
+
+def _check_same(folder: Path, made_of: Mapping[str, Any]) -> None:
+    path = folder / _MADE_OF
+    if not path.exists():  # a base that was made before this file was
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if other := [key for key in made_of if found[key] != made_of[key]]:
+        raise ConfigError(
+            f"{path}: this base was made of another {' and '.join(other)} than scratch says now; remove the study's "
+            f"folder {folder.parent}, or give the study another one"
+        )
 
 
 def _write_weights(scratch: Scratch, folder: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import yaml
 
 from pipeline.config.method import Lora
 from pipeline.errors import ConfigError
 from pipeline.study.description import load_study
-from pipeline.study.due import due, run_count
+from pipeline.study.due import due, finished_count, run_count
+from pipeline.study.results import is_trained
 from pipeline.study.runs import StudyRuns, Trial
 from tests.bases import STORIES
 from tests.study.studies import study_values, write_study
@@ -95,6 +99,24 @@ def faulty(change):
         (lambda study, methods, _: methods["lora"].update(learning_rates=[1.0, 1.0]), "learning_rates: each once"),
         (lambda study, methods, settings: settings.update(sead=1), "settings, for adapt: .*sead: unknown key"),
         (lambda study, methods, settings: settings["data"].update(folder="${home}"), "no other place than"),
+        (lambda study, methods, settings: settings.update(folder="runs/x"), "settings.folder: every run has its own"),
+        (lambda study, methods, settings: settings.update(seed=7), "settings.seed: every run has its own"),
+        (
+            lambda study, methods, settings: settings["schedule"].update(learning_rate=1.0),
+            "settings.schedule.learning_rate: every run has its own",
+        ),
+        (
+            lambda study, methods, settings: study.update(stages={"first": {"settings": {**settings, "base": "x"}}}),
+            "stages.first: settings.base: every run has its own",
+        ),
+        (
+            lambda study, methods, settings: study.update(stages={"tokens": {"settings": settings}}),
+            "stages.tokens: the study has a folder of that name",
+        ),
+        (
+            lambda study, methods, _: methods["lora"].update(label="SCALE-Adapt"),
+            "label of its own.*'SCALE-Adapt' twice",
+        ),
         (
             lambda study, methods, settings: settings["data"]["corpora"]["korean"].pop("heldout_input"),
             "expected a held-out part of a corpus of role new",
@@ -116,5 +138,22 @@ def test_a_run_is_not_taken_for_one_with_other_settings(opened):
     longer.write()  # nothing was made yet
     (run.config.folder / "checkpoints").mkdir()
     longer.write()
-    with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings"):
+    with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
         run.write()
+
+
+def test_a_finished_run_of_other_settings_does_not_count_as_done(opened):
+    trial = Trial("adapt", 2e-3, 1)
+    run = opened().trial(trial)
+    run.write()
+    (run.config.folder / "training.json").write_text(json.dumps({"steps": run.config.schedule.steps}))
+    assert is_trained(run)
+
+    def elsewhere(values):
+        korean = values["settings"]["data"]["corpora"]["korean"]
+        korean["input"] = [os.path.relpath(place) for place in korean["input"]]
+
+    assert is_trained(opened(elsewhere).trial(trial))  # the same texts, named otherwise
+    other = opened(lambda values: values["settings"]["schedule"].update(weight_decay=0.5))
+    with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
+        finished_count(other)

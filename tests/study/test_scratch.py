@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from pipeline.conversion.hf_model import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.files import file_hash
 from pipeline.study.description import NewTokenizer, Scratch, TokenizerText
 from pipeline.study.scratch import make_scratch
@@ -46,8 +46,12 @@ def test_a_new_tokenizer_cuts_as_finely_as_its_texts_say(architecture, tmp_path)
     assert one == same != other
 
     before = (tmp_path / "one" / "config.json").stat().st_mtime_ns
-    make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "one")
+    make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "one")
     assert before == (tmp_path / "one" / "config.json").stat().st_mtime_ns
+    with pytest.raises(ConfigError, match=r"made_of.json: this base was made of another seed than scratch says now"):
+        make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"was made of another tokenizer"):
+        make_scratch(Scratch(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "one")
 
 
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])

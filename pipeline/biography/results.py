@@ -40,8 +40,10 @@ def rates_table(study: Path) -> str:
     """
     lines = []
     for number, one in enumerate(read_tried(study)):
-        _check_asked(one.after, f"{study / LEARNING_RATES}: row {number}")
-        known = [f"{mean_figure(one.after, task):.1%}" for task in TASKS]
+        known = ["diverged", ""]
+        if not one.diverged:
+            _check_asked(one.after, f"{study / LEARNING_RATES}: row {number}")
+            known = [f"{mean_figure(one.after, task):.1%}" for task in TASKS]
         lines.append([one.label, f"{one.learning_rate:g}", *known])
     return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
 

@@ -60,6 +60,11 @@ class Tried(BaseModel):
     chosen: bool
     at_the_edge: bool
 
+    @property
+    def diverged(self) -> bool:
+        """Whether it came to no end that could be measured."""
+        return not self.after
+
 
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a study's summary.json, one at least.

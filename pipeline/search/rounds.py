@@ -96,7 +96,7 @@ class Search:
                     raise
                 _logger.info("%s; the search goes on without it", error)
                 continue
-            return {one: read_probe(runs, self._trial(one)) for one in sound}
+            return {one: read_probe(runs, self._trial(one)) for one in sound if not self._diverged(one, steps)}
         return {}
 
     def _judged(self, candidate: Candidate, probes: tuple[Probe, ...]) -> Judged:

@@ -10,8 +10,10 @@ from pipeline.config.method import ScaleMethod
 from pipeline.conversion.convert import VERIFICATION
 from pipeline.conversion.runs import HF_FOLDER
 from pipeline.data.corpora import is_tokenized
+from pipeline.errors import StudyError
+from pipeline.exit_codes import CONFIG_ERROR
 from pipeline.study.choice import best_learning_rate
-from pipeline.study.results import Outcome, is_trained, read_outcome
+from pipeline.study.results import Outcome, has_diverged, is_trained, read_outcome
 from pipeline.study.runs import StudyRun, StudyRuns, Trial
 
 
@@ -36,10 +38,11 @@ def due(runs: StudyRuns) -> list[Task]:
     for run, stage in zip(runs.stages, study.stages.values(), strict=True):
         if not _is_converted(run):
             return [Task(run, ("tokenize", *_training(run), "convert"), stage.ranks)]
-    trials = [runs.trial(trial) for trial in trials_so_far(runs)]
-    if not is_tokenized(trials[0].config.data):
-        return [Task(trials[0], ("tokenize",), 1)]
-    return [Task(run, _training(run), study.ranks) for run in trials if not is_trained(run)]
+    trials = {trial: runs.trial(trial) for trial in trials_so_far(runs)}
+    first = next(iter(trials.values()))
+    if not is_tokenized(first.config.data):
+        return [Task(first, ("tokenize",), 1)]
+    return [Task(run, _training(run), study.ranks) for trial, run in trials.items() if not _is_over(runs, trial)]
 
 
 def trials_so_far(runs: StudyRuns) -> list[Trial]:
@@ -58,19 +61,39 @@ def grid(runs: StudyRuns, method: str) -> list[Trial]:
 
 
 def chosen_rate(runs: StudyRuns, method: str) -> float | None:
-    """The learning rate at which `method` is compared; None while runs that decide it are not done."""
+    """The learning rate at which `method` is compared; None while runs that decide it are not done.
+
+    Raises:
+        StudyError: none of its runs came to an end.
+    """
     trials = grid(runs, method)
     if len(trials) == 1:
         return trials[0].learning_rate
-    finished = {trial: runs.trial(trial) for trial in trials}
-    if not all(is_trained(run) for run in finished.values()):
+    if not all(_is_over(runs, trial) for trial in trials):
         return None
-    return best_rate({trial: read_outcome(run) for trial, run in finished.items()})
+    return best_rate(outcomes(runs, method))
 
 
-def best_rate(outcomes: Mapping[Trial, Outcome]) -> float:
-    """The learning rate of the run, of those of a method's grid, that learned most."""
-    left = {trial.learning_rate: outcome.perplexity("new", outcome.after) for trial, outcome in outcomes.items()}
+def outcomes(runs: StudyRuns, method: str) -> dict[Trial, Outcome | None]:
+    """What became of the finished runs of a method's grid; None of those that diverged."""
+    found = {trial: runs.trial(trial) for trial in grid(runs, method)}
+    return {trial: None if has_diverged(run) else read_outcome(run) for trial, run in found.items()}
+
+
+def best_rate(outcomes: Mapping[Trial, Outcome | None]) -> float:
+    """The learning rate of the run, of those of a method's grid, that learned most.
+
+    Raises:
+        StudyError: all of them diverged.
+    """
+    left = {
+        trial.learning_rate: outcome.perplexity("new", outcome.after)
+        for trial, outcome in outcomes.items()
+        if outcome is not None
+    }
+    if not left:
+        (method,) = {trial.method for trial in outcomes}
+        raise StudyError(f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR)
     return best_learning_rate({rate: math.inf if value is None else value for rate, value in left.items()})
 
 
@@ -85,11 +108,18 @@ def finished_count(runs: StudyRuns) -> int:
     stages = sum(_is_converted(run) for run in runs.stages)
     if stages < len(runs.stages):
         return stages
-    return stages + sum(is_trained(runs.trial(trial)) for trial in trials_so_far(runs))
+    return stages + sum(_is_over(runs, trial) for trial in trials_so_far(runs))
 
 
 def _training(run: StudyRun) -> tuple[str, ...]:
     return ("upscale", "train") if isinstance(run.config.method, ScaleMethod) else ("train",)
+
+
+def _is_over(runs: StudyRuns, trial: Trial) -> bool:
+    """Whether nothing is left to do: of several rates, one that diverges is the worst, and has said all it can."""
+    run = runs.trial(trial)
+    others = len(runs.study.methods[trial.method].learning_rates) > 1 and trial.seed == runs.study.seeds[0]
+    return is_trained(run) or (others and has_diverged(run))
 
 
 def _is_converted(run: StudyRun) -> bool:

@@ -78,7 +78,6 @@ class SideBySide:
         """What ended since the last call, after a moment.
 
         Raises:
-            StudyError: a task ended in a fault.
             KeyboardInterrupt, SystemExit: a signal asked for the end.
         """
         time.sleep(_LOOK_EVERY_S)
@@ -88,8 +87,6 @@ class SideBySide:
             raise SystemExit(RESUME_LATER)
         ended = [one for one in self.running if one.process.poll() is not None]
         self.running = [one for one in self.running if one not in ended]
-        for one in ended:
-            one.check()
         return ended
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -16,6 +16,7 @@ from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.run_folder.status import SUMMARY
 from pipeline.run_folder.study_summary import Row
 from pipeline.study.runs import StudyRun, Trial, measured_corpora
+from pipeline.training.divergence import REPORT as DIVERGENCE
 
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds")
 
@@ -83,6 +84,11 @@ def is_trained(run: StudyRun) -> bool:
         return False
     run.check_same()
     return int(_training(run)["steps"]) >= run.config.schedule.steps
+
+
+def has_diverged(run: StudyRun) -> bool:
+    """Whether the run left the road and did not come to its end."""
+    return (run.config.folder / DIVERGENCE).exists() and not is_trained(run)
 
 
 def short_name(method: Method) -> str:

@@ -10,7 +10,7 @@ from pipeline.run_folder.averages import mean
 from pipeline.run_folder.looks import Figures
 from pipeline.run_folder.study_summary import Row, Tried, write_summary
 from pipeline.study.choice import is_at_the_edge
-from pipeline.study.due import best_rate, grid
+from pipeline.study.due import best_rate, outcomes
 from pipeline.study.results import Outcome, read_outcome
 from pipeline.study.runs import StudyRuns, Trial
 
@@ -49,29 +49,30 @@ def summarise(runs: StudyRuns) -> Summary:
     rows: list[Row] = []
     tried: list[Tried] = []
     for name, compared in study.methods.items():
-        outcomes = {trial: read_outcome(runs.trial(trial)) for trial in grid(runs, name)}
-        rate = best_rate(outcomes)
+        found = outcomes(runs, name)
+        rate = best_rate(found)
         for seed in study.seeds:
             trial = Trial(name, rate, seed)
-            outcome = outcomes.get(trial) or read_outcome(runs.trial(trial))
+            outcome = found.get(trial) or read_outcome(runs.trial(trial))
             rows.append(outcome.row(trial, compared.label, study.folder))
         at_the_edge = is_at_the_edge(rate, compared.learning_rates)
         tried += [
             _tried(trial, outcome, compared.label, chosen=trial.learning_rate == rate, at_the_edge=at_the_edge)
-            for trial, outcome in outcomes.items()
+            for trial, outcome in found.items()
         ]
     write_summary(study.folder, rows, tried)
     return Summary(rows, tried)
 
 
-def _tried(trial: Trial, outcome: Outcome, label: str, *, chosen: bool, at_the_edge: bool) -> Tried:
+def _tried(trial: Trial, outcome: Outcome | None, label: str, *, chosen: bool, at_the_edge: bool) -> Tried:
+    new, replay = (outcome.perplexity(role, outcome.after) if outcome else None for role in ("new", "replay"))
     return Tried(
         label=label,
         learning_rate=trial.learning_rate,
         seed=trial.seed,
-        new_perplexity=outcome.perplexity("new", outcome.after),
-        replay_perplexity=outcome.perplexity("replay", outcome.after),
-        after=outcome.after,
+        new_perplexity=new,
+        replay_perplexity=replay,
+        after=outcome.after if outcome else {},
         chosen=chosen,
         at_the_edge=chosen and at_the_edge,
     )
@@ -82,7 +83,7 @@ def _rates(tried: Sequence[Tried]) -> str:
     for one in tried:
         after = [readable(value) if value is not None else "" for value in (one.new_perplexity, one.replay_perplexity)]
         mark = "chosen, at the edge" if one.at_the_edge else "chosen" if one.chosen else ""
-        rows.append([one.label, f"{one.learning_rate:g}", *after, mark])
+        rows.append([one.label, f"{one.learning_rate:g}", *after, "diverged" if one.diverged else mark])
     return table(["", "learning rate", "new: perplexity", "replay: perplexity", ""], rows)
 
 

@@ -10,7 +10,7 @@ import yaml
 from tests.bases import STORIES
 from tests.training.runs import write_config
 
-STEPS = 2
+STEPS = 3
 
 
 def study_values(folder: Path, tokens: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.errors import StudyError
 from pipeline.study.conduct import conduct, open_study
@@ -20,6 +21,8 @@ from tests.study.studies import STEPS, study_values, write_study
 from tests.training.runs import metrics
 
 ROOT = Path(__file__).parents[2]
+BEYOND = 9e5
+"""A learning rate after whose first step, with weight decay, no number comes out."""
 
 
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
@@ -35,10 +38,14 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     """The study's folder, and what it printed; it was interrupted before its first run was done, and went on."""
     folder = tmp_path_factory.mktemp("study")
     values = study_values(folder, tokens)
+    values["settings"]["stability"] = {"max_skipped_steps": 0}
+    values["settings"]["schedule"]["weight_decay"] = 10.0
+    values["methods"]["lora"]["learning_rates"] = [2e-3, 1e-5, BEYOND]
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
     while not log.exists():
+        assert interrupted.poll() is None, interrupted.communicate()
         time.sleep(0.05)
     interrupted.send_signal(signal.SIGINT)
     _, errors = interrupted.communicate()
@@ -81,8 +88,11 @@ def test_the_learning_rate_is_the_one_that_learned_more(finished):
     tried = json.loads((study / "learning_rates.json").read_text())
     at = {one["learning_rate"]: one for one in tried if one["label"] == "LoRA"}
     assert at[2e-3]["new_perplexity"] < at[1e-5]["new_perplexity"]
-    assert (at[2e-3]["chosen"], at[1e-5]["chosen"]) == (True, False)
-    assert "chosen, at the edge" in printed and "SCALE-Adapt" in printed
+    assert (at[2e-3]["chosen"], at[1e-5]["chosen"], at[BEYOND]["chosen"]) == (True, False, False)
+    assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
+    (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
+    assert line.endswith("diverged") and (study / f"lora.lr_{BEYOND:g}.seed_1" / "divergence.json").exists()
+    assert "chosen" in printed and "SCALE-Adapt" in printed
 
 
 def test_what_is_finished_is_not_done_again(finished, tokens):
@@ -90,13 +100,14 @@ def test_what_is_finished_is_not_done_again(finished, tokens):
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
     runs = open_study(path, study)
-    assert (finished_count(runs), run_count(runs)) == (3, 3)
+    assert (finished_count(runs), run_count(runs)) == (4, 4)
     conduct(runs, jobs=2)
     assert summarise(runs).as_text() == printed.rstrip("\n")
     assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
 
     # Other seeds follow, at the chosen rate only.
-    write_study(study.parent, {**study_values(study.parent, tokens), "seeds": [1, 2]})
+    values = yaml.safe_load(path.read_text())
+    write_study(study.parent, {**values, "seeds": [1, 2]})
     tasks = due(open_study(path, study))
     assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
         ("adapt.lr_0.002.seed_2", ("upscale", "train")),

@@ -7,6 +7,7 @@
 stop_signal="" # set by the traps: the signal after which no further stage may start
 interrupted="" # set by the traps too: wait returned before the stage ended
 stage_pid=""
+stage_began=0
 stage_code=0
 through_srun="" # whether the stage is srun
 restarts_here=0 # without Slurm: how often a stage was started again
@@ -29,6 +30,7 @@ run_stage() {
         if ((stage_code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((stage_code == 0 || stage_code > 128)); }; then
             code=$RESUME_LATER
             ((stage_code != 0)) || when=after
+            [[ -n "$stage_pid" ]] || when=before
             [[ "$stop_signal" != INT ]] || ((stage_code <= 128)) || code=130
             say "stopped $when $name"
         else
@@ -45,10 +47,13 @@ attempt() {
     export ATTEMPT=${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}.${SLURM_RESTART_COUNT:-$((restarts_here))}
     through_srun=""
     [[ "$1" != on_every_rank ]] || ! on_slurm || through_srun=true
+    stage_pid=""
+    stage_code=$RESUME_LATER
+    [[ -z "$stop_signal" ]] || return 0 # it came between two stages
     # In the background, because bash runs a trap only between foreground commands.
     "$@" &
-    stage_pid=$!
-    [[ -z "$stop_signal" ]] || forward "$stop_signal" # it came between two stages
+    stage_pid=$! stage_began=$SECONDS
+    [[ -z "$stop_signal" ]] || forward "$stop_signal" # it came just now
     interrupted=true
     while [[ -n "$interrupted" ]]; do # wait also returns at each trapped signal
         interrupted=""
@@ -63,6 +68,7 @@ forward() {
     stop_signal=$1
     interrupted=true
     say "caught SIG$1: asking the stage to save and stop"
+    ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was forked a moment ago loses what its parent traps
     kill -s "$sent" "$stage_pid" 2>/dev/null || true
 }
 

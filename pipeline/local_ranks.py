@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from contextlib import ExitStack
 from types import FrameType
 
 from pipeline import log
+from pipeline.ports import reserved_port
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.1
@@ -24,14 +24,15 @@ def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
     When one has ended, the others have `grace_s` to end too; then they are killed, stopped ones included. A signal for
     this process goes to all of them. A rank that a signal ended counts as 128 + its number.
     """
-    place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     with ExitStack() as started:
+        port = started.enter_context(reserved_port())
+        place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks: list[subprocess.Popen[bytes]] = []
         started.callback(_kill, ranks)
+        _forward_signals(ranks)
         for rank in range(count):
             environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=environment))
-        _forward_signals(ranks)
         return _highest_exit_code(ranks, grace_s)
 
 
@@ -70,9 +71,3 @@ def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in ranks:
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

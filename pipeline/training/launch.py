@@ -33,6 +33,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
 )
 _LOOPBACK = "127.0.0.1"
+_ANY_PORT = 0  # torch's store takes a free one
 
 Resolve = Callable[[str], str]
 
@@ -82,7 +83,7 @@ def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> L
     rank, local_rank, world_size = _place(environment)
     _check_world(environment, rank, world_size)
     if world_size == 1:
-        return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_free_port()))
+        return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_ANY_PORT))
     launch = Launch(rank, local_rank, world_size, *_rendezvous(environment, world_size))
     hosts = _host_count(environment)
     _check_address(launch.master_addr, hosts, resolve)
@@ -260,9 +261,3 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None or not text.isdecimal():
         raise LayoutError(f"{name}: expected a whole number, found {text or 'nothing'!r}")
     return int(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from pipeline.ports import reserved_port
 from tests.distributed import processes
 
 
@@ -24,7 +25,8 @@ class LocalRanks:
     """One attempt of a run. Leaving the block kills what is left of it."""
 
     def __init__(self, config: Path, world_size: int, log: Path) -> None:
-        port = _free_port()
+        self._port = ExitStack()
+        port = self._port.enter_context(reserved_port())
         self._processes = [
             processes.Process(target=_train, args=(config, rank, world_size, port, log), daemon=True)
             for rank in range(world_size)
@@ -41,6 +43,7 @@ class LocalRanks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._port.close()
 
     @property
     def exit_codes(self) -> list[int | None]:
@@ -80,9 +83,3 @@ def _train(config: Path, rank: int, world_size: int, port: int, log: Path) -> No
         os.dup2(descriptor, stream)
     sys.argv = ["pipeline.train", str(config)]
     runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -59,10 +59,10 @@ def test_every_launcher_gives_the_same_place(environment):
     assert read_launch(launch.environment, far) == launch
 
 
-def test_without_a_launcher_a_process_is_alone_on_a_free_port():
+def test_without_a_launcher_a_process_is_alone_on_whatever_port_is_free():
     launch = read_launch({}, nowhere)
     assert (launch.rank, launch.world_size, launch.master_addr) == (0, 1, "127.0.0.1")
-    assert launch.master_port > 0
+    assert launch.master_port == 0
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def threads():
     return names
 
 def wait_until(gloo_runs):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while any("gloo" in name for name in threads()) is not gloo_runs:
         assert time.monotonic() < deadline, threads()
         time.sleep(0.01)

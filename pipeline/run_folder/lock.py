@@ -13,13 +13,14 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import orjson
 
 from pipeline import log
 from pipeline.errors import FolderTakenError
 from pipeline.exit_codes import LOST_RANK
-from pipeline.files import write_json
+from pipeline.files import published_file
 from pipeline.run_folder.holder import Holder
 
 TRAINING = "training"
@@ -27,6 +28,7 @@ TOUCH_EVERY_S = 5.0
 STALE_AFTER_S = 60.0
 """Longer than file systems let a node believe what it read of a file before."""
 SETTLE_S = 0.5
+_NONE = (0, None)
 _logger = log.get_logger(__name__)
 
 
@@ -64,33 +66,41 @@ class RunLock:
         """Whether the lock could be made, because there was none."""
         try:
             with self._path.open("xb") as file:
-                file.write(orjson.dumps(self._own.as_json()))
-                os.fsync(file.fileno())
+                self._fill(file)
         except FileExistsError:
             return False
         return True
 
+    def _fill(self, file: BinaryIO) -> None:
+        file.write(orjson.dumps(self._own.as_json()))
+        file.flush()
+        os.fsync(file.fileno())
+
     def _take_over(self) -> None:
         deadline = time.monotonic() + self._stale_after_s
         first = self._look()
-        while (seen := self._look()) == first and time.monotonic() < deadline:
+        while (seen := self._look()) == first != _NONE and time.monotonic() < deadline:
             holder = first[1]
             if holder is not None and holder.is_gone(self._own):
                 break
             time.sleep(min(1.0, self._stale_after_s / 10))
-        if seen != first:
+        if seen != first or seen == _NONE:
             if seen[1] is None and self._made():
                 return  # its holder left just now
             raise self._refusal(seen[1])
         _logger.warning("%s: takes it over from %s, which is gone", self._path, first[1] or "an unknown process")
-        write_json(self._path, self._own.as_json())
+        with published_file(self._path) as file:
+            self._fill(file)
+            # Just before it is named: to ask Slurm, and the disk, takes time, in which another may have taken it over.
+            if (seen := self._look()) != first:
+                raise self._refusal(seen[1])
         # Two that find the same dead holder at the same moment both write; the later one has it.
         time.sleep(SETTLE_S)
         if (winner := read_holder(self._path)) != self._own:
             raise self._refusal(winner)
 
     def _look(self) -> tuple[int, Holder | None]:
-        """When the lock was last touched, and by whom; (0, None) where it is gone.
+        """When the lock was last touched, and by whom; `_NONE` where it is gone.
 
         It is opened each time, for only that makes a network file system ask the server.
         """
@@ -98,7 +108,7 @@ class RunLock:
             with self._path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns, _parsed(file.read())
         except FileNotFoundError:
-            return 0, None
+            return _NONE
 
     def _refusal(self, holder: Holder | None) -> FolderTakenError:
         stop = f"scancel {holder.job}" if holder and holder.job else "stop it"

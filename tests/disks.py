@@ -32,6 +32,10 @@ class SmallDisk:
         """Gives the room back."""
         free(self.path)
 
+    def grow(self, mib: int) -> None:
+        """Makes it so large."""
+        subprocess.run(["mount", "-o", f"remount,size={mib}m", str(self.path)], check=True)
+
     def remove(self) -> None:
         """Ends it."""
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)

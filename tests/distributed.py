@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.waiting import PATIENCE_S
+
 # A rank is forked from a server that has imported the slow packages already: 0.1 s each instead of 5.
 processes = get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
@@ -23,15 +25,17 @@ processes.set_forkserver_preload(
     ["torch.distributed", "pytest", "awkward", "tests.training.runs", "pipeline.training.run"]
 )
 
-GRACE_S = 2.0
-"""How long the other ranks are heard after the first has failed."""
+GRACE_S = 10.0
+"""How long the other ranks are heard after the first has failed, which may be no more than the echo of their fault."""
 
 
 class RankError(AssertionError):
     """A rank raised, died, or did not end in time; the message carries its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = PATIENCE_S
+) -> list[Any]:
     """Calls `function(*arguments)` on `world_size` ranks at once and returns their results in rank order.
 
     `function` must be importable (a module's own), its arguments and results picklable. It finds the default process
@@ -43,7 +47,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
             receiver, sender = processes.Pipe(duplex=False)
             store = Path(folder) / "rendezvous"
             process = processes.Process(
-                target=_rank, args=(sender, store, rank, world_size, timeout_s, function, arguments), daemon=True
+                target=_rank, args=(sender, store, rank, world_size, function, arguments), daemon=True
             )
             process.start()
             sender.close()
@@ -52,7 +56,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         try:
             results = _results(pipes, time.monotonic() + timeout_s)
             for process in ranks:
-                process.join(timeout=10)
+                process.join(timeout=PATIENCE_S)
             return results
         finally:
             for process in ranks:
@@ -94,13 +98,12 @@ def _rank(
     store: Path,
     rank: int,
     world_size: int,
-    timeout_s: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
     dist.init_process_group("gloo", init_method=f"file://{store}", **options)
     try:
         # Pickled here and not by the pipe, which would send tensors through shared memory that ends with this rank.

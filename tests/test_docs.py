@@ -56,7 +56,7 @@ def test_flags_that_the_documentation_shows_exist():
     assert shown, "the documentation shows no command"
     for script, flags in sorted(shown.items()):
         answer = subprocess.run(
-            [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
         )
         unknown = {flag for flag in flags if flag not in answer.stdout}
         assert not unknown, f"{script} has no {unknown}"

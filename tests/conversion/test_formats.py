@@ -46,7 +46,6 @@ def models(base, tmp_path_factory):
         save_many,
         1,
         [(base(name).path, METHODS[method], place) for (name, method), place in places.items()],
-        timeout_s=250,
     )
     return lambda name, method: trained(base(name).path, places[name, method])
 

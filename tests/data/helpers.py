@@ -90,7 +90,5 @@ def contents(*folders: Path) -> dict[str, str]:
     }
 
 
-def run_tool(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=PROJECT, check=False
-    )
+def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -38,6 +38,8 @@ from tests.data.helpers import (
     tokenize,
     write_jsonl,
 )
+from tests.disks import SmallDisk
+from tests.waiting import PATIENCE_S
 
 REVIEWS, STORIES = DEMO / "reviews.jsonl.zst", DEMO / "stories.jsonl.zst"
 # 50 units of a quarter of a MiB, of two compressed files.
@@ -80,7 +82,7 @@ class Running:
         return True
 
     def finish(self) -> str:
-        output, errors = self.process.communicate(timeout=120)
+        output, errors = self.process.communicate()
         assert self.process.returncode == 0, errors
         return output
 
@@ -113,7 +115,7 @@ def test_killed_at_random_instants(tmp_path: Path, undisturbed: dict[str, str], 
             time.sleep(chance.uniform(0, 0.03))
             kill(running)
             kills += 1
-        _, errors = running.process.communicate(timeout=60)
+        _, errors = running.process.communicate()
         assert "Traceback" not in errors
         assert not (tmp_path / "corpus" / "manifest.json").exists()
     assert kills == 3
@@ -138,7 +140,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path):
     assert len(family) >= 3  # the fork server, which needs a tracker, and two workers
     running.process.kill()
     running.process.communicate()
-    gone, alive = psutil.wait_procs(family, timeout=15)
+    gone, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive
     assert len(gone) == len(family)
 
@@ -147,7 +149,7 @@ def test_a_lost_worker_is_one_line(tmp_path: Path):
     running = Running(tmp_path / "corpus", "--workers", "2")
     assert running.wait_for_units(2)
     kill_a_worker(running)
-    _, errors = running.process.communicate(timeout=60)
+    _, errors = running.process.communicate()
     assert running.process.returncode == 1
     assert "error: a worker process was killed" in errors
     assert "Traceback" not in errors
@@ -158,7 +160,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path, workers: str):
     running = Running(tmp_path / "corpus", "--workers", workers)
     assert running.wait_for_units(2)
     os.killpg(running.process.pid, signal.SIGINT)
-    _, errors = running.process.communicate(timeout=60)
+    _, errors = running.process.communicate()
     assert running.process.returncode == 130
     assert errors.rstrip().endswith("interrupted")
     assert "Traceback" not in errors
@@ -392,28 +394,16 @@ def test_what_the_command_line_refuses(arguments: list[str], message: str):
     assert f"error: {message}" in done.stderr
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("A FULL DISK WAS NOT TRIED: mounting a small one needs root")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
-
-
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Path, workers: str):
-    output = small_disk / "corpus"
+def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Callable[..., SmallDisk], workers: str):
+    disk = small_disk(mib=1)
+    output = disk.path / "corpus"
     done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == PASSING_FAULT
     assert "error: no space left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (output / "manifest.json").exists()
-    subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
+    disk.grow(mib=100)
     done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == 0
     assert not list(output.rglob("*.tmp"))

@@ -49,7 +49,7 @@ FAULTS = {
         "scontrol requeue",
         injections.requeue,
         loses_steps=None,
-        remarks="Slurm sends TERM, and KILL after KillWait (5 s here)",
+        remarks="Slurm sends TERM, and KILL after KillWait",
     ),
     "time-limit": _stop(
         "the time limit (--signal=B:USR1@60)",

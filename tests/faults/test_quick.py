@@ -18,8 +18,6 @@ from tests.faults.suite import FAULTS
 from tests.faults.trial import stop_and_resume
 from tests.slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture(scope="module")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:

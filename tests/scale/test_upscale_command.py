@@ -49,7 +49,7 @@ def config(tmp_path):
 
 def run_upscale(config):
     command = [sys.executable, str(ROOT / "tools" / "upscale.py"), "--config", str(config)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return result.returncode, result.stderr
 
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from tests.slurm.daemons import NODES, ClusterError, Daemons, wait_until, why_not
+from pipeline.ports import reserved_port
+from tests.slurm.daemons import NODES, PORTS, ClusterError, Daemons, why_not
+from tests.waiting import PATIENCE_S, wait_until
 
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 _USABLE_STATES = {"IDLE", "MIXED", "ALLOCATED"}
@@ -49,21 +53,23 @@ class Cluster:
         """Submits `script` from the folder `cwd` with `env` added to the environment; returns the job's id."""
         return int(self.run("sbatch", "--parsable", *args, str(script), env=env, cwd=cwd))
 
-    def wait(self, job_id: int, timeout: float = 120) -> JobEnd:
+    def wait(self, job_id: int, timeout: float = PATIENCE_S) -> JobEnd:
         """Waits until the job has ended for good, requeues included."""
         job = self.wait_for(job_id, lambda job: job["JobState"] in FINAL_STATES, timeout)
         code, killed_by = map(int, job["ExitCode"].split(":"))
         return JobEnd(job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"]))
 
-    def wait_for(self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = 60) -> dict[str, str]:
+    def wait_for(
+        self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = PATIENCE_S
+    ) -> dict[str, str]:
         """Waits until `condition` holds for what `job` returns, and returns that."""
         if not wait_until(lambda: condition(self.job(job_id)), timeout):
             raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
         return self.job(job_id)
 
-    def wait_for_output(self, job_id: int, text: str, timeout: float = 60) -> None:
-        """Waits until the job has printed `text`."""
-        self.wait_for(job_id, lambda _: text in self.output(job_id), timeout)
+    def wait_for_output(self, job_id: int, text: str, count: int = 1) -> None:
+        """Waits until the job has printed `text`, so many times."""
+        self.wait_for(job_id, lambda _: self.output(job_id).count(text) >= count)
 
     def job(self, job_id: int) -> dict[str, str]:
         """What `scontrol show job` says, under its own names (JobState, Restarts, StdOut…)."""
@@ -96,15 +102,21 @@ class Cluster:
 
     def start_slurmd(self, node: str) -> None:
         """Starts the node's daemon and waits until Slurm can use the node."""
+        began = datetime.now()
         self.daemons.start_slurmd(node)
-        self._wait_until_usable(node)
+        self._wait_until_usable(node, began)
 
-    def _wait_until_usable(self, node: str) -> None:
+    def _wait_until_usable(self, node: str, began: datetime) -> None:
+        """Until a daemon that started after `began` has told Slurm of itself; an earlier one may seem usable still."""
+
         def usable() -> bool:
             shown = self.scontrol("show", "node", node, "--oneliner")
+            started = re.search(r" SlurmdStartTime=(\d\S+)", shown)
+            if started is None or datetime.fromisoformat(started[1]) < began.replace(microsecond=0):
+                return False
             return any(f"State={state} " in shown for state in _USABLE_STATES)
 
-        if not wait_until(usable, 60):
+        if not wait_until(usable):
             raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
 
     # --- the controller ---
@@ -119,7 +131,7 @@ class Cluster:
         self._await_controller()
 
     def _await_controller(self) -> None:
-        if not wait_until(self._controller_answers, 30):
+        if not wait_until(self._controller_answers):
             raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
 
     # --- Slurm's commands ---
@@ -134,28 +146,27 @@ class Cluster:
     def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """Runs a command with this cluster's environment and returns its standard output."""
         environment = {**self.daemons.environment, **(env or {})}
-        result = subprocess.run(
-            command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-        )
+        result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
         return result.stdout
 
     # --- beginning and end ---
 
-    def start(self) -> None:
-        """Starts the daemons; returns when both nodes are idle."""
-        self.daemons.start()
+    def start(self, ports: Sequence[int]) -> None:
+        """Starts the daemons on these ports; returns when both nodes are idle."""
+        began = datetime.now()
+        self.daemons.start(ports)
         self._await_controller()
         for node in NODES:
-            self._wait_until_usable(node)
+            self._wait_until_usable(node, began)
 
     def stop(self) -> None:
         """Ends jobs and daemons and all they started, and removes the folder."""
-        with contextlib.suppress(ClusterError, subprocess.TimeoutExpired):
+        with contextlib.suppress(ClusterError):
             self.run("scancel", "--signal=KILL", "--full", "--user=root")
             self.run("scancel", "--user=root")
-            wait_until(lambda: not self.run("squeue", "--noheader").strip(), 10)
+            wait_until(lambda: not self.run("squeue", "--noheader").strip(), 60)
         self.daemons.kill()
         shutil.rmtree(self.daemons.folder, ignore_errors=True)
 
@@ -194,13 +205,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
     try:
-        cluster.start()
-        if for_tests:
-            print(cluster.daemons.folder, flush=True)
-            sys.stdin.read()
-        else:
-            print(f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.daemons.conf}", flush=True)
-            signal.pause()
+        with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
+            cluster.start([held.enter_context(reserved_port()) for _ in range(PORTS)])
+            if for_tests:
+                print(cluster.daemons.folder, flush=True)
+                sys.stdin.read()
+            else:
+                print(
+                    f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.daemons.conf}", flush=True
+                )
+                signal.pause()
     except ClusterError as error:
         print(f"no cluster: {error}", file=sys.stderr)
         return 1

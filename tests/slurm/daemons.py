@@ -5,21 +5,25 @@ Two `NodeName` lines on one address with different ports make two nodes; each ha
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from tests.waiting import PATIENCE_S, wait_until
+
 NODES = ("n1", "n2")
+PORTS = 1 + len(NODES)
 CPUS_PER_NODE = 2
+MESSAGE_TIMEOUT = "MessageTimeout=60"
+"""How many seconds a command waits for a daemon that is busy."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd")
 _COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
 
@@ -51,7 +55,7 @@ JobCompType=jobcomp/none
 PropagateResourceLimits=NONE
 ReturnToService=2
 JobRequeue=1
-KillWait=5
+{message_timeout}
 MinJobAge=86400
 FirstJobId={first_job_id}
 SlurmdTimeout=20
@@ -87,11 +91,11 @@ class Daemons:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**kept, "SLURM_CONF": str(self.conf)}
 
-    def start(self) -> None:
-        """Writes the configuration and starts every daemon."""
+    def start(self, ports: Sequence[int]) -> None:
+        """Writes the configuration and starts every daemon, on a port of its own: `PORTS` in all."""
         for name in ("state", *(f"spool.{node}" for node in NODES)):
             (self.folder / name).mkdir()
-        self.conf.write_text(_configuration(self.folder), encoding="utf-8")
+        self.conf.write_text(_configuration(self.folder, ports), encoding="utf-8")
         self._start_munged()
         self._start("slurmctld", "-c")
         for node in NODES:
@@ -112,28 +116,36 @@ class Daemons:
         self._end(f"slurmd.{node}.pid", how)
 
     def kill(self) -> None:
-        """Kills every daemon with all that it started."""
-        doomed = [process for daemon in self._running() for process in (daemon, *daemon.children(recursive=True))]
-        for process in doomed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(doomed, timeout=10)
+        """Kills every daemon with all that it started, and what they start meanwhile."""
+        wait_until(self._all_killed)
 
     def logs(self) -> str:
         """The end of every daemon's log."""
         return "\n".join(f"--- {log.name}\n{_tail(log)}" for log in sorted(self.folder.glob("*.log")))
 
+    def _all_killed(self) -> bool:
+        """Whether there was nothing to kill."""
+        doomed: list[psutil.Process] = []
+        for daemon in self._running():
+            with suppress(psutil.NoSuchProcess):
+                doomed += [daemon, *daemon.children(recursive=True)]
+        for process in doomed:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(doomed, timeout=10)
+        return not doomed
+
     def _running(self) -> Iterator[psutil.Process]:
         """This cluster's daemons, job steps' included, told from another cluster's by their environment."""
         for process in psutil.process_iter(["name"]):
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 if process.info["name"] in _PROGRAMS and process.environ().get("SLURM_CONF") == str(self.conf):
                     yield process
 
     def _end(self, pid_file: str, how: signal.Signals) -> None:
         daemon = psutil.Process(int((self.folder / pid_file).read_text(encoding="utf-8")))
         daemon.send_signal(how)
-        daemon.wait(timeout=20)
+        daemon.wait(timeout=PATIENCE_S)
 
     def _start_munged(self) -> None:
         key = self.folder / "munge.key"
@@ -156,25 +168,14 @@ class Daemons:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                timeout=60,
                 check=False,
             )
         if result.returncode != 0:
             raise ClusterError(f"{program} ended with {result.returncode}\n{self.logs()}")
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Asks every 0.2 s whether `condition` holds; False if it still does not after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def _configuration(folder: Path) -> str:
-    controller_port, *node_ports = _free_ports(1 + len(NODES))
+def _configuration(folder: Path, ports: Sequence[int]) -> str:
+    controller_port, *node_ports = ports
     host = socket.gethostname()
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_PER_NODE} RealMemory=2000"
@@ -186,17 +187,10 @@ def _configuration(folder: Path) -> str:
         controller_port=controller_port,
         # Jobs meet on ports made from their numbers: another cluster on this machine should have others.
         first_job_id=controller_port % 14_000 + 1,
+        message_timeout=MESSAGE_TIMEOUT,
         nodes=nodes,
         node_names=",".join(NODES),
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _find(program: str) -> str | None:

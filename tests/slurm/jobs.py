@@ -37,4 +37,4 @@ def bash(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     """Runs a script as a user without Slurm would."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, check=False)

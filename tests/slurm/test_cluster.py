@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import script
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -55,11 +55,7 @@ def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path):
         folder = Path(process.stdout.readline().strip())
         assert processes_of(folder)
         process.kill()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (folder.exists() or processes_of(folder)):
-        time.sleep(0.2)
-    assert not folder.exists()
-    assert processes_of(folder) == []
+    assert wait_until(lambda: not folder.exists() and not processes_of(folder)), processes_of(folder)
 
 
 def processes_of(folder: Path) -> list[str]:

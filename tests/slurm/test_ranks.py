@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.ports import reserved_port
 from tests.slurm.cluster import Cluster
+from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 
 MEET = "run_stage meet on_every_rank python -m tests.slurm.meet"
@@ -26,10 +28,11 @@ def test_ranks_meet_over_both_nodes(slurm_cluster: Cluster, tmp_path: Path):
 
 @pytest.mark.slurm
 def test_the_rendezvous_can_be_overridden(slurm_cluster: Cluster, tmp_path: Path):
-    override = {"MASTER_ADDR": "localhost", "MASTER_PORT": "14999"}
-    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env=override, cwd=tmp_path)
-    assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
-    assert "rendezvous at localhost:14999" in slurm_cluster.output(job)
+    with reserved_port() as port:
+        override = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env=override, cwd=tmp_path)
+        assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
+    assert f"rendezvous at localhost:{port}\n" in slurm_cluster.output(job)
 
 
 @pytest.mark.slurm
@@ -54,7 +57,7 @@ def test_one_process_beside_srun_is_refused(slurm_cluster: Cluster, tmp_path: Pa
 def test_a_rank_that_dies_ends_the_job(slurm_cluster: Cluster, tmp_path: Path):
     body = "run_stage train on_every_rank bash -c 'if ((RANK == 1)); then kill -9 $$; fi; sleep 200'"
     job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env={"EXIT_GRACE_S": "1"}, cwd=tmp_path)
-    assert slurm_cluster.wait(job, timeout=60).state == "FAILED"
+    assert slurm_cluster.wait(job).state == "FAILED"
     assert "task 1: Killed" in slurm_cluster.output(job)
     assert "error: stage train ended with exit code" in slurm_cluster.output(job)
 
@@ -62,7 +65,7 @@ def test_a_rank_that_dies_ends_the_job(slurm_cluster: Cluster, tmp_path: Path):
 @pytest.mark.slurm
 def test_ranks_that_end_one_after_the_other_all_have_their_last_words(slurm_cluster: Cluster, tmp_path: Path):
     body = "run_stage train on_every_rank bash -c 'sleep $((3 * RANK)); echo \"rank $RANK is done\"; exit 75'"
-    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "30", "CONFIG": str(run_config(tmp_path))}
+    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "300", "CONFIG": str(run_config(tmp_path))}
     job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env=env, cwd=tmp_path)
     slurm_cluster.wait(job)
     lines = slurm_cluster.output(job).splitlines()
@@ -74,13 +77,12 @@ def test_ranks_that_end_one_after_the_other_all_have_their_last_words(slurm_clus
 def test_a_rendezvous_that_slurm_does_not_tell_is_no_fault_of_the_users(slurm_cluster: Cluster, tmp_path: Path):
     """A controller that nobody answers for, as srun's own faults: exit code 71."""
     nowhere = tmp_path / "slurm.conf"
-    nowhere.write_text(
-        re.sub(r"SlurmctldPort=\d+", "MessageTimeout=2\nSlurmctldPort=1", slurm_cluster.daemons.conf.read_text())
-    )
+    described = slurm_cluster.daemons.conf.read_text().replace(MESSAGE_TIMEOUT, "MessageTimeout=2")
+    nowhere.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", described))
     allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
     env = {**slurm_cluster.daemons.environment, **allocation, "SLURM_CONF": str(nowhere), "SLURM_PATIENCE_S": "0"}
     script = stage_script(tmp_path, "on_every_rank true")
-    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 71
     assert result.stderr.startswith("error: scontrol show node n[1-2] --oneliner: ")
 
@@ -104,7 +106,8 @@ def test_without_slurm_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int
         f"import os, sys\nif os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})",
         encoding="utf-8",
     )
-    result = bash(stage_script(tmp_path, f"run_stage train on_every_rank python {program}"), NPROC="2")
+    body = f"run_stage train on_every_rank python {program}"
+    result = bash(stage_script(tmp_path, body), NPROC="2", EXIT_GRACE_S="300")
     assert result.returncode == code
     assert result.stderr.splitlines()[0] == "error: why"
     assert len(result.stderr.splitlines()) == (1 if code == 75 else 2)

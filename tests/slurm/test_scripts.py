@@ -113,7 +113,6 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(environment: dict[str, s
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert result.returncode == 1
@@ -138,7 +137,6 @@ def test_a_dry_run_plans_for_what_sbatch_would_ask(environment: dict[str, str], 
         env={**clean, "CONFIG": "configs/demo.yaml", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert layout in result.stdout, result.stderr
@@ -155,7 +153,6 @@ def test_a_batch_that_the_ranks_cannot_share_is_said_before_anything_is_tokenize
         env={**clean, "CONFIG": str(config), "NPROC": "3"},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert result.returncode == 1

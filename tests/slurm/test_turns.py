@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +10,16 @@ import pytest
 
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.cluster import Cluster
-from tests.slurm.daemons import wait_until
+from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+from tests.waiting import wait_until
 
 # A stage whose first attempt lasts until something befalls it; what else is in $FOLDER says whom to hurt.
 LASTING = """\
 run_stage train on_every_rank bash -c '
     [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
     trap "exit 75" TERM
-    echo $$ > $FOLDER/rank.$RANK.pid
+    echo $$ > $FOLDER/written.$RANK; mv $FOLDER/written.$RANK $FOLDER/rank.$RANK.pid
     if [[ ${STOPPED:-} == $RANK ]]; then kill -STOP $$; fi
     if [[ -n ${STOPPED:-} ]]; then sleep 1; exit 69; fi
     sleep 200 & wait'
@@ -57,7 +57,6 @@ def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, dis
     script = stage_script(tmp_path, body, *TWO_NODES, "--requeue", "--open-mode=append")
     job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
     slurm_cluster.wait_for(job, lambda _: len(list(tmp_path.glob("rank.*.pid"))) == 2)
-    time.sleep(0.5)
     first = [int(path.read_text()) for path in tmp_path.glob("rank.*.pid")]
     disturb(tmp_path)
     slurm_cluster.start_now(job)
@@ -85,9 +84,9 @@ run_stage tokenize work"""
     def task(number: int) -> str:
         return slurm_cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
 
-    assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1), 30), task(1)
+    assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1)), task(1)
     slurm_cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
-    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2)), 60), task(0) + task(1)
+    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), task(0) + task(1)
     assert "Restarts=0" in task(0)
 
 
@@ -104,15 +103,15 @@ go_on() {{
 export SLURM_CONF={tmp_path}/slurm.conf
 run_stage train go_on"""
     impatient = tmp_path / "slurm.conf"
-    impatient.write_text(f"{slurm_cluster.daemons.conf.read_text()}MessageTimeout=2\n")
+    impatient.write_text(slurm_cluster.daemons.conf.read_text().replace(MESSAGE_TIMEOUT, "MessageTimeout=2"))
     script = stage_script(tmp_path, body, "--requeue", "--open-mode=append", f"--output={tmp_path}/out")
     env = {"CONFIG": str(run_config(tmp_path))}
     job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
-    wait_until(lambda: (tmp_path / "begun").exists(), 30)
+    assert wait_until(lambda: (tmp_path / "begun").exists()), slurm_cluster.evidence(job)
     slurm_cluster.stop_controller()
     try:
         (tmp_path / "away").touch()
-        assert wait_until(lambda: "; asking again for 300 s" in (tmp_path / "out").read_text(), 40)
+        assert wait_until(lambda: "; asking again for 300 s" in (tmp_path / "out").read_text())
     finally:
         slurm_cluster.start_controller()
     slurm_cluster.start_now(job)
@@ -137,7 +136,7 @@ def test_without_slurm_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault:
     program = tmp_path / "program.py"
     program.write_text(SECOND_TIME_LUCKY.replace("FAULT", fault), encoding="utf-8")
     body = f"run_stage train on_every_rank python {program}; echo went on"
-    env = {"NPROC": "2", "EXIT_GRACE_S": "0.5", "CONFIG": str(run_config(tmp_path))}
+    env = {"NPROC": "2", "EXIT_GRACE_S": "5", "CONFIG": str(run_config(tmp_path))}
     result = bash(stage_script(tmp_path, body), **env)
     assert result.returncode == 0, result.stderr
     assert "another attempt at train: restart 1, 1 of at most 3 without progress" in result.stdout

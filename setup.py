@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"], "pipeline.report": ["templates/*"]},
+    package_data={"pipeline": ["py.typed"], "pipeline.report": ["templates/*", "fonts/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from pipeline.errors import MissingPackageError
@@ -27,9 +28,12 @@ def write_pngs(runs: Sequence[Run], folder: Path) -> list[Path]:
         raise MissingPackageError("resvg_py: not installed, --png needs it; pip install 'scale-cpt[report]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for figure in figures_of(overview(runs)):
-        drawing = figure.draw(WIDE).markup(style_sheet(picture=True))
-        with published_file(folder / f"{figure.name}.png") as file:
-            file.write(bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS_PER_CSS_PIXEL)))
-        written.append(folder / f"{figure.name}.png")
+    # A node of a cluster often has no font, and words would be missing from the picture without a word of it.
+    with as_file(files("pipeline.report") / "fonts") as fonts:
+        for figure in figures_of(overview(runs)):
+            drawing = figure.draw(WIDE).markup(style_sheet(picture=True))
+            picture = resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS_PER_CSS_PIXEL, font_dirs=[str(fonts)])
+            with published_file(folder / f"{figure.name}.png") as file:
+                file.write(bytes(picture))
+            written.append(folder / f"{figure.name}.png")
     return written

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
+import resvg_py
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from pipeline.report.numbers import change, count, duration, of_figure, percent,
 from pipeline.report.png import write_pngs
 from pipeline.report.svg import Drawing, shortened, text_width
 
+ROOT = Path(__file__).parents[2]
 VALUES = st.lists(st.floats(-30, 30), min_size=1, max_size=9)
 POSITIVE = st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=9)
 MAKERS = {
@@ -107,6 +110,20 @@ def test_marks_differ_in_shape_or_colour():
         drawing.mark((5, 5), style)
         marks.add(drawing.markup())
     assert len(marks) == 49
+
+
+@pytest.mark.parametrize("letter", [*"aZ09%,.-é", "×", "−", "±", "…", "↑", "→", "↘"])
+@pytest.mark.parametrize("weight", [400, 600])
+def test_the_fonts_that_come_along_have_what_pictures_write(letter, weight):
+    def drawn(text: str) -> bytes:
+        words = f'<text x="2" y="16" font-family="Inter" font-weight="{weight}">{text}</text>'
+        return resvg_py.svg_to_bytes(
+            svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{words}</svg>',
+            skip_system_fonts=True,
+            font_dirs=[str(ROOT / "pipeline" / "report" / "fonts")],
+        )
+
+    assert drawn(letter) not in (drawn(" "), drawn("\N{CJK UNIFIED IDEOGRAPH-4E00}"))
 
 
 def test_pictures_need_their_package(tmp_path, monkeypatch):

@@ -18,7 +18,9 @@ def condensed(run: Run) -> Run:
     """The run with the corpora of a role as one where they are more than three: by means, of perplexities geometric."""
     named = {role: [name for name, own in run.row.roles.items() if own == role] for role in run.row.roles.values()}
     parts = {_shared_name(names): names for names in named.values() if len(names) > _MOST}
-    return replace(run, row=_merged(run.row, parts)) if parts else run
+    if not parts:
+        return run
+    return replace(run, row=_merged(run.row, parts), tried=[_merged(row, parts) for row in run.tried])
 
 
 def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:

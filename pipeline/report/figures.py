@@ -13,7 +13,7 @@ from pipeline.report.numbers import count, short
 from pipeline.report.rows import Run
 from pipeline.report.standing import PERPLEXITY, measure_of
 from pipeline.report.svg import Drawing, Point
-from pipeline.report.tradeoff import draw_tradeoff
+from pipeline.report.tradeoff import draw_rates, draw_tradeoff
 from pipeline.run_folder.averages import mean
 from pipeline.run_folder.study_summary import REPLAY
 
@@ -50,7 +50,14 @@ class Figure:
 
 def figures_of(groups: Sequence[Group]) -> list[Figure]:
     """All pictures that the runs have the figures for."""
-    found = [_tradeoff(groups), _answers(groups), _perplexities(groups), _routing(groups), _drift(groups)]
+    found = [
+        _tradeoff(groups),
+        _rates(groups),
+        _answers(groups),
+        _perplexities(groups),
+        _routing(groups),
+        _drift(groups),
+    ]
     return [one for one in found if one is not None]
 
 
@@ -86,8 +93,27 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
         f"What was learned of {learned} against what was forgotten of {kept}",
         f"Both axes are what became of the base's figures on held-out texts. {marks}{left_out}",
         "; ".join(f"{one.label}: {measure.said(place, learned, kept)}" for one, place in placed),
-        lambda width: min(560.0, max(380.0, 0.66 * width)),
+        _wide_height,
         lambda drawing: draw_tradeoff(drawing, groups, measure, learned, kept),
+    )
+
+
+def _rates(groups: Sequence[Group]) -> Figure | None:
+    measure = measure_of(row for one in groups for row in one.rows)
+    ends = {one.label: [place for row in one.tried if (place := measure.standing(row, row.after))] for one in groups}
+    if all(len(places) < 2 for places in ends.values()):
+        return None
+    learned, kept = new_and_kept(groups)
+    said = {label: [measure.said(place, learned, kept) for place in places] for label, places in ends.items()}
+    return Figure(
+        "learning-rates",
+        "What each learning rate led to",
+        "A line joins the runs of a method from its lowest learning rate to its highest, all with one seed. The large "
+        f"mark is the rate that the study took, for {learned} alone. Of two lines the lower one forgets less for as "
+        "much learned.",
+        "; ".join(f"{label}: {', then '.join(places)}" for label, places in said.items()),
+        _wide_height,
+        lambda drawing: draw_rates(drawing, groups, measure, learned, kept),
     )
 
 
@@ -173,6 +199,10 @@ def _lines(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figu
         lambda width: panels_height(panels, width),
         lambda drawing: draw_panels(drawing, panels),
     )
+
+
+def _wide_height(width: float) -> float:
+    return min(560.0, max(380.0, 0.66 * width))
 
 
 def _means(groups: Sequence[Group]) -> str:

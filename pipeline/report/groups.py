@@ -24,6 +24,11 @@ class Group:
     def rows(self) -> list[Row]:
         return [run.row for run in self.runs]
 
+    @property
+    def tried(self) -> list[Row]:
+        """What each learning rate led to, with one seed, in rising order."""
+        return [row for run in self.runs for row in run.tried]
+
     def standing(self, measure: Measure) -> Standing | None:
         """The mean of where its runs end; None where one of them has no standing."""
         places = [one for row in self.rows if (one := measure.standing(row, row.after))]

@@ -12,18 +12,31 @@ from pipeline.errors import RunFolderError
 from pipeline.run_folder.looks import looks_of, only_numbers, peak_memory_gib
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.run_folder.status import SUMMARY as TRAINING
-from pipeline.run_folder.study_summary import REPLAY, SUMMARY, Row, checked_row, read_rows
+from pipeline.run_folder.study_summary import (
+    LEARNING_RATES,
+    REPLAY,
+    SUMMARY,
+    Row,
+    Tried,
+    checked_row,
+    read_rows,
+    read_tried,
+)
 
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row, the name of what it comes from, and the lines of its metrics.jsonl, none where that is not there."""
+    """A row, the name of what it comes from, and the lines of its metrics.jsonl, none where that is not there.
+
+    `tried` is the same row as each learning rate of the study left it, in rising order; of the first seed alone.
+    """
 
     row: Row
     source: str
     metrics: Sequence[Mapping[str, float]] = ()
+    tried: Sequence[Row] = ()
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -40,9 +53,19 @@ def _read(folder: Path, name: str) -> list[Run]:
     if (folder / METRICS).is_file():
         return [_of_run(folder, name)]
     if (folder / SUMMARY).is_file():
-        rows = read_rows(folder)
-        return [Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS))) for row in rows]
+        tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
+        return [_of_study(folder, name, row, tried) for row in read_rows(folder)]
     raise RunFolderError(f"{folder}: expected a study's {SUMMARY}, a list, or a run's {METRICS}; found neither")
+
+
+def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
+    own = sorted(
+        (one for one in tried if (one.label, one.seed) == (row.label, row.seed)), key=lambda one: one.learning_rate
+    )
+    left = [
+        row.model_copy(update={"learning_rate": one.learning_rate, "during": [], "after": one.after}) for one in own
+    ]
+    return Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS)), left)
 
 
 def _of_run(folder: Path, name: str) -> Run:

@@ -81,6 +81,30 @@ def write_study(folder: Path, content: Any, *, diagnostics: bool = True) -> Path
     return folder
 
 
+def write_tried(folder: Path, content: Sequence[dict[str, Any]], factors: Sequence[float]) -> None:
+    """learning_rates.json of the first seed: 1 of `factors` is the chosen rate, others learn more or less."""
+    tried = []
+    for one in content:
+        if one["seed"] != content[0]["seed"]:
+            continue
+        far = {name: math.log(one["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
+        for factor in factors:
+            after = figures(-factor * far["korean"], factor * far["english"])
+            tried.append(
+                {
+                    "label": one["label"],
+                    "learning_rate": factor * one["learning_rate"],
+                    "seed": one["seed"],
+                    "new_perplexity": after["korean"]["perplexity"],
+                    "replay_perplexity": after["english"]["perplexity"],
+                    "after": after,
+                    "chosen": factor == 1.0,
+                    "at_the_edge": False,
+                }
+            )
+    (folder / "learning_rates.json").write_text(json.dumps(tried), encoding="utf-8")
+
+
 def metrics(method: str, seed: int) -> list[dict[str, float]]:
     """Lines of metrics.jsonl: Route's shares, and drift where the base is kept."""
     noise = random.Random(f"{method} {seed}")

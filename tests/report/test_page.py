@@ -15,7 +15,7 @@ import pytest
 from pipeline.report.groups import group, overview
 from pipeline.report.page import findings, page
 from pipeline.report.rows import Run, read_runs
-from tests.report.studies import METHODS, answers, rows, write_study
+from tests.report.studies import METHODS, answers, rows, write_study, write_tried
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta"}
@@ -241,6 +241,25 @@ def test_many_corpora_of_a_role_stand_together(tmp_path):
     assert whole["first_token_accuracy"] == pytest.approx(fmean(one["first_token_accuracy"] for one in own))
     assert whole["perplexity"] == pytest.approx(geometric_mean(one["perplexity"] for one in own))
     assert f"98.0{NARROW_SPACE}%" in parsed.texts and f"78.4{NARROW_SPACE}%" in parsed.texts  # all, and the worst part
+
+
+def test_every_learning_rate_is_drawn_with_the_chosen_one_marked(tmp_path):
+    content = rows((1, 2))
+    folder = write_study(tmp_path / "study", content, diagnostics=False)
+    write_tried(folder, content, (0.5, 1.0, 1.2))
+    shown = check(page(read_runs([folder]), "Rates"))
+    lines = [of for _, of in shown.elements if (of.get("class") or "").startswith("rates ")]
+    assert len(lines) == 2 * len(METHODS)  # on a desk, and on a phone
+    titles = [text for text in shown.texts if ", learning rate " in text]
+    assert len(titles) == 2 * 3 * len(METHODS)
+    assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles)
+
+
+def test_a_single_learning_rate_is_no_picture(tmp_path):
+    content = rows((1,))
+    folder = write_study(tmp_path / "study", content, diagnostics=False)
+    write_tried(folder, content, (1.0,))
+    assert "learning-rates" not in page(read_runs([folder]), "Rates")
 
 
 def scaled(figures: dict[str, float], factor: float) -> dict[str, float]:

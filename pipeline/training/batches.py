@@ -66,4 +66,8 @@ def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device
 
 
 def _stacked(rows: Iterable[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.stack(list(rows))).to(device)
+    stacked = torch.from_numpy(np.stack(list(rows)))
+    if device.type != "cuda":
+        return stacked.to(device)
+    # From pinned memory: a copy of other memory makes the host wait until the GPU has come to it.
+    return stacked.pin_memory().to(device, non_blocking=True)

@@ -17,9 +17,15 @@ _MOST = 3  # corpora of a role that a picture can show
 def condensed(run: Run) -> Run:
     """The run with the corpora of a role as one where they are more than three: by means, of perplexities geometric."""
     named = {role: [name for name, own in run.row.roles.items() if own == role] for role in run.row.roles.values()}
-    parts = {_shared_name(names): names for names in named.values() if len(names) > _MOST}
-    if not parts:
+    many = {role: names for role, names in named.items() if len(names) > _MOST}
+    if not many:
         return run
+    shared = [_shared_name(names) for names in many.values()]
+    alone = [name for names in named.values() if len(names) <= _MOST for name in names]
+    parts = {
+        whole if [*shared, *alone].count(whole) == 1 else f"{whole} ({role})": names
+        for whole, (role, names) in zip(shared, many.items(), strict=True)
+    }
     return replace(run, row=_merged(run.row, parts), tried=[_merged(row, parts) for row in run.tried])
 
 

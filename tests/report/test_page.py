@@ -262,6 +262,19 @@ def test_a_single_learning_rate_is_no_picture(tmp_path):
     assert "learning-rates" not in page(read_runs([folder]), "Rates")
 
 
+def test_many_corpora_of_either_role_stay_apart_whatever_they_are_called(tmp_path):
+    content = rows((1,))[:1]
+    for when in ("before", "after"):
+        (new, kept), of = content[0][when].values(), content[0][when]
+        of.clear()
+        of |= {f"wiki-{name}": new for name in "abcd"} | {f"wiki-{name}": kept for name in "wxyz"}
+    content[0]["roles"] = {name: "new" if name[-1] in "abcd" else "replay" for name in content[0]["after"]}
+    content[0]["during"] = []
+    (row,) = overview(read_runs([write_study(tmp_path, content, diagnostics=False)]))[0].rows
+    assert row.roles == {"wiki (new)": "new", "wiki (replay)": "replay"}
+    assert row.after["wiki (new)"]["perplexity"] < row.after["wiki (replay)"]["perplexity"]
+
+
 def scaled(figures: dict[str, float], factor: float) -> dict[str, float]:
     return {name: value * factor for name, value in figures.items()}
 

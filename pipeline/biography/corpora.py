@@ -26,6 +26,7 @@ from pipeline.files import published_folder
 # Of 200,000 people 100,000 have biographies, 50,000 of these are Task 0's, and 20,000 of the others Task 1's.
 _PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1
 _FEWEST = 20
+_MADE_OF = "made_of.json"
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,6 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
         _write(folder / "people.jsonl", ({"group": name, **asdict(one)} for name in groups for one in groups[name]))
         (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
     return roster
-
-
-_MADE_OF = "made_of.json"
 
 
 def _check_same(output: Path, made_of: dict[str, Any]) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import VERIFICATION
+from pipeline.conversion.runs import HF_FOLDER
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.evaluation.folder import score_folder
 from pipeline.evaluation.heldout import heldout_corpora
 from pipeline.evaluation.perplexity import Score
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
+from pipeline.run_folder.status import SUMMARY as TRAINING
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"
@@ -47,7 +50,7 @@ class FinishedRun:
     @property
     def hf_folder(self) -> Path:
         """The exported model."""
-        return self.folder / "hf"
+        return self.folder / HF_FOLDER
 
     @property
     def trained_share(self) -> float:
@@ -63,15 +66,15 @@ def open_run(folder: Path) -> FinishedRun:
         ConversionError: it has not been converted.
     """
     try:
-        training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        training = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}/training.json: no such file; the run must be trained to its end first"
-        ) from None
+        raise CheckpointError(f"{folder / TRAINING}: no such file; the run must be trained to its end first") from None
     try:
-        verification = json.loads((folder / "hf" / "verification.json").read_text(encoding="utf-8"))
+        verification = json.loads((folder / HF_FOLDER / VERIFICATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConversionError(f"{folder}/hf: no verified model; run tools/convert_checkpoint.py first") from None
+        raise ConversionError(
+            f"{folder / HF_FOLDER}: no verified model; run tools/convert_checkpoint.py first"
+        ) from None
     return FinishedRun(folder, training, verification)
 
 
@@ -143,7 +146,7 @@ def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary
 
     comparison = None
     other_folder = config.folder.with_name(config.folder.name + COMPARISON_SUFFIX)
-    if (other_folder / "hf").exists():
+    if (other_folder / HF_FOLDER).exists():
         other = open_run(other_folder)
         comparison = other, scores(other.hf_folder)
     summary = RunSummary(config, run, scores(config.base), scores(run.hf_folder), comparison)

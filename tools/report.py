@@ -1,6 +1,7 @@
 """One page that shows what runs learned and what they forgot: pictures, tables, costs; in one HTML file.
 
     python tools/report.py runs/korean --output report.html
+    python tools/report.py runs/korean --output report.html --beside docs/results/paper-korean
     python tools/report.py runs/demo runs/demo-fft --output report.html --png docs/figures
 
 A RUN is a study's folder, with its summary.json, or a run's own, with its metrics.jsonl.
@@ -23,12 +24,14 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
     parser.add_argument("--title", default="What was learned, what was forgotten", help="the page's heading")
+    parser.add_argument("--beside", type=Path, metavar="STUDY", help="a study elsewhere, for a table by method")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the figures there too, as pictures")
     arguments = parser.parse_args()
 
     runs = read_runs(arguments.runs)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(arguments.output, page(runs, arguments.title))
+    others = read_runs([arguments.beside]) if arguments.beside else []
+    write_text(arguments.output, page(runs, arguments.title, others))
     print(arguments.output)
     for path in write_pngs(runs, arguments.png) if arguments.png else ():
         print(path)

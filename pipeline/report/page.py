@@ -15,7 +15,7 @@ from pipeline.report.groups import Group, corpora, frontier, group, overview
 from pipeline.report.rows import Run
 from pipeline.report.standing import measure_of
 from pipeline.report.svg import Drawing, readable
-from pipeline.report.tables import costs, each_corpus, results
+from pipeline.report.tables import beside, costs, each_corpus, results
 
 # CSS pixels: a column of text on a desk, and a phone's width without its margins. CSS shows the one that fits.
 WIDE, NARROW = 820.0, 358.0
@@ -23,8 +23,8 @@ _VARIABLE = re.compile(r"var\((--[\w-]+)\)")
 _FIRST_VALUE = re.compile(r"(--[\w-]+):\s*([^;]+);")
 
 
-def page(runs: Sequence[Run], title: str) -> str:
-    """The report of `runs`, as HTML."""
+def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
+    """The report of `runs`, as HTML; `others` are those of one study elsewhere, to stand beside them in a table."""
     groups, whole = overview(runs), group(runs)
     environment = Environment(
         loader=PackageLoader("pipeline.report"),
@@ -53,6 +53,7 @@ def page(runs: Sequence[Run], title: str) -> str:
         marks=[Markup(_mark(one)) for one in groups],
         results=results(groups),
         details=each_corpus(whole) if corpora(whole) != corpora(groups) else None,
+        beside=beside(groups, overview(others)) if others else None,
         costs=costs(groups),
     )
     return readable(text)

@@ -45,6 +45,22 @@ def each_corpus(groups: Sequence[Group]) -> Table:
     return _ends(groups, [measure_of(row for one in groups for row in one.rows).figure])
 
 
+def beside(groups: Sequence[Group], others: Sequence[Group]) -> Table:
+    """How far each method came from its own base here, and the same method in `others`, on corpora of their own."""
+    measure = measure_of(row for one in [*groups, *others] for row in one.rows)
+    of_method = {one.rows[0].method: one for one in others}
+    rows: list[TableRow] = []
+    for one in groups:
+        other = of_method.get(one.rows[0].method)
+        places = [one.standing(measure), other and other.standing(measure)]
+        learned = [Cell(measure.on_new(place.learned) if place else NOTHING) for place in places]
+        forgotten = [Cell(measure.on_kept(place.forgotten) if place else NOTHING) for place in places]
+        rows.append((one.label, one.index, [*learned, *forgotten]))
+    name = others[0].runs[0].source
+    above = [(f"learned: {measure.noun}", 2), (f"forgotten: {measure.noun}", 2)]
+    return Table(["here", name] * 2, rows, above)
+
+
 def _ends(groups: Sequence[Group], figures: Sequence[str]) -> Table:
     pairs = [(figure, corpus) for figure in figures for corpus in corpora(groups)]
     columns = [pair for pair in pairs if any(_figures(one, *pair) for one in groups)]

@@ -285,9 +285,28 @@ def test_two_studies_with_the_same_labels_are_told_apart(tmp_path):
     assert "LoRA (first)" in shown and "LoRA (second)" in shown
 
 
+def test_a_study_elsewhere_stands_beside_by_method(tmp_path):
+    ours = read_runs([write_study(tmp_path / "ours", rows((1, 2))[:4], diagnostics=False)])  # two methods
+    paper = read_runs([ROOT / "docs" / "results" / "paper-korean"])
+    assert "beside" not in [one["id"] for one in check(page(ours, "Alone")).of("section")]
+    text = page(ours, "Both", paper)
+    parsed = check(text)
+    assert "beside" in [one["id"] for one in parsed.of("section")]
+    table = parsed.texts[parsed.texts.index("paper-korean") :]
+    lora = table[table.index("LoRA") :][:5]
+    assert (lora[2], lora[4]) == (
+        "−62\N{NARROW NO-BREAK SPACE}%",
+        "+20\N{NARROW NO-BREAK SPACE}%",
+    )  # 6.50 of 16.9; 12.49 of 10.42
+    assert "Freeze" not in table  # which we have not run
+    freeze_only = [run for run in paper if run.row.method == "freeze"]
+    assert page(ours, "Nothing in common", freeze_only).count("–</td>") >= 4
+
+
 def test_the_command_line_writes_the_page_and_the_pictures(tmp_path):
     study = write_study(tmp_path / "study", rows((1,))[:3])
     command = [sys.executable, "tools/report.py", str(study), "--output", str(tmp_path / "out" / "report.html")]
+    command += ["--beside", "docs/results/paper-korean"]
     done = subprocess.run([*command, "--png", str(tmp_path / "png")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))

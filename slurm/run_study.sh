@@ -35,7 +35,7 @@ fi
 
 read -ra options <<<"${RUN_SBATCH_OPTIONS:-}"
 jobs=""
-while read -r config stages; do
+while IFS=$'\t' read -r config stages; do
     read -ra names <<<"$stages"
     job=$(sbatch --parsable --job-name="$(basename "$(dirname "$config")")" "${options[@]}" \
         slurm/cpt_korean.sh "$config" "${names[@]}")

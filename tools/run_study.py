@@ -36,7 +36,7 @@ def main() -> None:
     if arguments.due:
         for task in due(runs):
             task.run.write()
-            print(task.run.path, *task.stages)
+            print(task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
         return
     conduct(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
     print(summarise(runs).as_text())

@@ -44,7 +44,9 @@ def lift_the_time_limit(job: Job) -> int:
 
 def kill_rank(job: Job) -> None:
     """SIGKILL to the second rank, as the kernel does where memory ends."""
-    _kill(job.rank(1))
+    process = job.rank(1)
+    job.stop_between_checkpoints(process)
+    _kill(process)
 
 
 def kill_launcher(job: Job) -> None:
@@ -65,9 +67,7 @@ def kill_any(job: Job, draw: random.Random) -> None:
 
 def stop_rank(job: Job) -> None:
     """SIGSTOP to the second rank: it lives, holds its connections, and does nothing."""
-    process = job.rank(1)
-    process.suspend()
-    await_that(lambda: process.status() == psutil.STATUS_STOPPED, f"process {process.pid} stopped")
+    job.stop_between_checkpoints(job.rank(1))
 
 
 def restart_daemon(job: Job, node: str) -> None:

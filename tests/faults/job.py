@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from tests.faults.runs import PATIENCE_S, Run, TrialError, await_that
+from tests.faults.runs import Run, TrialError, await_that
 from tests.slurm.cluster import FINAL_STATES, Cluster
 from tests.slurm.daemons import ClusterError
 from tests.slurm.jobs import PROJECT
+from tests.waiting import PATIENCE_S
 
 _BETWEEN_QUESTIONS_S = 1.0
 """Slurm need not be asked more often whether a job still runs."""
-_STAYS_FAILED_S = 20.0
+_STAYS_FAILED_S = 120.0
 """A job that has failed for so long is not queued again."""
 
 
@@ -55,6 +56,14 @@ class Job:
 
         self.wait_until(between, "some steps after a checkpoint")
         self._saved_before = run.saved_step
+
+    def stop_between_checkpoints(self, process: psutil.Process) -> None:
+        """Stops one of its ranks where it has steps to lose; one that came to a save before it stopped is let go on."""
+        process.suspend()
+        while not 0 < self.run.step - self.run.saved_step < self.run.shape.save_every:
+            process.resume()
+            self.wait_between_checkpoints()
+            process.suspend()
 
     def wait_for_step(self, step: int) -> None:
         """Waits until it has written down `step`."""

@@ -11,10 +11,11 @@ from functools import partial
 from tests.faults import injections
 from tests.faults.job import Job
 from tests.faults.local import LocalRanks
-from tests.faults.runs import BRIEF, PATIENCE_S, RANKS, Laboratory, Run, TrialError
+from tests.faults.runs import BRIEF, RANKS, Laboratory, Run, TrialError
 from tests.faults.table import Result
 from tests.faults.trial import interrupt
 from tests.slurm.cluster import Cluster
+from tests.waiting import PATIENCE_S
 
 SAVE_EVERY = 2
 IN_A_SAVE_FRACTION = 1 / 3

@@ -16,10 +16,9 @@ from tests.distributed import run_ranks
 from tests.faults.local import LocalRanks, warm_up
 from tests.training.faults import train_without
 from tests.training.runs import make_run, make_tokens, metrics, write_config
+from tests.waiting import PATIENCE_S, wait_until
 
 RANKS = 2
-PATIENCE_S = 900.0
-"""How long anything may take on a slow machine before the trial is given up."""
 _COUNTS = ("failed_saves", "recomputed_steps")
 _STEP = re.compile(r" step \d+/\d+ ")
 _RESUMED = re.compile(r"goes on from \S*step_(\d+)")
@@ -173,14 +172,11 @@ class Laboratory:
         return trained == expected and figures == self.undisturbed(run.shape, skipped).figures
 
 
-def await_that(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S, every_s: float = 0.02) -> None:
+def await_that(condition: Callable[[], bool], what: str) -> None:
     """Waits until `condition` holds.
 
     Raises:
         TrialError: it does not in time.
     """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TrialError(f"not seen in {timeout_s:.0f} s: {what}")
-        time.sleep(every_s)
+    if not wait_until(condition, every_s=0.02):
+        raise TrialError(f"not seen in {PATIENCE_S:.0f} s: {what}")

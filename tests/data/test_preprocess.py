@@ -42,17 +42,27 @@ from tests.disks import SmallDisk
 from tests.waiting import PATIENCE_S
 
 REVIEWS, STORIES = DEMO / "reviews.jsonl.zst", DEMO / "stories.jsonl.zst"
-# 50 units of a quarter of a MiB, of two compressed files.
-ARGUMENTS = ["--input", REVIEWS, STORIES, "--tokenizer", STORIES260K, "--heldout-fraction", "0.1", "--unit-mib", "0.25"]
+# 100 units of an eighth of a MiB, of two compressed files: none is done before it is killed.
+ARGUMENTS = [
+    "--input",
+    REVIEWS,
+    STORIES,
+    "--tokenizer",
+    STORIES260K,
+    "--heldout-fraction",
+    "0.1",
+    "--unit-mib",
+    "0.125",
+]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What one process makes of it that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "corpus"
-    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
+    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**17)
     made = contents(folder, folder.with_name("corpus.heldout"))
-    assert len(made) > 150
+    assert len(made) > 300
     return made
 
 

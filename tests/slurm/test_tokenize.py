@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.data.helpers import DEMO, PROJECT, STORIES260K, contents, run_tool
@@ -76,11 +77,27 @@ def wait_for_array(cluster: Cluster, job: int) -> set[str]:
     return set(tasks())
 
 
+# What each task of an array sources before its work: it says who it is, and waits for the others.
+TOGETHER = """\
+echo $$ > {folder}/written.$SLURM_ARRAY_TASK_ID
+mv {folder}/written.$SLURM_ARRAY_TASK_ID {folder}/task.$SLURM_ARRAY_TASK_ID.pid
+while [[ ! -e {folder}/go ]]; do sleep 0.1; done
+"""
+
+
 def test_an_array_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]):
     """Four tasks, all killed at work; then three, which find most of it done."""
     config = configuration(tmp_path / "run")
-    killed = submit(slurm_cluster, config, "--array=0-3")
+    site = tmp_path / "site.env"
+    site.write_text(TOGETHER.format(folder=tmp_path))
+    killed = submit(slurm_cluster, config, "--array=0-3", env={"SITE_ENV": str(site)})
+    assert wait_until(lambda: len(list(tmp_path.glob("task.*.pid"))) == 4), outputs(config)
+    (tmp_path / "go").touch()
     wait_for_units(config, 5)
+    # Slurm takes a while, in which one might come to its end.
+    for script in tmp_path.glob("task.*.pid"):
+        for process in psutil.Process(int(script.read_text())).children(recursive=True):
+            process.suspend()
     slurm_cluster.run("scancel", "--signal=KILL", "--full", str(killed))
     assert "COMPLETED" not in wait_for_array(slurm_cluster, killed)
     job = submit(slurm_cluster, config, "--array=10-30:10")

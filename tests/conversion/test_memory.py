@@ -79,5 +79,6 @@ def test_peak_memory_is_far_below_the_model(format, large, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # Verifying holds a layer in fp64, some 10 MiB with its expansion; the rest is torch's and the libraries' own.
-    assert int(done.stdout) < 100 * MIB
+    # A third of the model. Verifying holds a layer in fp64, some 10 MiB with its expansion; some 75 MiB are torch's and
+    # the libraries' own.
+    assert int(done.stdout) < 130 * MIB

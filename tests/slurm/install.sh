@@ -33,8 +33,10 @@ if [[ ! -e $policy ]]; then
     chmod +x $policy
     trap 'rm -f $policy' EXIT
 fi
+# A fresh machine may still be updating itself, and a mirror may be busy.
+apt_get() { apt-get -o DPkg::Lock::Timeout=600 -o Acquire::Retries=5 "$@"; }
 log=$(mktemp)
-if ! { apt-get update && apt-get install --yes --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
+if ! { apt_get update && apt_get install --yes --no-install-recommends "${missing[@]}"; } >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     without "apt-get could not install ${missing[*]} (the end of its output is above; all of it is in $log)."
 fi

@@ -18,7 +18,7 @@ from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from tests.bases import CONFIGS
-from tests.conversion.checkpoints import FFT, save_many, scale, trained
+from tests.conversion.checkpoints import FFT, save_many, scale, trained, zero
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
@@ -38,15 +38,15 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def models(base, tmp_path_factory):
-    """A trained model by family and method, all saved by one process."""
+    """A trained model by family and method, all saved by one process.
+
+    Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads them all.
+    """
     folder = tmp_path_factory.mktemp("trained")
     wanted = [(name, method) for method in METHODS for name in (FEW if method in COMPARED else FAMILIES)]
     places = {(name, method): folder / f"{name}-{method}".replace(" ", "_") for name, method in wanted}
-    run_ranks(
-        save_many,
-        1,
-        [(base(name).path, METHODS[method], place) for (name, method), place in places.items()],
-    )
+    jobs = [(base(name).path, METHODS[method], place, 1, zero(1)) for (name, method), place in places.items()]
+    run_ranks(save_many, 1, jobs)
     return lambda name, method: trained(base(name).path, places[name, method])
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.estimation.inputs import open_estimator
 from pipeline.estimation.options import add_cluster_options, cluster_of
-from pipeline.estimation.table import as_text, as_values, make_report
 
 
 def main() -> int:
@@ -28,6 +26,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if "gpus" not in arguments:
         parser.error("--gpus: say how many there are")
+    from pipeline.estimation.inputs import open_estimator  # after the options: --help waits for no torch
+    from pipeline.estimation.table import as_text, as_values, make_report
+
     config, cluster = load_config(arguments.config), cluster_of(arguments)
     report = make_report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
     print(json.dumps(as_values(report), indent=2) if arguments.json else as_text(report))

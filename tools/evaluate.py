@@ -19,10 +19,6 @@ from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer_training import good_documents
 from pipeline.evaluation import options
-from pipeline.evaluation.benchmarks import comparison, run_benchmarks
-from pipeline.evaluation.folder import score_folder
-from pipeline.evaluation.summary import summarise
-from pipeline.evaluation.table import as_json, score_table
 from pipeline.run_folder.stage import stage_of
 
 
@@ -31,6 +27,11 @@ def main() -> None:
     options.add_options(parser)
     arguments = parser.parse_args()
     asked = {name for name in ("config", "model", "tasks", "data") if getattr(arguments, name)}
+    # --help waits for no torch.
+    from pipeline.evaluation.benchmarks import comparison, run_benchmarks
+    from pipeline.evaluation.folder import score_folder
+    from pipeline.evaluation.summary import summarise
+    from pipeline.evaluation.table import as_json, score_table
 
     if asked == {"config"}:
         with stage_of(arguments.config, "evaluate"):

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.conversion.inspection import as_text, describe_checkpoint
 
 
 def main() -> None:
@@ -19,6 +18,8 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="where the base lies, if not where the checkpoint says")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
+    from pipeline.conversion.inspection import as_text, describe_checkpoint  # --help waits for no torch
+
     facts = describe_checkpoint(arguments.checkpoint, arguments.base)
     print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
 

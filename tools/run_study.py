@@ -14,9 +14,6 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.errors import ConfigError
-from pipeline.study.conduct import conduct, open_study
-from pipeline.study.due import due
-from pipeline.study.summary import summarise
 
 
 def main() -> None:
@@ -31,6 +28,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
+    from pipeline.study.conduct import conduct, open_study  # after the options: --help waits for no torch
+    from pipeline.study.due import due
+    from pipeline.study.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:

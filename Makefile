@@ -27,8 +27,10 @@ ifdef COMPARE
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
+KOREAN := korean$(if $(QUICK),_quick)
 reproduce-korean: $(STAMP)  ## the paper's Korean comparison, an hour of two cores (QUICK=1: ten minutes; DATA=folder of texts; ABLATIONS=1)
-	$(BIN)/python tools/run_study.py configs/studies/korean$(if $(QUICK),_quick).yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python tools/run_study.py configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python tools/report.py runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS
 	$(BIN)/python tools/run_study.py configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
 endif
@@ -40,6 +42,7 @@ reproduce-biography: $(STAMP)  ## the paper's biographies, under an hour of two 
 	$(BIN)/python tools/make_biographies.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/run_study.py configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/show_biographies.py runs/$(subst _,-,$(BIOGRAPHY))
+	$(BIN)/python tools/report.py runs/$(subst _,-,$(BIOGRAPHY)) --output runs/$(subst _,-,$(BIOGRAPHY))/report.html
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
 	bash tests/slurm/install.sh

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
-from pipeline.conversion.convert import DTYPES, Conversion, Format, convert
-from pipeline.conversion.probe import probe_maker
-from pipeline.conversion.runs import latest_conversion, run_keys, run_texts
+from pipeline.conversion.formats import Format, Precision
 from pipeline.run_folder.stage import stage_of
 
 logger = log.get_logger(__name__)
@@ -31,7 +29,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
     parser.add_argument("--output", type=Path, help="the folder to make")
     parser.add_argument("--format", choices=get_args(Format), default="auto")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: the base's")
+    parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     arguments = parser.parse_args()
 
@@ -43,6 +41,11 @@ def main() -> None:
 
 
 def _convert(arguments: argparse.Namespace, paths: tuple[Path, Path, Path]) -> None:
+    # The options and the configuration are read before: a mistake in them waits for no torch.
+    from pipeline.conversion.convert import DTYPES, Conversion, convert
+    from pipeline.conversion.probe import probe_maker
+    from pipeline.conversion.runs import latest_conversion, run_keys, run_texts
+
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:
         asked = latest_conversion(arguments.config, arguments.format, dtype)

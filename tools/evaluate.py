@@ -27,21 +27,24 @@ def main() -> None:
     options.add_options(parser)
     arguments = parser.parse_args()
     asked = {name for name in ("config", "model", "tasks", "data") if getattr(arguments, name)}
-    # --help waits for no torch.
-    from pipeline.evaluation.benchmarks import comparison, run_benchmarks
-    from pipeline.evaluation.folder import score_folder
-    from pipeline.evaluation.summary import summarise
-    from pipeline.evaluation.table import as_json, score_table
-
+    # Each loads what it needs, and --help no torch.
     if asked == {"config"}:
         with stage_of(arguments.config, "evaluate"):
+            from pipeline.evaluation.summary import summarise
+
             print(summarise(load_config(arguments.config), max_tokens=arguments.max_tokens).as_text())
     elif {"model", "tasks"} <= asked and "config" not in asked and len(arguments.data) <= 1:
+        from pipeline.evaluation.benchmarks import comparison, run_benchmarks
+        from pipeline.evaluation.table import as_json
+
         data = Path(arguments.data[0]) if arguments.data else None
         given = options.of_benchmarks(arguments)
         results = {str(one): run_benchmarks(one, arguments.tasks, data=data, **given) for one in arguments.model}
         print(as_json(results) if arguments.json else comparison(results))
     elif asked == {"model", "data"}:
+        from pipeline.evaluation.folder import score_folder
+        from pipeline.evaluation.table import as_json, score_table
+
         given, keys = options.of_perplexity(arguments), Keys(arguments.text_key, arguments.prompt_key)
         scores = {}
         for model in arguments.model:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from pipeline.checkpoint.manifest import NAME as MANIFEST
 from pipeline.checkpoint.manifest import check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.conversion.export import Export
+from pipeline.conversion.formats import Format, Precision
 from pipeline.conversion.hf_config import dtype_name
 from pipeline.conversion.hf_folder import write_hf_folder
 from pipeline.conversion.ordinary import ordinary_export
@@ -29,11 +30,10 @@ from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion_folder import write_expansion
 
-Format = Literal["auto", "stock", "scale", "peft", "expansion"]
 MakeProbe = Callable[[TrainedModel], Probe]
 RECORD = "conversion.json"
 VERIFICATION = "verification.json"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _logger = log.get_logger(__name__)
 
 

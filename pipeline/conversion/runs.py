@@ -8,7 +8,8 @@ import torch
 
 from pipeline.checkpoint.folder import LATEST, latest_checkpoint
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, Format
+from pipeline.conversion.convert import Conversion
+from pipeline.conversion.formats import Format
 from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError
 

@@ -50,7 +50,7 @@ def leave_one_stopped(folder: Path) -> None:
 @pytest.mark.slurm
 @pytest.mark.parametrize("disturb", [kill_rank, kill_launcher, kill_batch_script, leave_one_stopped])
 def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, disturb: Callable[[Path], None]):
-    env = {"FOLDER": str(tmp_path), "EXIT_GRACE_S": "2", "CONFIG": str(run_config(tmp_path))}
+    env = {"FOLDER": str(tmp_path), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(tmp_path))}
     if disturb is leave_one_stopped:
         env["STOPPED"] = "1"
     body = f"echo $$ > {tmp_path}/batch.pid\n{LASTING}"

@@ -7,6 +7,7 @@ byte.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,8 +92,9 @@ def preprocess(
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
         units = _split(job, files, unit_bytes, workers, share)
-        _work(job, files, units, workers, max_bad_fraction, share)
-        return _close(job, plan, files, units, tokenizer.vocab_size, max_bad_fraction)
+        records = _work(job, units, workers, max_bad_fraction, share)
+        _hash(job, files, workers, share)
+        return _close(job, plan, units, records, tokenizer.vocab_size, max_bad_fraction)
     except FileNotFoundError:
         # Another of the jobs that share the work may have finished and cleared the state away meanwhile.
         if (job.output / manifests.NAME).exists():
@@ -129,7 +131,7 @@ def _finished(job: Job, plan: Plan) -> Manifest:
         unit_bytes=plan.unit_bytes,
     )
     _refuse_other(job, plan, there)
-    shutil.rmtree(job.state, ignore_errors=True)
+    _clear(job)
     _logger.info("%s: there already, %d documents, %d tokens", job.output, found.documents, found.tokens)
     return found
 
@@ -167,27 +169,29 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
 
 
 def _work(
-    job: Job,
-    files: Sequence[Path],
-    units: Sequence[Unit],
-    workers: Workers,
-    max_bad_fraction: float,
-    share: tuple[int, int],
-) -> None:
-    """Does every unit, and does again those of the fast path if it is found wrong on the way."""
+    job: Job, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
+) -> list[UnitRecord]:
+    """Does every unit, and does again those of the fast path if it is found wrong on the way; the outcome of each.
+
+    A record may go at any instant, when another of the jobs that share the work finds the fast path wrong, or has
+    finished and clears the state away; so what is returned was read whole, and is of one encoder.
+    """
     limit = BadRecordLimit(max_bad_fraction)
     sizes = {unit.name: unit.text_bytes for unit in units}
     for record in filter(None, (finished_record(job, unit) for unit in units)):
         limit.add(record.records, record.rejected)
     with Progress(total_bytes=sum(sizes.values())) as progress:
-        while unfinished := [unit for unit in units if finished_record(job, unit) is None]:
+        while True:
+            outcomes = [finished_record(job, unit) for unit in units]
+            records = [outcome for outcome in outcomes if outcome is not None]
+            if len(records) == len(units) and len({record.backend for record in records}) <= 1:
+                return records
+            unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             progress.start_at(sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished))
             for name, record in workers.run(partial(_tokenize_one, job), _own_first(unfinished, share)):
                 progress.add(sizes[name], record)
                 limit.add(record.records, record.rejected)
                 limit.check(_quarantines(job, units))
-    for _ in workers.run(partial(_hash_one, job), _own_first(list(enumerate(files)), share)):
-        pass
 
 
 def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
@@ -198,6 +202,11 @@ def _hash_one(job: Job, task: tuple[int, Path]) -> str:
     return hash_input(job, task[0], str(task[1]))
 
 
+def _hash(job: Job, files: Sequence[Path], workers: Workers, share: tuple[int, int]) -> None:
+    for _ in workers.run(partial(_hash_one, job), _own_first(list(enumerate(files)), share)):
+        pass
+
+
 def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
     """This job's share of the tasks, then everybody else's, from the end: there the others are least likely to be."""
     k, n = share
@@ -206,15 +215,19 @@ def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
 
 
 def _close(
-    job: Job, plan: Plan, files: Sequence[Path], units: Sequence[Unit], vocab_size: int, max_bad_fraction: float
+    job: Job,
+    plan: Plan,
+    units: Sequence[Unit],
+    records: Sequence[UnitRecord],
+    vocab_size: int,
+    max_bad_fraction: float,
 ) -> Manifest:
     """Writes down what came out, the train part's manifest last, and clears the state away."""
-    records = [(unit, record) for unit in units if (record := finished_record(job, unit)) is not None]
     limit = BadRecordLimit(max_bad_fraction)
-    for _, record in records:
+    for record in records:
         limit.add(record.records, record.rejected)
     limit.check(_quarantines(job, units), at_end=True)
-    if not any(record.train.documents for _, record in records):
+    if not any(record.train.documents for record in records):
         raise DataError(
             f"{', '.join(job.inputs)}: no usable document in {limit.records} records: {dict(limit.rejected)}"
         )
@@ -223,26 +236,36 @@ def _close(
         InputFile(path=path, bytes=size, sha256=hash_input(job, index, path))
         for index, (path, size) in enumerate(plan.inputs)
     ]
-    describe = partial(_manifest, job, plan, records, inputs, vocab_size, limit.rejected)
+    outcomes = list(zip(units, records, strict=True))
+    describe = partial(_manifest, job, plan, outcomes, inputs, vocab_size, limit.rejected)
     if job.heldout_fraction > 0:
         describe("heldout").save(job.heldout)
     made = describe(job.part)
     made.save(job.output)
-    shutil.rmtree(job.state, ignore_errors=True)
+    _clear(job)
     return made
+
+
+def _clear(job: Job) -> None:
+    """Removes the state of a finished corpus: all of it at one instant, for another job may be reading it."""
+    cleared = job.state.with_name(f"{job.state.name}.cleared")
+    shutil.rmtree(cleared, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another job has cleared it, or clears it now
+        job.state.rename(cleared)
+    shutil.rmtree(cleared, ignore_errors=True)
 
 
 def _manifest(
     job: Job,
     plan: Plan,
-    records: Sequence[tuple[Unit, UnitRecord]],
+    outcomes: Sequence[tuple[Unit, UnitRecord]],
     inputs: list[InputFile],
     vocab_size: int,
     rejected: Counter[str],
     part: str,
 ) -> Manifest:
     split_off = part == "heldout" and job.heldout_fraction > 0
-    counted = [(unit, record.heldout if split_off else record.train) for unit, record in records]
+    counted = [(unit, record.heldout if split_off else record.train) for unit, record in outcomes]
     tokens, characters = sum(one.tokens for _, one in counted), sum(one.characters for _, one in counted)
     size = sum(one.bytes for _, one in counted)
     return Manifest(
@@ -252,7 +275,7 @@ def _manifest(
             vocab_size=vocab_size,
             document_start=plan.document_start,
             document_end=plan.document_end,
-            backend=records[0][1].backend,
+            backend=outcomes[0][1].backend,
         ),
         token_dtype=token_dtype(vocab_size).name,
         text_key=job.text_key,

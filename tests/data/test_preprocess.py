@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,10 +20,10 @@ import yaml
 
 from pipeline.data import unit_work
 from pipeline.data.encoders import Encoded, GigatokenEncoder
-from pipeline.data.manifest import load_manifest
+from pipeline.data.manifest import Manifest, load_manifest
 from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import is_heldout
-from pipeline.data.workers import local_workers
+from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import DataError
 from pipeline.exit_codes import PASSING_FAULT
 from pipeline.files import file_hash
@@ -187,6 +189,54 @@ def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undistu
     assert corpus_contents(tmp_path / "a" / "corpus") == undisturbed
     Running(tmp_path / "b" / "corpus", "--workers", "1", "--share", "2/3").finish()
     assert corpus_contents(tmp_path / "b" / "corpus") == undisturbed
+
+
+class _Disturbed(Workers):
+    """Real workers, beside whom something else happens once: before they begin, or after they end, such a task."""
+
+    def __init__(self, task: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
+        super().__init__(None)
+        self._task, self._before, self._after = task, before, after
+
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+        concerned = isinstance(function, partial) and function.func.__name__ == self._task
+        if concerned and self._before is not None:
+            self._before, now = None, self._before
+            now()
+        yield from super().run(function, tasks)
+        if concerned and self._after is not None:
+            self._after, now = None, self._after
+            now()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "_hash_one"])
+def test_another_job_finishes_meanwhile(tmp_path: Path, task: str, when: str):
+    """Wherever this job stands when the other clears the state away, the corpus is whole, and it says so."""
+    source = write_jsonl(tmp_path / "x.jsonl", documents(200))
+    settings: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**12}
+    alone = tokenize(tmp_path / "alone" / "corpus", source, **settings)
+    output = tmp_path / "shared" / "corpus"
+    others: list[Manifest] = []
+    disturbed = _Disturbed(task, **{when: lambda: others.append(tokenize(output, source, **settings))})
+    assert preprocess(job(output, source, **settings), disturbed) == alone
+    assert others == [alone]
+    assert corpus_contents(output) == corpus_contents(tmp_path / "alone" / "corpus")
+    assert len(alone.shards) > 3
+
+
+def test_no_record_that_goes_at_the_end_is_left_out(tmp_path: Path):
+    """Another job that has finished may clear records away while this one writes down what came out."""
+    source = write_jsonl(tmp_path / "x.jsonl", documents(200))
+    whole = tokenize(tmp_path / "alone", source, unit_bytes=2**12)
+    state = tmp_path / "shared" / ".units"
+
+    def lose_half() -> None:
+        for record in sorted(state.glob("*-*[0-9].json"))[::2]:
+            record.unlink()
+
+    disturbed = _Disturbed("_hash_one", after=lose_half)
+    assert preprocess(job(tmp_path / "shared", source, unit_bytes=2**12), disturbed) == whole
 
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")

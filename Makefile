@@ -28,7 +28,7 @@ endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
 KOREAN := korean$(if $(QUICK),_quick)
-reproduce-korean: $(STAMP)  ## the paper's Korean comparison, an hour and a quarter of two cores (QUICK=1: ten minutes; DATA=folder of texts; ABLATIONS=1)
+reproduce-korean: $(STAMP)  ## the paper's Korean comparison, an hour and a quarter of two cores (QUICK=1: ten minutes; DATA=folder of other texts; ABLATIONS=1)
 	$(BIN)/python tools/run_study.py configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python tools/report.py runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS

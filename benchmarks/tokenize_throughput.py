@@ -27,7 +27,7 @@ from typing import NamedTuple
 from pipeline.data.tokenizer_training import texts
 
 PROJECT = Path(__file__).resolve().parents[1]
-DATA = Path(os.environ.get("SCALE_CPT_DATA", PROJECT.parent / "shared" / "data"))
+DATA = PROJECT / "data"
 OURS = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
 
 # `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.

@@ -12,7 +12,7 @@
 #
 #   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
 #   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
-#   STUDY=configs/studies/korean_quick.yaml DATA=../shared/data bash slurm/run_study.sh         all on this machine
+#   STUDY=configs/studies/korean_quick.yaml bash slurm/run_study.sh                             all on this machine
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 logging.disable_progress_bar()
 
-STORIES = Path(__file__).parents[1] / "data" / "demo" / "stories260K"
+STORIES = Path(__file__).parents[1] / "data" / "models" / "stories260K"
 
 _LLAMA = {
     "vocab_size": 97,  # prime: it divides over no number of ranks

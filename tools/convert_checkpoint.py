@@ -1,7 +1,7 @@
 """Turns a training checkpoint into a Hugging Face folder, and checks that it is the model that trained.
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
-    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/demo/stories260K \
+    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf. Formats: `stock` loads anywhere with no code of ours;

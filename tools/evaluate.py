@@ -1,6 +1,6 @@
 """What a Hugging Face folder knows: perplexity on given texts, benchmarks, or the final table of a run.
 
-    python tools/evaluate.py --model exported --data data/demo/*.heldout.jsonl.zst
+    python tools/evaluate.py --model exported --data data/*/*.heldout.jsonl.zst
     python tools/evaluate.py --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
     python tools/evaluate.py --config configs/demo.yaml
 

@@ -1,6 +1,6 @@
 """Shows what a token corpus holds, checks its shards against the manifest, and turns some documents back into text.
 
-python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/demo/stories260K
+python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/models/stories260K
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a study: the runs that it compares, side by side on this machine; prints its tables and writes summary.json.
 
-    python tools/run_study.py configs/studies/korean_quick.yaml --data ../shared/data
+    python tools/run_study.py configs/studies/korean_quick.yaml
 
 Stopped (Ctrl-C) or killed, the same command goes on; what is finished is not done again. On a cluster
 slurm/run_study.sh makes every run a job of its own.
@@ -19,10 +19,7 @@ from pipeline.errors import ConfigError
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
-    default = Path(os.environ.get("SCALE_CPT_DATA", "../shared/data"))
-    parser.add_argument(
-        "--data", type=Path, default=default, help="the texts (default: $SCALE_CPT_DATA, or %(default)s)"
-    )
+    parser.add_argument("--data", type=Path, default="data", help="the texts (default: those that come along, data)")
     parser.add_argument("--jobs", type=int, help="runs side by side (default: as many as the cores hold)")
     parser.add_argument("--due", action="store_true", help="only list what can be done now: configuration, stages")
     arguments = parser.parse_args()

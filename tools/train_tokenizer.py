@@ -1,7 +1,7 @@
 """Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on text that you name.
 
     python tools/train_tokenizer.py --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \
-        --compare data/demo/stories260K --report-on korean=data/demo/reviews.heldout.jsonl.zst
+        --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def load_study(path: Path, data: Path) -> Study:
     if placed != values and not data.is_dir():
         raise ConfigError(
             f"--data {data}: no such folder; {path} reads its texts from there: name where they lie, as DATA=folder "
-            "of make, --data folder, or SCALE_CPT_DATA"
+            "of make, or --data folder"
         )
     return checked(Study, placed, source=str(path), listed_in=_LISTED_IN)
 

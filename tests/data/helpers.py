@@ -22,10 +22,10 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import local_workers
+from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
 PROJECT = Path(__file__).parents[2]
-DEMO = PROJECT / "data" / "demo"
-STORIES260K = DEMO / "stories260K"
+STORIES260K = DATA / "models" / "stories260K"
 TOOL = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
 
 COMPRESS = {
@@ -45,9 +45,7 @@ def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
 
 def stories(count: int) -> list[str]:
     """Real English and Korean documents."""
-    return [
-        text for name in ("stories", "reviews") for text in islice(texts([f"{DEMO}/{name}.heldout.jsonl.zst"]), count)
-    ]
+    return [text for file in (STORIES_HELDOUT, REVIEWS_HELDOUT) for text in islice(texts([str(file)]), count)]
 
 
 def jsonl(texts: Iterable[object], key: str = "text") -> bytes:

@@ -12,7 +12,8 @@ from pipeline.data.inspection import decoded_documents, summary
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DataError
-from tests.data.helpers import DEMO, PROJECT, STORIES260K, documents, tokenize, write_jsonl
+from tests.data.helpers import PROJECT, STORIES260K, documents, tokenize, write_jsonl
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 
 def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -68,10 +69,10 @@ def test_the_inspecting_command_line(tmp_path: Path):
 def test_the_training_command_line_compares_tokenizers(tmp_path: Path):
     done = run(
         "train_tokenizer.py",
-        *("--input", DEMO / "reviews.heldout.jsonl.zst", DEMO / "stories.heldout.jsonl.zst", "--max-mib", "0.3"),
+        *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),
         *("--output", tmp_path / "t.model", "--vocab-size", "1500", "--model-type", "unigram"),
         *("--compare", STORIES260K),
-        *("--report-on", f"korean={DEMO}/reviews.heldout.jsonl.zst", f"english={DEMO}/stories.heldout.jsonl.zst"),
+        *("--report-on", f"korean={REVIEWS_HELDOUT}", f"english={STORIES_HELDOUT}"),
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]

@@ -28,7 +28,6 @@ from pipeline.errors import DataError
 from pipeline.exit_codes import PASSING_FAULT
 from pipeline.files import file_hash
 from tests.data.helpers import (
-    DEMO,
     PROJECT,
     STORIES260K,
     TOOL,
@@ -41,9 +40,9 @@ from tests.data.helpers import (
     write_jsonl,
 )
 from tests.disks import SmallDisk
+from tests.texts import REVIEWS, STORIES
 from tests.waiting import PATIENCE_S
 
-REVIEWS, STORIES = DEMO / "reviews.jsonl.zst", DEMO / "stories.jsonl.zst"
 # 100 units of an eighth of a MiB, of two compressed files: none is done before it is killed.
 ARGUMENTS = [
     "--input",

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.data.helpers import DEMO, PROJECT, STORIES260K, contents, run_tool
+from tests.data.helpers import PROJECT, STORIES260K, contents, run_tool
 from tests.slurm.cluster import Cluster
+from tests.texts import REVIEWS, STORIES
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -23,8 +24,8 @@ SMALL_UNITS = ("--unit-mib", "0.25")
 def configuration(folder: Path) -> Path:
     """A run that reads the demo's corpora into `folder/tokens`."""
     corpora = {
-        "korean": {"input": [str(DEMO / "reviews.jsonl.zst")], "heldout_fraction": 0.1},
-        "english": {"input": [str(DEMO / "stories.jsonl.zst")], "role": "replay"},
+        "korean": {"input": [str(REVIEWS)], "heldout_fraction": 0.1},
+        "english": {"input": [str(STORIES)], "role": "replay"},
     }
     described = {
         "name": "t",

@@ -16,8 +16,8 @@ from pipeline.files import file_hash
 from pipeline.study.description import NewTokenizer, Scratch, TokenizerText
 from pipeline.study.scratch import make_scratch
 from tests.bases import CONFIGS, STORIES
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-DEMO = STORIES.parent
 TEXTS = ["Once  upon a time", "마지막 반전은 정말 압권이었다.\nㅋㅋㅋ 😀", "  1984, a\ttab"]
 
 
@@ -29,8 +29,8 @@ def architecture(tmp_path: Path) -> Path:
 
 
 def test_a_new_tokenizer_cuts_as_finely_as_its_texts_say(architecture, tmp_path):
-    parts = [("stories", 0.05), ("reviews", 0.01)]
-    texts = [TokenizerText(input=[str(DEMO / f"{name}.heldout.jsonl.zst")], mib=mib) for name, mib in parts]
+    parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
+    texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
     tokenizer = NewTokenizer(vocab_size=900, texts=texts)
     for folder, seed in (("one", 1), ("same", 1), ("other", 2)):
         make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=seed), tmp_path / folder)

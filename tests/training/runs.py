@@ -23,13 +23,13 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.parameter import partition_of
 from pipeline.training.instruments import MEASURED
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-DEMO = STORIES.parent
 STEPS = 6
 
 
 def make_tokens(folder: Path) -> Path:
-    """Tokenizes the demo's held-out files, as both parts of two corpora, into `folder`."""
+    """Tokenizes the held-out reviews and stories, as both parts of two corpora, into `folder`."""
     config = load_config(write_config(folder / "run", folder))
     with local_workers(1) as workers:
         for job in corpus_jobs(config.data, STORIES):
@@ -43,7 +43,7 @@ def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yam
     zero_file = run / f"zero{zero}.json"
     sharding = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
     zero_file.write_text(json.dumps({"zero_optimization": {"stage": zero, "overlap_comm": False, **sharding}}))
-    korean, english = ([str(DEMO / f"{corpus}.heldout.jsonl.zst")] for corpus in ("reviews", "stories"))
+    korean, english = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
     values: dict[str, Any] = {
         "name": "test",
         "folder": str(run),

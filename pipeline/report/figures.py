@@ -146,7 +146,7 @@ def _answers(groups: Sequence[Group]) -> Figure | None:
 
 def _routing(groups: Sequence[Group]) -> Figure | None:
     series = [
-        Series(one.label, one.index, lines)
+        Series(one.label, one.style, lines)
         for one in groups
         if (lines := [line for run in one.runs if (line := _thinned(_metric(run, _ROUTED)))])
     ]
@@ -162,7 +162,7 @@ def _routing(groups: Sequence[Group]) -> Figure | None:
 
 def _drift(groups: Sequence[Group]) -> Figure | None:
     series = [
-        Series(one.label, one.index, lines)
+        Series(one.label, one.style, lines)
         for one in groups
         if (lines := [line for run in one.runs if (line := _last_drift(run))])
     ]
@@ -229,7 +229,7 @@ def _over_steps(groups: Sequence[Group], corpus: str, figure: str, above: float 
             points = [(float(look.step), look.figures.get(corpus, {}).get(figure)) for look in row.looks]
             lines.append(_thinned([(step, value) for step, value in points if value is not None and value > above]))
         if all(lines):
-            found.append(Series(one.label, one.index, lines))
+            found.append(Series(one.label, one.style, lines))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ from pipeline.report.standing import Measure, Standing
 from pipeline.run_folder.averages import mean
 from pipeline.run_folder.study_summary import REPLAY, Row
 
+# In the order of the styles that are theirs.
+_METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
+
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one label, in the order of a study; `index` decides their colour and mark."""
+    """The runs of one label, in the order of a study; `style` is their colour and mark."""
 
     label: str
-    index: int
+    style: int
     runs: Sequence[Run]
 
     @property
@@ -46,7 +50,19 @@ def group(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         label = run.row.label
         named.setdefault(f"{label} ({run.source})" if len(sources[label]) > 1 else label, []).append(run)
-    return [Group(label, index, members) for index, (label, members) in enumerate(named.items())]
+    styles = _styles(list(named.values()))
+    return [Group(label, style, members) for (label, members), style in zip(named.items(), styles, strict=True)]
+
+
+def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
+    """A style for each: its method's own, so that a method looks the same in every report; or the next that is free."""
+    styles: dict[int, int] = {}
+    for at, members in enumerate(groups):
+        method = members[0].row.method
+        if method in _METHODS and _METHODS.index(method) not in styles.values():
+            styles[at] = _METHODS.index(method)
+    free = (style for style in itertools.count() if style not in styles.values())
+    return [styles[at] if at in styles else next(free) for at in range(len(groups))]
 
 
 def overview(runs: Sequence[Run]) -> list[Group]:

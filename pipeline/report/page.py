@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
             }
             for one in figures_of(groups)
         ],
-        marks=[Markup(_mark(one)) for one in groups],
+        marks={one.style: Markup(_mark(one)) for one in groups},
         results=results(groups),
         details=each_corpus(whole) if corpora(whole) != corpora(groups) else None,
         beside=beside(groups, overview(others)) if others else None,
@@ -87,6 +87,6 @@ def style_sheet(*, picture: bool = False) -> str:
 
 
 def _mark(one: Group) -> str:
-    drawing = Drawing(f"mark-{one.index}", 16, 16)
-    drawing.mark((8, 8), one.index)
+    drawing = Drawing(f"mark-{one.style}", 16, 16)
+    drawing.mark((8, 8), one.style)
     return drawing.markup()

@@ -23,7 +23,7 @@ class Cell:
 
 
 TableRow = tuple[str, int | None, Sequence[Cell]]
-"""A name, the index of its colour and mark where it has one, and its cells."""
+"""A name, the style of its colour and mark where it has one, and its cells."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def beside(groups: Sequence[Group], others: Sequence[Group]) -> Table:
         places = [one.standing(measure), other and other.standing(measure)]
         learned = [Cell(measure.on_new(place.learned) if place else NOTHING) for place in places]
         forgotten = [Cell(measure.on_kept(place.forgotten) if place else NOTHING) for place in places]
-        rows.append((one.label, one.index, [*learned, *forgotten]))
+        rows.append((one.label, one.style, [*learned, *forgotten]))
     name = others[0].runs[0].source
     above = [(f"learned: {measure.noun}", 2), (f"forgotten: {measure.noun}", 2)]
     return Table(["here", name] * 2, rows, above)
@@ -67,7 +67,7 @@ def _ends(groups: Sequence[Group], figures: Sequence[str]) -> Table:
     spans = Counter(figure for figure, _ in columns)
     base = [Cell(plus_minus(_of_base(groups, *pair), of_figure(pair[0]))[0]) for pair in columns]
     rows: list[TableRow] = [("base", None, base)]
-    rows += [(one.label, one.index, [_result(one, *pair) for pair in columns]) for one in groups]
+    rows += [(one.label, one.style, [_result(one, *pair) for pair in columns]) for one in groups]
     above = [(figure.replace("_", " "), span) for figure, span in spans.items()]
     return Table([corpus for _, corpus in columns], rows, above)
 
@@ -89,7 +89,7 @@ def costs(groups: Sequence[Group]) -> Table:
             Cell(f"{first.steps:,}", tokens),
             Cell(str(len(one.runs))),
         ]
-        rows.append((one.label, one.index, cells))
+        rows.append((one.label, one.style, cells))
     return Table(["trained parameters", "time", "peak memory", "learning rate", "steps", "runs"], rows)
 
 

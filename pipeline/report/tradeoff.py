@@ -24,7 +24,7 @@ def draw_tradeoff(drawing: Drawing, groups: Sequence[Group], measure: Measure, l
     plane = open_plane(drawing, places, [one.label for one, _ in placed], measure, learned, kept)
     for one, of in ways:
         for way in of:
-            plane.path(way, f"way {style_class(one.index)}")
+            plane.path(way, f"way {style_class(one.style)}")
     for one, place in placed:
         _draw_group(plane, one, place, measure)
     plane.name([(one.label, place) for one, place in placed])
@@ -41,12 +41,12 @@ def draw_rates(drawing: Drawing, groups: Sequence[Group], measure: Measure, lear
     plane = open_plane(drawing, places, [one.label for one, _ in tried], measure, learned, kept)
     named = []
     for one, found in tried:
-        plane.path([place for _, place in found], f"rates {style_class(one.index)}")
+        plane.path([place for _, place in found], f"rates {style_class(one.style)}")
         chosen = one.rows[0].learning_rate
         for row, place in found:
             title = f"{one.label}, learning rate {row.learning_rate:g}: {measure.said(place, learned, kept)}"
             kind, size = ("mark", 1.0) if row.learning_rate == chosen else ("run", 0.5)
-            drawing.mark(plane.at(place), one.index, kind, size=size, title=title)
+            drawing.mark(plane.at(place), one.style, kind, size=size, title=title)
         named.append((one.label, next((place for row, place in found if row.learning_rate == chosen), found[-1][1])))
     plane.name(named)
 
@@ -69,12 +69,12 @@ def _draw_group(plane: Plane, one: Group, middle: Standing, measure: Measure) ->
     ends = _standings(one.rows, measure)
     for row, end in ends if len(ends) > 1 else ():
         seed = f", seed {row.seed}" if row.seed is not None else ""
-        drawing.mark(plane.at(end), one.index, "run", size=0.5, title=f"{one.label}{seed}: {said(end)}")
+        drawing.mark(plane.at(end), one.style, "run", size=0.5, title=f"{one.label}{seed}: {said(end)}")
     across, up = (spread([end[axis] for _, end in ends]) for axis in (0, 1))
     if across is not None and up is not None:
-        bar = f"spread {style_class(one.index)}"
+        bar = f"spread {style_class(one.style)}"
         left, right = (middle._replace(learned=middle.learned + far) for far in (-across, across))
         lower, upper = (middle._replace(forgotten=middle.forgotten + far) for far in (-up, up))
         drawing.line(plane.at(left), plane.at(right), bar)
         drawing.line(plane.at(lower), plane.at(upper), bar)
-    drawing.mark(plane.at(middle), one.index, title=f"{one.label}: {said(middle)}")
+    drawing.mark(plane.at(middle), one.style, title=f"{one.label}: {said(middle)}")

@@ -28,7 +28,7 @@ endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
 KOREAN := korean$(if $(QUICK),_quick)
-reproduce-korean: $(STAMP)  ## the paper's Korean comparison, an hour and a quarter of two cores (QUICK=1: ten minutes; DATA=folder of other texts; ABLATIONS=1)
+reproduce-korean: $(STAMP)  ## the paper's Korean comparison, an hour and a quarter of two cores (QUICK=1: under ten minutes; DATA=folder of other texts; ABLATIONS=1)
 	$(BIN)/python tools/run_study.py configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python tools/report.py runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS
@@ -38,7 +38,7 @@ endif
 # The study, and how many people it has: half are pretrained on, a quarter are Task 0's, a tenth Task 1's.
 BIOGRAPHY := biography$(if $(QUICK),_quick)
 PEOPLE := $(if $(QUICK),--people 400 --vocab-size 1024,--people 2000 --vocab-size 2048)
-reproduce-biography: $(STAMP)  ## the paper's biographies, under an hour of two cores; QUICK=1: ten minutes
+reproduce-biography: $(STAMP)  ## the paper's biographies, under an hour of two cores; QUICK=1: under ten minutes
 	$(BIN)/python tools/make_biographies.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/run_study.py configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/show_biographies.py runs/$(subst _,-,$(BIOGRAPHY))

@@ -35,7 +35,7 @@ def distance_axis(values: Iterable[float], start: float, end: float, words: Word
     """Distances from the base, which is at 0; those of `wanted` are written that have room, the first first."""
     low, high = _padded([0.0, *values])
     axis = Axis(low, high, start, end, (), words)
-    return _with_ticks(axis, [value for value in wanted if low <= value <= high], gap=62 if start < end else 30)
+    return _with_ticks(axis, [value for value in wanted if low <= value <= high], gap=76 if start < end else 30)
 
 
 def axis_from_zero(values: Iterable[float], start: float, end: float) -> Axis:
@@ -108,7 +108,7 @@ def round_changes(sign: int = 1) -> list[float]:
 
 def round_points(sign: int = 1) -> list[float]:
     """Differences of shares, the roundest first; or their opposites."""
-    sizes = (1.0, 0.5, 0.2, 0.4, 0.6, 0.8, 0.1, 0.3, 0.7, 0.9, 0.05, 0.02, 0.01)
+    sizes = (1.0, 0.2, 0.4, 0.6, 0.8, 0.5, 0.1, 0.3, 0.7, 0.9, 0.05, 0.02, 0.01)
     return [0.0, *(sign * size for size in sizes), *(-sign * size for size in sizes)]
 
 

@@ -4,6 +4,7 @@
 #   load_site                   settings of the site, modules, virtual environment
 #   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `arguments` to the others
 #   announce WHAT               the job's first line, and a second where Slurm will not queue it again
+#   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
 # and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster (slurm/ranks.sh).
 
@@ -20,6 +21,17 @@ say() { echo "[$(date +%H:%M:%S)] $*"; }
 die() {
     echo "error: $*" >&2
     exit 1
+}
+
+# Bash's wait returns at each trapped signal too; therefore every trap sets `woken` first.
+wait_past_signals() {
+    local code
+    woken=true
+    while [[ -n "$woken" ]]; do
+        woken="" code=0
+        wait "$1" || code=$?
+    done
+    return "$code"
 }
 
 on_slurm() { [[ -n "${SLURM_JOB_ID:-}" ]]; }

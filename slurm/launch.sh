@@ -27,21 +27,14 @@ batch_script_was_killed() {
 
 # shellcheck disable=SC2317
 guard() {
-    interrupted=true
     if batch_script_was_killed && may_go_on "$STAGE" 137; then
         requeue_job
     fi
 }
 
 # Slurm's signals reach the whole process group: the command has them already.
-trap guard TERM
-trap 'interrupted=true' USR1 INT
+trap 'woken=true; guard' TERM
+trap 'woken=true' USR1 INT
 "${container[@]}" "$@" &
 rank=$!
-interrupted=true
-while [[ -n "$interrupted" ]]; do # wait also returns at each trapped signal
-    interrupted=""
-    code=0
-    wait "$rank" || code=$?
-done
-exit "$code"
+wait_past_signals "$rank"

@@ -5,7 +5,6 @@
 #                               the user's; stops the script where it fails for good or is interrupted
 
 stop_signal="" # set by the traps: the signal after which no further stage may start
-interrupted="" # set by the traps too: wait returned before the stage ended
 stage_pid=""
 stage_began=0
 stage_code=0
@@ -16,9 +15,9 @@ run_stage() {
     local name=$1 code when
     shift
     export STAGE=$name
-    trap 'forward USR1' USR1
-    trap 'forward TERM' TERM
-    trap 'forward INT' INT
+    trap 'woken=true; forward USR1' USR1
+    trap 'woken=true; forward TERM' TERM
+    trap 'woken=true; forward INT' INT
     # Without Slurm a stage has a process group of its own, so that none of its processes can hide.
     on_slurm || set -m
     while true; do
@@ -54,19 +53,14 @@ attempt() {
     "$@" &
     stage_pid=$! stage_began=$SECONDS
     [[ -z "$stop_signal" ]] || forward "$stop_signal" # it came just now
-    interrupted=true
-    while [[ -n "$interrupted" ]]; do # wait also returns at each trapped signal
-        interrupted=""
-        stage_code=0
-        wait "$stage_pid" || stage_code=$?
-    done
+    stage_code=0
+    wait_past_signals "$stage_pid" || stage_code=$?
 }
 
 forward() {
     local sent
     sent=$(signal_for_stage "$1")
     stop_signal=$1
-    interrupted=true
     say "caught SIG$1: asking the stage to save and stop"
     ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was forked a moment ago loses what its parent traps
     kill -s "$sent" "$stage_pid" 2>/dev/null || true

@@ -9,8 +9,12 @@
 # and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster (slurm/ranks.sh).
 
 # Exit codes, as pipeline/exit_codes.py has them.
+readonly USER_ERROR=1
+readonly CONFIG_ERROR=2
 readonly SLURM_FAULT=71
+readonly FOLDER_TAKEN=73
 readonly RESUME_LATER=75 # a stage that saved its work and wants to go on
+readonly INTERRUPTED=130
 
 source slurm/turns.sh
 source slurm/stages.sh

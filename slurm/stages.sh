@@ -30,7 +30,7 @@ run_stage() {
             code=$RESUME_LATER
             ((stage_code != 0)) || when=after
             [[ -n "$stage_pid" ]] || when=before
-            [[ "$stop_signal" != INT ]] || ((stage_code <= 128)) || code=130
+            [[ "$stop_signal" != INT ]] || ((stage_code <= 128)) || code=$INTERRUPTED
             say "stopped $when $name"
         else
             echo "error: stage $name ended with exit code $stage_code; its first error above says why" >&2

@@ -41,7 +41,7 @@ may_go_on() {
     esac
     echo "tools/may_retry.py itself ended with exit code $verdict"
     case "$code" in
-        1 | 2 | 73 | 130) return 1 ;; # pipeline/exit_codes.py
+        "$USER_ERROR" | "$CONFIG_ERROR" | "$FOLDER_TAKEN" | "$INTERRUPTED") return 1 ;;
         *) ((${SLURM_RESTART_COUNT:-${restarts_here:-0}} < most)) ;;
     esac
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.exit_codes import worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import MESSAGE_TIMEOUT
@@ -167,3 +168,9 @@ def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert "No such file" in result.stderr
     assert "another attempt at train: tools/may_retry.py itself ended with exit code 70" in result.stdout
+
+
+def test_without_python_the_scripts_themselves_know_what_is_worth_another_attempt(tmp_path: Path):
+    body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr

@@ -84,19 +84,26 @@ def published_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 sync(file)
         sync(partial)
-        _replace_folder(partial, path)
+        shutil.rmtree(put_in_place(partial, path), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _replace_folder(new: Path, path: Path) -> None:
-    old = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
+def put_in_place(new: Path, path: Path) -> Path:
+    """Gives the folder `new` the name `path`; returns where what had it lies now, if anything did, to be removed."""
+    replaced = take_away(path)
     new.rename(path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    return replaced
+
+
+def take_away(path: Path) -> Path:
+    """Takes its name from the folder `path`, if it is there; returns where it lies now, to be removed."""
+    nameless = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
+    shutil.rmtree(nameless, ignore_errors=True)
+    if path.exists():
+        path.rename(nameless)
+    return nameless
 
 
 def sync(path: Path) -> None:

@@ -1,15 +1,47 @@
-"""Names that strangers' files give lead nowhere but to their own folder."""
+"""Folders are whole or not there, and names that strangers' files give lead nowhere but to their own folder."""
 
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.files import is_plain_name
+from pipeline.files import is_plain_name, published_folder
+from tests.kills import outlives
+
+FILES = ("a", "b")
+
+
+def publish(path: Path, text: str) -> None:
+    with published_folder(path) as folder:
+        for name in FILES:
+            (folder / name).write_text(text)
+
+
+def texts_of(folder: Path) -> list[str]:
+    return [(folder / name).read_text() for name in FILES if (folder / name).exists()]
+
+
+def test_a_kill_at_any_instant_leaves_the_old_folder_or_the_new(tmp_path: Path):
+    for changes in count():
+        path = tmp_path / str(changes) / "folder"
+        publish(path, "old")
+        ended = outlives(changes, publish, path, "new")
+        if path.exists():
+            assert texts_of(path) in (["old", "old"], ["new", "new"])
+        else:
+            assert ["old", "old"] in [texts_of(aside) for aside in path.parent.iterdir()]
+        if ended:
+            assert texts_of(path) == ["new", "new"]
+            assert list(path.parent.iterdir()) == [path]
+            break
+        publish(path, "newer")
+        assert texts_of(path) == ["newer", "newer"]
+        assert list(path.parent.iterdir()) == [path], "a killed one left something"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../up", "a/b", "a/..", "a\\b", "a\0b"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import folder as folders
 from pipeline.errors import CheckpointError
+from tests.kills import outlives
 
 
 @pytest.fixture
@@ -72,6 +76,53 @@ def test_half_written_folders_go(folder):
     folders.remove_unfinished(folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert len(folders.all_checkpoints(folder)) == 3
+
+
+def write_checkpoint(path: Path, attempt: str) -> Path:
+    path.mkdir(parents=True)
+    for name in ("manifest.json", "weights"):
+        (path / name).write_text(attempt)
+    return path
+
+
+def whole_ones(paths) -> dict[str, str]:
+    """Which attempt wrote each of the checkpoints of which nothing is missing, by name."""
+    found = {path.name: [path / name for name in ("manifest.json", "weights")] for path in paths if path.is_dir()}
+    return {name: files[0].read_text() for name, files in found.items() if all(file.exists() for file in files)}
+
+
+def test_a_kill_at_any_instant_of_a_save_over_an_older_one_leaves_a_whole_one(tmp_path):
+    """And of the older one, nothing goes before `latest` names the new one."""
+    for changes in count():
+        folder = tmp_path / str(changes)
+        folders.point_to(write_checkpoint(folder / "step_00000100", "first"))
+        final = write_checkpoint(folder / "step_00000200", "rolled back")
+        partial = write_checkpoint(folders.unfinished(final), "second")
+        ended = outlives(changes, folders.publish, partial, final)
+        named = folders.latest_checkpoint(folder)
+        assert named is not None
+        attempts = whole_ones(folder.iterdir())
+        assert "rolled back" in attempts.values() or attempts[named.name] == "second"
+        assert set(names(folders.all_checkpoints(folder))) <= attempts.keys()
+        folders.remove_unfinished(folder)
+        assert set(names(folder.iterdir())) <= {"step_00000100", "step_00000200", "latest"}
+        if ended:
+            assert attempts == {"step_00000100": "first", "step_00000200": "second"}
+            assert named == final
+            break
+
+
+def test_a_kill_at_any_instant_of_a_removal_leaves_no_half_of_a_checkpoint(tmp_path):
+    for changes in count():
+        folder = tmp_path / str(changes)
+        doomed = write_checkpoint(folder / "step_00000100", "first")
+        ended = outlives(changes, folders.discard, doomed)
+        assert set(names(folders.all_checkpoints(folder))) <= whole_ones(folder.iterdir()).keys()
+        folders.remove_unfinished(folder)
+        assert names(folder.iterdir()) == names(folders.all_checkpoints(folder))
+        if ended:
+            assert not list(folder.iterdir())
+            break
 
 
 @given(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.model.attention import Context
 from pipeline.model.layer import DecoderLayer, widened_norm
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
-from pipeline.model.rotary import RotaryTable
+from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec, check_base_fits
 from pipeline.parallel.low_rank import LowRankAdapter
 from pipeline.parallel.regions import enter_region
@@ -46,6 +46,7 @@ class Decoder(nn.Module):
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
+        self.rotary = RotaryEmbedding(spec.rotary, spec.head_dim)
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        rotary = RotaryTable(self.spec.rotary, self.spec.head_dim, positions, dtype)
+        rotary = self.rotary.table(positions, dtype)
         return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
 
     def _layer(

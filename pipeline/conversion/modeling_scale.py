@@ -171,13 +171,21 @@ class WidenedNorm(nn.Module):
         return Path(self.base(x, x), self.expansion(x_up, x if self.shared else x_up), masked)
 
 
-class Rotary:
-    """Rotary position embedding: cos and sin for positions [B, S]; a fraction of each head turns."""
+class Rotary(NamedTuple):
+    """Rotary position embedding: cos and sin [B, 1, S, R] of some positions; the first R features of each head turn.
 
-    def __init__(self, config: ScaleConfig, positions: Tensor, dtype: torch.dtype) -> None:
-        angles = positions.float().unsqueeze(-1) * self._frequencies(config).to(positions.device)
+    A tuple, so that `device_map` brings it to the device of each layer.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, config: ScaleConfig, dtype: torch.dtype) -> Rotary:
+        """For positions [B, S]."""
+        angles = positions.float().unsqueeze(-1) * cls._frequencies(config).to(positions.device)
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
 
     @staticmethod
     def _frequencies(config: ScaleConfig) -> Tensor:
@@ -374,7 +382,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        rotary = Rotary(self.config, position_ids, streams.x.dtype)
+        rotary = Rotary.at(position_ids, self.config, streams.x.dtype)
         paths = [streams]
         for index, layer in enumerate(self.layers):
             if self.config.routed and index == self.config.l_fp:

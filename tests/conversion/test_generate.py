@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from pipeline.conversion.convert import choose_export
 from pipeline.conversion.hf_folder import write_hf_folder
@@ -117,6 +118,19 @@ def test_beam_search_reorders_the_cache(key, folders):
     tokens = some_tokens(model.config, 2, 6)
     cached = generate(model, tokens, num_beams=3)
     assert torch.equal(cached, generate(model, tokens, num_beams=3, use_cache=False))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", MODELS)
+def test_layers_may_lie_on_several_devices(key, folders):
+    model = load_hf_model(folders[key])
+    elsewhere = torch.device("meta")  # it computes nothing, and refuses what lies on another device as a GPU does
+    for module in (*model.layers[1:], model.final_norm, model.output):
+        add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))  # as device_map does
+    tokens = some_tokens(model.config, 2, 9)
+    out = model(tokens, attention_mask=torch.ones_like(tokens))
+    assert out.logits.device == elsewhere and out.logits.shape == (2, 9, model.config.vocab_size)
+    model(tokens[:, :1], past_key_values=out.past_key_values)
 
 
 def test_labels_give_the_loss_of_the_next_token(folders):

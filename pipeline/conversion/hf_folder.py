@@ -10,6 +10,7 @@ from pipeline.conversion.export import Export, PlannedTensor
 from pipeline.conversion.safetensors_file import write_safetensors
 from pipeline.files import write_json, write_text
 from pipeline.model.base_folder import INDEX_FILE
+from pipeline.progress_bar import progress_bar
 
 FILE_BYTES = 4 * 2**30
 # Fixed names: nothing that a file says decides where we write.
@@ -40,12 +41,13 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
     names = [export.files.weights]
     if len(files) > 1:
         names = [_shard_name(index, len(files)) for index in range(len(files))]
-    for name, tensors in zip(names, files, strict=True):
-        write_safetensors(folder / name, tensors, export.dtype)
+    size = sum(tensor.elements for tensor in export.tensors) * export.dtype.itemsize
+    with progress_bar("writing", size, "B") as bar:
+        for name, tensors in zip(names, files, strict=True):
+            write_safetensors(folder / name, tensors, export.dtype, bar.update)
     if len(files) > 1:
-        elements = sum(tensor.elements for tensor in export.tensors)
         weight_map = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        total = {"total_parameters": elements, "total_size": elements * export.dtype.itemsize}
+        total = {"total_parameters": size // export.dtype.itemsize, "total_size": size}
         write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": weight_map})
     for name, text in export.code.items():
         write_text(folder / name, text)

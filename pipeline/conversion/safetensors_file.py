@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,10 @@ from pipeline.conversion.export import PlannedTensor
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def write_safetensors(path: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype) -> None:
-    """Writes `tensors` to `path` in `dtype`, holding one of them at a time."""
+def write_safetensors(
+    path: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype, written: Callable[[int], object]
+) -> None:
+    """Writes `tensors` to `path` in `dtype`, holding one of them at a time; tells `written` of the bytes of each."""
     header = _header(tensors, dtype)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)))
@@ -29,6 +31,7 @@ def write_safetensors(path: Path, tensors: Sequence[PlannedTensor], dtype: torch
             if tuple(tensor.shape) != planned.shape:
                 raise AssertionError(f"{planned.name}: made {tuple(tensor.shape)}, planned {planned.shape}")
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            written(tensor.nbytes)
 
 
 def _header(tensors: Sequence[PlannedTensor], dtype: torch.dtype) -> bytes:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from tqdm import tqdm
-
 from pipeline.data.unit_work import UnitRecord
-
-_SECONDS_BETWEEN_LOG_LINES = 30.0
+from pipeline.progress_bar import progress_bar
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar on a terminal; in a log file a line every half minute."""
+    """The bytes of text that are done, with the speed in documents and tokens."""
 
     def __init__(self, total_bytes: int) -> None:
-        interactive = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total_bytes,
-            unit="B",
-            unit_scale=True,
-            desc="tokenizing",
-            file=sys.stderr,
-            dynamic_ncols=interactive,
-            mininterval=0.2 if interactive else _SECONDS_BETWEEN_LOG_LINES,
-        )
+        self._bar = progress_bar("tokenizing", total_bytes, "B")
         self._documents = self._tokens = 0
 
     def start_at(self, done_bytes: int) -> None:

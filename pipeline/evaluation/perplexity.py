@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Union
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.evaluation.windows import Window, windows
+from pipeline.progress_bar import progress_bar
 
 Text = Union[str, Document]
 """A text alone, or one that may stand behind a prompt."""
@@ -82,7 +82,7 @@ def score(
     # Batches of about equal lengths waste little on padding.
     nll = [0.0] * len(cut)
     order = sorted(range(len(cut)), key=lambda index: cut[index][1].start - cut[index][1].stop)
-    with tqdm(total=len(cut), desc=name, unit=" windows", leave=False, disable=None) as bar:
+    with progress_bar(name, len(cut), " windows") as bar:
         for batch in _batches(order, cut, min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size)):
             for index, value in zip(batch, _batch_nll(logits, [cut[index] for index in batch]), strict=True):
                 nll[index] = value

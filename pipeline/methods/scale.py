@@ -17,6 +17,7 @@ from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.parameter import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.progress_bar import counted
 from pipeline.scale.expansion_folder import open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 from pipeline.scale.upscale import initial_expansion
@@ -74,4 +75,5 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
         "expansion": asdict(plan.expansion),
         "seed": seed,
     }
-    write_expansion(output, initial_expansion(model, names, base.read, settings.initialisers, seed), origin)
+    blocks = initial_expansion(model, names, base.read, settings.initialisers, seed)
+    write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

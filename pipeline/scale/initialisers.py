@@ -1,4 +1,4 @@
-"""How the new blocks start: pure functions of the base weight, in fp32.
+"""How the new blocks start: pure functions of the base weight, in fp32, on the CPU.
 
 The authors measured the pairs (W21, W22), from worst to best:
 (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
@@ -56,7 +56,7 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
     Taken from the smaller Gram matrix, in fp64: the leading directions are all that is wanted, and a full SVD of an FFN
     matrix costs ten times as much. Signs are fixed so that the largest entry of each row is positive.
     """
-    wide = weight.double()
+    wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
     if wide.shape[0] <= wide.shape[1]:
         _, directions = torch.linalg.eigh(wide @ wide.T)
@@ -66,7 +66,7 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
         scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
         leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
     largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
-    return (leading * torch.where(largest < 0, -1.0, 1.0)).float()
+    return (leading * torch.where(largest < 0, -1.0, 1.0)).float().cpu()
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
@@ -74,13 +74,18 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 
     This is how the embedding's new part starts. Columns beyond D are He-random.
     """
-    wide = weight.double()
+    wide = weight.to(_decomposing_device(), torch.float64)
     count = min(columns, wide.shape[1])
     _, directions = torch.linalg.eigh(wide.T @ wide)
     leading = directions.flip(1)[:, :count]
     largest = leading.gather(0, leading.abs().argmax(dim=0, keepdim=True))
-    projection = (wide @ (leading * torch.where(largest < 0, -1.0, 1.0))).float()
+    projection = (wide @ (leading * torch.where(largest < 0, -1.0, 1.0))).float().cpu()
     if count == columns:
         return projection
     rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
     return torch.cat([projection, rest], dim=1)
+
+
+def _decomposing_device() -> torch.device:
+    """A GPU where there is one: on a CPU the decompositions take minutes for every billion parameters."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

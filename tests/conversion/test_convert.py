@@ -27,11 +27,12 @@ from pipeline.scale.expansion_folder import open_expansion
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, save_many, scale
 from tests.distributed import run_ranks
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {
-    "english": [str(STORIES.parent / "stories.heldout.jsonl.zst")],
-    "korean": [str(STORIES.parent / "reviews.heldout.jsonl.zst")],
+    "english": [str(STORIES_HELDOUT)],
+    "korean": [str(REVIEWS_HELDOUT)],
 }
 
 

@@ -23,10 +23,11 @@ from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.folder import score_folder
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
-ENGLISH = STORIES.parent / "stories.heldout.jsonl.zst"
-KOREAN = STORIES.parent / "reviews.heldout.jsonl.zst"
+ENGLISH = STORIES_HELDOUT
+KOREAN = REVIEWS_HELDOUT
 
 
 def documents(file: Path, count: int) -> list[str]:

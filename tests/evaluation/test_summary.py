@@ -19,6 +19,7 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
 from tests.evaluation.task_files import write_task_files
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 TRAINING = {
     "step0_max_abs_logit_difference": 0.0,
@@ -32,10 +33,10 @@ TRAINING = {
 
 def run_config(folder: Path, **corpora) -> RunConfig:
     defaults = {
-        "korean": {"input": ["x.jsonl"], "heldout_input": [str(STORIES.parent / "reviews.heldout.jsonl.zst")]},
+        "korean": {"input": ["x.jsonl"], "heldout_input": [str(REVIEWS_HELDOUT)]},
         "english": {
             "input": ["y.jsonl"],
-            "heldout_input": [str(STORIES.parent / "stories.heldout.jsonl.zst")],
+            "heldout_input": [str(STORIES_HELDOUT)],
             "role": "replay",
         },
     }
@@ -123,7 +124,7 @@ def test_a_stage_that_is_missing_is_named(runs, tmp_path):
 
 
 def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
-    file = str(STORIES.parent / "stories.heldout.jsonl.zst")
+    file = str(STORIES_HELDOUT)
     config = run_config(tmp_path, english={"input": [file], "heldout_fraction": 0.25}, other={"input": [file]})
     found = {name: list(documents) for name, documents in heldout_corpora(config).items()}
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75

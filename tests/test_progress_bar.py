@@ -1,0 +1,56 @@
+"""Long work says how far it is: to a person at a terminal, and to the reader of a log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+
+import pytest
+
+from pipeline import progress_bar as progress
+from pipeline.progress_bar import counted, progress_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interval in ("_BEFORE_THE_FIRST_S", "_BETWEEN_DRAWINGS_S", "_BETWEEN_LOG_LINES_S"):
+        monkeypatch.setattr(progress, interval, 0.0)
+
+
+def test_a_log_has_a_plain_line_each_time(at_once, caplog, capsys):
+    with caplog.at_level(logging.INFO, "pipeline"), progress_bar("tokenizing", 4_000_000, "B") as bar:
+        bar.set_postfix_str("7 documents/s", refresh=False)
+        bar.update(1_000_000)
+        bar.update(2_000_000)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(",")[0] for line in said] == [f"tokenizing: {part} % of 4.00MB" for part in (0, 25, 75)]
+    assert all(line.endswith(" left") and "\r" not in line for line in said)
+    assert ", 7 documents/s, " in said[1]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_has_a_bar_that_vanishes(at_once, monkeypatch, caplog):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    before = threading.active_count()
+    assert list(counted("abc", "upscaling", 3, " blocks")) == ["a", "b", "c"]
+    assert threading.active_count() == before
+    drawn = terminal.getvalue()
+    assert "upscaling: 100%" in drawn and "3.00/3.00" in drawn
+    assert drawn.rsplit("\r", 2)[1].strip() == ""
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO, Terminal])
+def test_nothing_is_said_of_what_is_soon_done(stderr, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", where := stderr())
+    with caplog.at_level(logging.INFO, "pipeline"):
+        assert list(counted(range(5), "upscaling", 5, " blocks")) == list(range(5))
+    assert where.getvalue() == "" and not caplog.records

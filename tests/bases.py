@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -87,6 +89,15 @@ def save_base(name: str, folder: Path, **changes: Any) -> Path:
     values = {**CONFIGS[name].to_dict(), **changes}
     config = type(CONFIGS[name]).from_dict(values)
     random_model(config).save_pretrained(folder)
+    return folder
+
+
+def save_stories_with_a_token_more(folder: Path) -> Path:
+    """Writes stories260K to `folder`, its tokenizer with an id for which the model has no row."""
+    shutil.copytree(STORIES, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["한국"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

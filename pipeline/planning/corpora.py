@@ -9,7 +9,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data import manifest as manifests
 from pipeline.data.corpora import corpus_jobs, is_tokenized, train_folder
 from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import input_files
 from pipeline.planning.faults import Faults
 from pipeline.training.inputs import Samples, open_samples
@@ -29,9 +29,12 @@ class CorpusPlan:
     validation_sequences: int | None
 
 
-def plan_corpora(config: RunConfig, faults: Faults) -> tuple[CorpusPlan, ...]:
-    """The corpora of the run, and in `faults` what is wrong with them, or with what they are made of."""
-    samples = _open_all(config, faults) if is_tokenized(config.data) else None
+def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults) -> tuple[CorpusPlan, ...]:
+    """The corpora of the run, and in `faults` what is wrong with them, or with what they are made of.
+
+    `tokenizer` is the base's, or None where that is not here: then any will do.
+    """
+    samples = _open_all(config, tokenizer, faults) if is_tokenized(config.data) else None
     epochs = samples.training.epochs_after(samples_needed(config)) if samples else {}
     if samples is None and not faults.met:
         for job in corpus_jobs(config.data, config.base):
@@ -44,13 +47,8 @@ def samples_needed(config: RunConfig) -> int:
     return config.schedule.steps * config.schedule.global_batch_size
 
 
-def _open_all(config: RunConfig, faults: Faults) -> Samples | None:
-    fingerprint = None
-    if config.base.exists():  # that it does not is said elsewhere
-        tokenizer = faults.attempt(lambda: load_tokenizer(config.base))
-        if tokenizer is None:
-            return None
-        fingerprint = tokenizer.fingerprint
+def _open_all(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults) -> Samples | None:
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint
     samples = faults.attempt(lambda: open_samples(config, fingerprint))
     for name in config.data.corpora:
         faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]

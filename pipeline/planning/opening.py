@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.estimation.micro_batch import imagined_ranks
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout
 from pipeline.planning.faults import Faults
-from pipeline.training.inputs import check_context, check_model, open_layout
+from pipeline.training.inputs import check_context, check_model, check_vocabulary, open_layout
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class Opened:
     layout: Layout | None
     deepspeed: DeepSpeedConfig | None
     spec: DecoderSpec | None
+    tokenizer: Tokenizer | None
 
 
 def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
-    """Opens layout, DeepSpeed file and base for `world_size` ranks, and notes in `faults` what is wrong.
+    """Opens layout, DeepSpeed file, base and its tokenizer for `world_size` ranks, and notes in `faults` what is wrong.
 
     `base_config` is the base's config.json, for figures of a base that is not here.
     """
@@ -41,8 +43,12 @@ def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Pa
         tp = imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel)
         faults.attempt(lambda: check_context(config, spec))
         faults.attempt(lambda: check_model(config, spec, tp))
+    # That there is no base is said above.
+    tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
+    if spec is not None and tokenizer is not None:
+        faults.attempt(lambda: check_vocabulary(tokenizer, spec))
     layout, deepspeed = arranged or (None, None)
-    return Opened(layout, deepspeed, spec)
+    return Opened(layout, deepspeed, spec, tokenizer)
 
 
 def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:

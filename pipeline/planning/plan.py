@@ -71,7 +71,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     opened = open_run(config, cluster.gpus, faults, base_config)
     estimator, estimate = _estimate(config, opened, cluster, faults)
     checkpoints = _checkpoints(config, estimator, faults) if estimator else None
-    corpora = plan_corpora(config, faults)
+    corpora = plan_corpora(config, opened.tokenizer, faults)
     to_make = tuple(_to_make(config, faults))
     return Plan(
         name=config.name,

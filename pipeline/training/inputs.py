@@ -8,8 +8,9 @@ import torch
 
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.methods import training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
@@ -62,6 +63,18 @@ def open_fitting_base(config: RunConfig) -> BaseFolder:
     return base
 
 
+def open_fitting_tokenizer(config: RunConfig, spec: DecoderSpec) -> Tokenizer:
+    """The base's tokenizer, for each of whose ids the base has a row.
+
+    Raises:
+        DataError: it is missing or damaged.
+        BaseModelError: it has more ids than the base has rows.
+    """
+    tokenizer = load_tokenizer(config.base)
+    check_vocabulary(tokenizer, spec)
+    return tokenizer
+
+
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
     """The corpora of a run whose base has the tokenizer of that fingerprint; None takes any.
 
@@ -77,6 +90,17 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
             f"use at most {training.total // config.schedule.global_batch_size} steps"
         )
     return Samples(training, load_heldout(config.data, tokenizer_fingerprint=tokenizer_fingerprint))
+
+
+def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Raises BaseModelError where some ids have no row in the embedding: tensor-parallel ranks would take such a token
+    for zeros without a word, and a GPU alone would stop at it."""
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise BaseModelError(
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
+            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or take the "
+            "tokens beyond out of the tokenizer"
+        )
 
 
 def check_context(config: RunConfig, spec: DecoderSpec) -> None:

@@ -15,7 +15,6 @@ from pipeline.checkpoint.folder import candidates, latest_checkpoint, remove_unf
 from pipeline.checkpoint.manifest import check_same_model, describe_layout, describe_run, load_manifest
 from pipeline.checkpoint.position import Position
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DamagedCheckpointError, UserError
 from pipeline.exit_codes import FINISHED, RESUME_LATER
 from pipeline.files import file_hash, write_json
@@ -31,7 +30,14 @@ from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.diagnostics import make_probe
 from pipeline.training.engine import Engine
 from pipeline.training.gate import check_preservation
-from pipeline.training.inputs import Inputs, check_model, open_fitting_base, open_layout, open_samples
+from pipeline.training.inputs import (
+    Inputs,
+    check_model,
+    open_fitting_base,
+    open_fitting_tokenizer,
+    open_layout,
+    open_samples,
+)
 from pipeline.training.instruments import instruments_of
 from pipeline.training.launch import collective_timeout, wait_at_most
 from pipeline.training.loop import Outcome, train
@@ -94,7 +100,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     layout, deepspeed_config = in_unison(lambda: open_layout(config, dist.get_world_size()))
     base = in_unison(lambda: open_fitting_base(config))
     # On one rank: large tokenizers take seconds to build, and on a shared node all would at once.
-    fingerprint = from_first_rank(lambda: load_tokenizer(config.base).fingerprint)
+    fingerprint = from_first_rank(lambda: open_fitting_tokenizer(config, base.spec).fingerprint)
     samples = in_unison(lambda: open_samples(config, fingerprint))
     return Inputs(config, deepspeed_config, layout, base, fingerprint, *samples)
 

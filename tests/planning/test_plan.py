@@ -17,6 +17,7 @@ from pipeline.estimation.cluster import Cluster
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.schedule import milestones
 from pipeline.training.schedule import learning_rate
+from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, make_tokens, train, write_config
 
@@ -111,6 +112,12 @@ def test_a_single_fault(tokens, tmp_path, changes, fault):
     plan = plan_of(make_run(tmp_path, tokens) if not changes else write_config(tmp_path, tokens, **changes))
     (found,) = plan.faults
     assert fault in found
+
+
+def test_a_tokenizer_with_more_ids_than_the_base_has_rows_is_found_before_tokenizing(tmp_path):
+    base = save_stories_with_a_token_more(tmp_path / "base")
+    (found,) = plan_of(write_config(tmp_path, tmp_path / "none", base=str(base))).faults
+    assert "has ids up to 512, but the base's vocab_size is 512" in found
 
 
 def test_inputs_that_are_not_there(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.bases import STORIES
+from tests.bases import STORIES, save_stories_with_a_token_more
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import make_run, train, write_config
 
@@ -46,6 +46,12 @@ def test_settings_that_name_what_is_not_there(tokens, tmp_path):
     refused(write_config(tmp_path, tmp_path / "none"), "DataError", "none/english/manifest.json")
     refused(write_config(tmp_path, tokens), "CheckpointError", "make one with tools/upscale.py")
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_base_has_rows(tokens, tmp_path):
+    base = save_stories_with_a_token_more(tmp_path / "base")
+    config = write_config(tmp_path, tokens, base=str(base), parallel__tp_size=2)
+    refused(config, "BaseModelError", "has ids up to 512, but the base's vocab_size is 512", world_size=2)
 
 
 def test_sizes_that_do_not_divide(tokens, tmp_path):

@@ -27,7 +27,7 @@ from pipeline.parallel.parameter import full_shape_of, named_trained_parameters,
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import MicroBatch
 from pipeline.training.restoring import publish, restore
-from pipeline.training.unison import in_unison
+from pipeline.training.unison import in_unison, summed
 
 WriteFile = Callable[[Path, Any], None]
 """Writes a value to a file, now or soon."""
@@ -148,8 +148,7 @@ class Engine:
             if isinstance(value, Tensor) and name != "step"
         )
         counted = torch.tensor(held, device=self._engine.device)
-        dist.all_reduce(counted)
-        return int(counted)
+        return int(summed(counted))
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, float]:
@@ -157,8 +156,7 @@ class Engine:
         named = list(named_trained_parameters(self.model))
         # Offloaded parameters lie on the host, others beside them do not.
         squares = torch.stack([self._share_of_square(parameter).to(self._engine.device) for _, parameter in named])
-        dist.all_reduce(squares)
-        return dict(zip((name for name, _ in named), squares.tolist(), strict=True))
+        return dict(zip((name for name, _ in named), summed(squares).tolist(), strict=True))
 
     def _share_of_square(self, parameter: Any) -> Tensor:  # noqa: ANN401  # DeepSpeed adds attributes of its own
         """This rank's share, so that the shares of all ranks sum to the square of the whole parameter."""

@@ -6,7 +6,6 @@ import time
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import log
@@ -17,7 +16,7 @@ from pipeline.training.engine import Engine
 from pipeline.training.schedule import learning_rate
 from pipeline.training.signals import StopSignals
 from pipeline.training.trainer import Trainer
-from pipeline.training.unison import warn_in_unison
+from pipeline.training.unison import summed, warn_in_unison
 
 ATTEMPTS = 2
 """A fault of the hardware passes: the second result is what an undisturbed run has. A fault in the data does not."""
@@ -128,6 +127,5 @@ class StepSums:
         if engine.tensor_parallel.rank != 0:
             self._sums.zero_()  # tensor-parallel neighbours saw the same tokens
         self._sums[3] = float(stop)
-        dist.all_reduce(self._sums)
-        nll_sum, predicted, preserved, stops = self._sums.tolist()
+        nll_sum, predicted, preserved, stops = summed(self._sums).tolist()
         return StepTotals(nll_sum / max(1.0, predicted), preserved / max(1.0, predicted), stops > 0)

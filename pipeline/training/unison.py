@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.errors import UserError, exit_code_of
 from pipeline.log import node
@@ -49,6 +50,16 @@ def from_first_rank(work: Callable[[], Result]) -> Result:
     results = [own]
     dist.broadcast_object_list(results, src=0)
     return cast(Result, results[0])
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum of all ranks' `values`, on the host; every rank must call it, and `values` are the sum too.
+
+    NCCL's messages return before they are done, so a rank waits for the others in the copy: here, where the watchdog
+    knows it for waiting.
+    """
+    dist.all_reduce(values)
+    return values.cpu()
 
 
 def warn_in_unison(logger: logging.Logger, message: str, *values: object) -> None:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.run import RunConfig
@@ -20,6 +19,7 @@ from pipeline.parallel.topology import Layout
 from pipeline.training.answers import AnswerScore, answer_score, answer_sums
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
+from pipeline.training.unison import summed
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -82,8 +82,7 @@ class Validation:
             if self.tp_rank == 0 and own:
                 rows = _sums(losses, batch, read)
                 sums[own.start : own.stop] = rows[: len(own)]
-        dist.all_reduce(sums)
-        nll_sum, predicted_count, *of_answers = sums.sum(dim=0).tolist()
+        nll_sum, predicted_count, *of_answers = summed(sums).sum(dim=0).tolist()
         nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
         return HeldoutScore(nll_per_token, bits_per_byte, answer_score(of_answers))

@@ -32,7 +32,7 @@ from pipeline.training.side_channel import Message, connect
 
 LAST_ACTS_S = 5.0
 """For writing the stacks and the log, on a disk that may hang too."""
-_WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/")
+_WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/", "/pipeline/training/unison.py")
 _logger = log.get_logger(__name__)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeline.errors import DataError
-from pipeline.training.unison import in_unison
+from pipeline.training.unison import in_unison, summed
+from pipeline.training.watchdog import innermost
 from tests.distributed import run_ranks
+from tests.waiting import wait_until
 
 
 def _outcome(failing: tuple[int, ...]) -> str:
@@ -40,3 +46,34 @@ def test_a_fault_of_one_rank_names_it():
     assert first == third == "silent exit 1"
     assert second.startswith("error: rank 1 on ")
     assert second.endswith(": corpus 1")
+
+
+def _sums() -> tuple[list[float], list[float]]:
+    values = torch.tensor([1.0, float(dist.get_rank())])
+    return summed(values).tolist(), values.tolist()
+
+
+def test_sums_are_of_all_ranks():
+    assert run_ranks(_sums, 3) == [([3.0, 3.0], [3.0, 3.0])] * 3
+
+
+def _place_while_others_come() -> tuple[str, bool]:
+    values, come = torch.ones(1), threading.Lock()
+    come.acquire()
+    values.cpu = come.acquire  # as a GPU's: a call into C that returns when the others have come
+    waiter = threading.Thread(target=summed, args=(values,))
+    waiter.start()
+
+    def place() -> tuple[str, bool]:
+        return innermost(sys._current_frames().get(waiter.ident))
+
+    found = wait_until(lambda: place()[0].startswith("summed"), every_s=0.01)
+    where, waits = place()
+    come.release()
+    waiter.join()
+    return (where if found else "elsewhere"), waits
+
+
+def test_a_wait_for_a_gpu_is_a_wait_for_the_others():
+    (place,) = run_ranks(_place_while_others_come, 1)
+    assert place[0].startswith("summed (unison.py:") and place[1]

@@ -57,6 +57,8 @@ def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, dis
     body = f"echo $$ > {tmp_path}/batch.pid\n{LASTING}"
     script = stage_script(tmp_path, body, *TWO_NODES, "--requeue", "--open-mode=append")
     job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
+    after = ("--parsable", f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true")
+    following = int(slurm_cluster.run("sbatch", *after, cwd=tmp_path))
     slurm_cluster.wait_for(job, lambda _: len(list(tmp_path.glob("rank.*.pid"))) == 2)
     first = [int(path.read_text()) for path in tmp_path.glob("rank.*.pid")]
     disturb(tmp_path)
@@ -66,6 +68,8 @@ def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, dis
     lines = slurm_cluster.output(job).splitlines()
     assert {"rank 0 went on", "rank 1 went on", "the stage is done"} <= set(lines)
     assert not [pid for pid in first if psutil.pid_exists(pid)], "ranks of the first attempt live on"
+    assert slurm_cluster.wait(following).state == "COMPLETED"
+    assert slurm_cluster.job(following)["StartTime"] >= slurm_cluster.job(job)["EndTime"], "it waits through requeues"
 
 
 @pytest.mark.slurm

@@ -8,7 +8,8 @@
 #
 # A study: runs that differ in method, learning rate and seed (docs/studies.md). On Slurm each is a job of its own, which
 # saves, requeues and resumes as any run does; this one submits those that are due and queues itself after them, until
-# nothing is. Submitted again after a fault, it goes on with what is left; requeued it would submit twice.
+# nothing is. Their names are then its arguments: where one of them is due still, it ends with an error. Submitted again
+# by hand, without names, it goes on with what is left; requeued it would submit twice.
 #
 #   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
 #   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
@@ -27,20 +28,21 @@ study=(python tools/run_study.py "$STUDY" ${DATA:+--data "$DATA"})
 on_slurm || here "${study[@]}"
 
 say "study $STUDY in $PWD, job $SLURM_JOB_ID"
-due=$(here "${study[@]}" --due)
+due=$(here "${study[@]}" --due --ended "${@:2}")
 if [[ -z "$due" ]]; then
     run_stage summary here "${study[@]}"
     exit
 fi
 
 read -ra options <<<"${RUN_SBATCH_OPTIONS:-}"
-jobs=""
-while IFS=$'\t' read -r config stages; do
-    read -ra names <<<"$stages"
-    job=$(sbatch --parsable --job-name="$(basename "$(dirname "$config")")" "${options[@]}" \
-        slurm/cpt_korean.sh "$config" "${names[@]}")
+jobs="" names=()
+while IFS=$'\t' read -r name config stages; do
+    read -ra todo <<<"$stages"
+    job=$(sbatch --parsable --job-name="${name%%:*}" "${options[@]}" slurm/cpt_korean.sh "$config" "${todo[@]}")
     jobs+=:${job%%;*} # a federation appends its cluster's name
+    names+=("$name")
     say "job ${job%%;*}: $stages of $config"
 done <<<"$due"
-next=$(sbatch --parsable --dependency="afterok$jobs" --kill-on-invalid-dep=yes slurm/run_study.sh "$STUDY")
+# Not afterok: a run that diverges at one of several learning rates has failed, and the study goes on.
+next=$(sbatch --parsable --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
 say "job ${next%%;*} goes on after these"

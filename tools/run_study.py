@@ -21,19 +21,20 @@ def main() -> None:
     parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
     parser.add_argument("--data", type=Path, default="data", help="the texts (default: those that come along, data)")
     parser.add_argument("--jobs", type=int, help="runs side by side (default: as many as the cores hold)")
-    parser.add_argument("--due", action="store_true", help="only list what can be done now: configuration, stages")
+    parser.add_argument("--due", action="store_true", help="only list what can be done: name, configuration, stages")
+    parser.add_argument("--ended", nargs="*", default=[], help="with --due: names; an error where one is due still")
     arguments = parser.parse_args()
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
+    from pipeline.study.chain import due_after
     from pipeline.study.conduct import conduct, open_study  # after the options: --help waits for no torch
-    from pipeline.study.due import due
     from pipeline.study.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:
-        for task in due(runs):
+        for task in due_after(runs, arguments.ended):
             task.run.write()
-            print(task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
+            print(task.name, task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
         return
     conduct(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
     print(summarise(runs).as_text())

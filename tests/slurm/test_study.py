@@ -12,33 +12,76 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
-from tests.study.studies import study_values, write_study
+from tests.study.studies import BEYOND, let_diverge, study_values, write_study
 
 SCRIPT = PROJECT / "slurm" / "run_study.sh"
 
 
-@pytest.mark.slurm
-def test_a_study_is_a_chain_of_jobs(slurm_cluster: Cluster, tokens: Path, tmp_path: Path):
-    values = study_values(tmp_path, tokens)
-    values["methods"] = {"fft": {"label": "FFT", "method": {"name": "fft"}, "learning_rates": [1e-3]}}
-    study = write_study(tmp_path, {**values, "seeds": [1], "match": None})
+def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> Path:
+    """Full fine-tuning at these learning rates, with one seed."""
+    values = study_values(folder, tokens)
+    let_diverge(values)
+    values["settings"]["schedule"].update(schedule)
+    values["methods"] = {"fft": {"label": "FFT", "method": {"name": "fft"}, "learning_rates": list(rates)}}
+    return write_study(folder, {**values, "seeds": [1], "match": None})
+
+
+def submit(cluster: Cluster, study: Path, *options: str) -> int:
+    """The driver, as a user submits it, with sbatch's `options` for the runs."""
     environment = {
         "STUDY": str(study),
-        "RUN_SBATCH_OPTIONS": f"--nodes=1 --output={tmp_path}/%j.out",
-        "SBATCH_OUTPUT": f"{tmp_path}/%j.out",
+        "RUN_SBATCH_OPTIONS": " ".join(("--nodes=1", f"--output={study.parent}/%j.out", *options)),
+        "SBATCH_OUTPUT": f"{study.parent}/%j.out",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    driver = slurm_cluster.sbatch(SCRIPT, env=environment, cwd=PROJECT)
-    assert slurm_cluster.wait(driver).state == "COMPLETED", slurm_cluster.output(driver)
-    said = slurm_cluster.output(driver)
-    run, last = map(int, re.findall(r"job (\d+)(?:: train of| goes on after)", said))
+    return cluster.sbatch(SCRIPT, env=environment, cwd=PROJECT)
+
+
+def submitted_by(cluster: Cluster, driver: int) -> list[int]:
+    """The jobs that a driver submitted: the runs, and last the next driver."""
+    assert cluster.wait(driver).state == "COMPLETED", cluster.output(driver)
+    return [int(job) for job in re.findall(r"job (\d+)(?:: train of| goes on after)", cluster.output(driver))]
+
+
+def error_of(cluster: Cluster, driver: int) -> str:
+    """The one line with which a driver ended the chain."""
+    assert cluster.wait(driver).state == "FAILED", cluster.output(driver)
+    (error,) = (line for line in cluster.output(driver).splitlines() if line.startswith("error: "))
+    assert "goes on after" not in cluster.output(driver)
+    return error
+
+
+@pytest.mark.slurm
+def test_a_study_is_a_chain_of_jobs_that_goes_on_past_a_rate_that_diverges(
+    slurm_cluster: Cluster, tokens: Path, tmp_path: Path
+):
+    driver = submit(slurm_cluster, write_small(tmp_path, tokens, 1e-3, BEYOND))
+    run, diverging, last = submitted_by(slurm_cluster, driver)
     assert slurm_cluster.job(run)["JobName"] == "fft.lr_0.001.seed_1"
     assert slurm_cluster.wait(last).state == "COMPLETED", slurm_cluster.output(last)
     assert slurm_cluster.job(run)["JobState"] == "COMPLETED"
+    assert slurm_cluster.job(diverging)["JobState"] == "FAILED"
     (row,) = json.loads((tmp_path / "study" / "summary.json").read_text())
     assert (row["method"], row["folder"]) == ("fft", "fft.lr_0.001.seed_1")
     assert "chosen" in slurm_cluster.output(last)
+
+
+@pytest.mark.slurm
+def test_the_chain_ends_where_a_run_fails_and_goes_on_when_it_is_submitted_again(
+    slurm_cluster: Cluster, tokens: Path, tmp_path: Path
+):
+    study = write_small(tmp_path, tokens, 1e-3, global_batch_size=2)
+    run, following = submitted_by(slurm_cluster, submit(slurm_cluster, study, "--ntasks-per-node=2"))
+    said = "error: fft.lr_0.001.seed_1: its job is over, and it is not done; the run is failed: train: "
+    error = error_of(slurm_cluster, following)
+    assert error.startswith(said) and "global_batch_size" in error
+    assert slurm_cluster.job(run)["JobState"] == "FAILED"
+
+    # Submitted by hand it tries again; a run that its user cancels ends the chain too.
+    run, following = submitted_by(slurm_cluster, submit(slurm_cluster, study, "--hold"))
+    slurm_cluster.run("scancel", str(run))
+    assert error_of(slurm_cluster, following).startswith(said)
 
 
 def test_a_study_that_is_not_there_ends_in_one_line():

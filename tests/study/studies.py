@@ -11,6 +11,8 @@ from tests.bases import STORIES
 from tests.training.runs import write_config
 
 STEPS = 3
+BEYOND = 9e5
+"""A learning rate after whose first step, where `let_diverge` was called, no number comes out."""
 
 
 def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
@@ -32,6 +34,12 @@ def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
         },
         "seeds": [1, 2],
     }
+
+
+def let_diverge(values: dict[str, Any]) -> None:
+    """Has every run at the learning rate BEYOND end for that."""
+    values["settings"]["stability"] = {"max_skipped_steps": 0}
+    values["settings"]["schedule"]["weight_decay"] = 10.0
 
 
 def write_study(folder: Path, values: dict[str, Any]) -> Path:

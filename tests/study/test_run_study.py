@@ -17,12 +17,10 @@ from pipeline.errors import StudyError
 from pipeline.study.conduct import conduct, open_study
 from pipeline.study.due import due, finished_count, run_count
 from pipeline.study.summary import summarise
-from tests.study.studies import STEPS, study_values, write_study
+from tests.study.studies import BEYOND, STEPS, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
 ROOT = Path(__file__).parents[2]
-BEYOND = 9e5
-"""A learning rate after whose first step, with weight decay, no number comes out."""
 
 
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
@@ -38,8 +36,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     """The study's folder, and what it printed; it was interrupted before its first run was done, and went on."""
     folder = tmp_path_factory.mktemp("study")
     values = study_values(folder, tokens)
-    values["settings"]["stability"] = {"max_skipped_steps": 0}
-    values["settings"]["schedule"]["weight_decay"] = 10.0
+    let_diverge(values)
     values["methods"]["lora"]["learning_rates"] = [2e-3, 1e-5, BEYOND]
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")

@@ -78,6 +78,7 @@ def restart_daemon(job: Job, node: str) -> None:
 
 def lose_node(job: Job) -> None:
     """SIGKILL to the second node's slurmd and all that the job has there, as when its power fails; it comes back."""
+    job.stop_between_checkpoints(job.rank(1))
     doomed = job.processes_on("n2")
     keepers = {parent for process in doomed for parent in process.parents() if parent.name() == "slurmstepd"}
     job.cluster.kill_slurmd("n2")

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
-from pipeline.methods.scale import origin_of, upscale
+from pipeline.methods.scale import check_named_expansion, origin_of, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.stage import stage_of
 from pipeline.scale.expansion_folder import MANIFEST, open_expansion
@@ -35,6 +35,7 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
+    check_named_expansion(config.upscaled)
     base = open_base(config.base)
     if (output / MANIFEST).exists():
         expansion = open_expansion(output)

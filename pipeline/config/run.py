@@ -95,7 +95,10 @@ class RunConfig(Section):
     """of the data order and of random initial blocks"""
     base: Path
     """a Hugging Face folder with safetensors"""
-    upscaled: Path | None = Field(default=None, description="the initial expansion; default <folder>/upscaled")
+    upscaled: Path | None = Field(
+        default=None,
+        description="an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled",
+    )
     method: Method
     """what trains"""
     data: Data

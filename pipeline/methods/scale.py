@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config.method import ScaleMethod
+from pipeline.errors import ConfigError
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -18,7 +19,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.parameter import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.progress_bar import counted
-from pipeline.scale.expansion_folder import open_expansion, write_expansion
+from pipeline.scale.expansion_folder import MANIFEST, open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 from pipeline.scale.upscale import initial_expansion
 
@@ -60,6 +61,16 @@ class Scale(TrainingMethod):
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:
     """The settings on which the initial expansion depends: where W12 exists, the widths, the initialisers."""
     return settings.model_dump(mode="json", exclude={"router_threshold", "norm"})
+
+
+def check_named_expansion(folder: Path | None) -> None:
+    """Raises ConfigError where a run names an initial expansion, to train it on, and there is none. Made anew in its
+    place, it would have learned nothing."""
+    if folder is not None and not (folder / MANIFEST).exists():
+        raise ConfigError(
+            f"upscaled: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
+            f"{folder}, or remove the setting to begin with a new expansion"
+        )
 
 
 def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.estimation.micro_batch import imagined_ranks
+from pipeline.methods.scale import check_named_expansion
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.topology import Layout
+from pipeline.parallel.topology import Layout, TensorParallel
 from pipeline.planning.faults import Faults
 from pipeline.training.inputs import check_context, check_model, check_vocabulary, open_layout
 
@@ -39,16 +41,27 @@ def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Pa
     if spec is None and base_config is not None:
         spec = faults.attempt(lambda: read_spec(base_config))
     if spec is not None:
-        parallel = config.parallel
-        tp = imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel)
         faults.attempt(lambda: check_context(config, spec))
-        faults.attempt(lambda: check_model(config, spec, tp))
+        faults.attempt(lambda: check_model(config, spec, _imagined(config)))
+    if isinstance(config.method, ScaleMethod):
+        faults.attempt(lambda: check_named_expansion(config.upscaled))
     # That there is no base is said above.
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
     layout, deepspeed = arranged or (None, None)
     return Opened(layout, deepspeed, spec, tokenizer)
+
+
+def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
+    """Raises ConfigError where the run's method or samples do not fit a base of that architecture."""
+    check_context(config, spec)
+    check_model(config, spec, _imagined(config))
+
+
+def _imagined(config: RunConfig) -> TensorParallel:
+    parallel = config.parallel
+    return imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel)
 
 
 def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:

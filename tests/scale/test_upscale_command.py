@@ -85,6 +85,13 @@ def test_the_first_run_writes_and_the_second_skips(config, tmp_path, run_here):
     assert manifest.stat().st_mtime_ns == written
 
 
+def test_an_expansion_to_train_on_is_not_made_anew(config, tmp_path, run_here):
+    code, said = run_here(config(upscaled=str(tmp_path / "elsewhere")))
+    assert code == 2
+    assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in said
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_bit_that_fell_over_on_disk_is_not_skipped_over(config, tmp_path, run_here):
     run_here(config())
     weights = tmp_path / "run" / "upscaled" / "expansion-00001.safetensors"

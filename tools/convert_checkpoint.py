@@ -1,12 +1,13 @@
-"""Turns a training checkpoint into a Hugging Face folder, and checks that it is the model that trained.
+r"""Turns a training checkpoint into a Hugging Face folder, and checks that it is the model that trained.
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
+    python tools/convert_checkpoint.py --config configs/demo.yaml --format expansion --output exported
     python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
-With --config: the run's newest checkpoint, into <folder>/hf. Formats: `stock` loads anywhere with no code of ours;
-`scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package of that name;
-`expansion` holds what SCALE added alone; `auto` takes stock where it can.
+With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
+of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package of
+that name; `expansion` holds what SCALE added alone; `auto` takes stock where it can.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="the run's YAML file")
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
-    parser.add_argument("--output", type=Path, help="the folder to make")
+    parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     arguments = parser.parse_args()
 
-    paths = (arguments.checkpoint, arguments.base, arguments.output)
-    if any(paths) if arguments.config else not all(paths):
+    named = (arguments.checkpoint, arguments.base)
+    if any(named) if arguments.config else not all((*named, arguments.output)):
         parser.error("give --config, or --checkpoint with --base and --output")
     with stage_of(arguments.config, "convert", alone=True):
-        _convert(arguments, paths)
+        _convert(arguments)
 
 
-def _convert(arguments: argparse.Namespace, paths: tuple[Path, Path, Path]) -> None:
+def _convert(arguments: argparse.Namespace) -> None:
     # The options and the configuration are read before: a mistake in them waits for no torch.
     from pipeline.conversion.convert import DTYPES, Conversion, convert
     from pipeline.conversion.probe import probe_maker
@@ -48,10 +49,11 @@ def _convert(arguments: argparse.Namespace, paths: tuple[Path, Path, Path]) -> N
 
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:
-        asked = latest_conversion(arguments.config, arguments.format, dtype)
+        asked = latest_conversion(arguments.config, arguments.format, dtype, arguments.output)
         texts, keys = run_texts(arguments.config), run_keys(arguments.config)
     else:
-        asked = Conversion(*paths, format=arguments.format, dtype=dtype)
+        places = (arguments.checkpoint, arguments.base, arguments.output)
+        asked = Conversion(*places, format=arguments.format, dtype=dtype)
         texts, keys = {}, {}
     if arguments.text:
         texts, keys = {path.name: [str(path)] for path in arguments.text}, {}

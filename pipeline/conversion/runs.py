@@ -16,14 +16,17 @@ from pipeline.errors import CheckpointError
 HF_FOLDER = "hf"
 
 
-def latest_conversion(config_path: Path, format: Format, dtype: torch.dtype | None) -> Conversion:
-    """The conversion of a run's newest checkpoint into its own `hf` folder.
+def latest_conversion(
+    config_path: Path, format: Format, dtype: torch.dtype | None, output: Path | None = None
+) -> Conversion:
+    """The conversion of a run's newest checkpoint into `output`, by default its own `hf` folder.
 
     Raises:
         CheckpointError: the run has saved none, or `latest` names none.
     """
     config = load_config(config_path)
-    return Conversion(newest_checkpoint(config), config.base, config.folder / HF_FOLDER, format=format, dtype=dtype)
+    output = output or config.folder / HF_FOLDER
+    return Conversion(newest_checkpoint(config), config.base, output, format=format, dtype=dtype)
 
 
 def newest_checkpoint(config: RunConfig) -> Path:

@@ -13,7 +13,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_model import load_hf_model
 from pipeline.conversion.probe import probe_maker
-from pipeline.conversion.runs import newest_checkpoint
+from pipeline.conversion.runs import latest_conversion, newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.errors import BaseModelError
 from pipeline.model.decoder import Decoder
@@ -44,7 +44,7 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
     assert run_ranks(train, 2, path) == [0, 0]
     config = load_config(path)
     for output, format in (("hf", "stock"), ("expansion", "expansion")):
-        convert(Conversion(newest_checkpoint(config), config.base, run / output, format), probe_maker({}))
+        convert(latest_conversion(path, format, None, run / output), probe_maker({}))
     return config
 
 

@@ -34,6 +34,7 @@ def main() -> None:
 
             print(summarise(load_config(arguments.config), max_tokens=arguments.max_tokens).as_text())
     elif {"model", "tasks"} <= asked and "config" not in asked and len(arguments.data) <= 1:
+        _check_folders(arguments)
         from pipeline.evaluation.benchmarks import comparison, run_benchmarks
         from pipeline.evaluation.table import as_json
 
@@ -42,6 +43,7 @@ def main() -> None:
         results = {str(one): run_benchmarks(one, arguments.tasks, data=data, **given) for one in arguments.model}
         print(as_json(results) if arguments.json else comparison(results))
     elif asked == {"model", "data"}:
+        _check_folders(arguments)
         from pipeline.evaluation.folder import score_folder
         from pipeline.evaluation.table import as_json, score_table
 
@@ -53,6 +55,14 @@ def main() -> None:
         print(as_json(scores) if arguments.json else score_table(scores))
     else:
         parser.error("give --config, or --model with --data, or --model and --tasks with or without a folder as --data")
+
+
+def _check_folders(arguments: argparse.Namespace) -> None:
+    """The last model is not to be found missing when the others have been scored for hours."""
+    from pipeline.conversion.hf_model import check_hf_config
+
+    for model in arguments.model:
+        check_hf_config(model, trust_remote_code=arguments.trust_remote_code)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def load_hf_model(
     Raises:
         BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
     """
-    _check_config(folder, trust_remote_code)
+    check_hf_config(folder, trust_remote_code=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -60,11 +60,21 @@ def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa:
     return PeftModel.from_pretrained(load_hf_model(base, dtype), str(folder)).eval()
 
 
-def _check_config(folder: Path, trust_remote_code: bool) -> None:
+def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Says before any weight is read what would be wrong with a folder.
+
+    Raises:
+        BaseModelError: it holds no model's config.json, adapters alone, or code that the user does not trust.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / ADAPTER.config).exists():
+            raise BaseModelError(
+                f"{folder}: holds adapters without their base; expected a whole model: convert the checkpoint again "
+                "with --format stock, which merges them"
+            ) from None
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
     except ValueError as error:
         raise BaseModelError(f"{path}: not a model's config ({error}); copy the folder again") from None

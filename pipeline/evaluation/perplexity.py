@@ -73,7 +73,9 @@ def score(
     """
     sequences = _encode(documents, tokenizer, limits)
     if not sequences:
-        raise DataError(f"{name}: holds no document to score; give another file")
+        raise DataError(
+            f"{name}: holds no document to score; give another file, or with --text-key the field that holds its text"
+        )
     cut = [
         (one.ids, window)
         for one in sequences

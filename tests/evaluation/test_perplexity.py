@@ -121,9 +121,12 @@ def test_windows_that_do_not_fit_are_refused(options):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(DataError, match="empty: holds no document"):
+    with pytest.raises(DataError, match=r"empty: holds no document.*--text-key"):
         score_folder(STORIES, {"empty": []})
     with pytest.raises(BaseModelError, match=r"config\.json: no such file"):
+        score_folder(tmp_path, {"x": ["a"]})
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(BaseModelError, match=r"adapters without their base.*--format stock"):
         score_folder(tmp_path, {"x": ["a"]})
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "m.M"}}')
     with pytest.raises(BaseModelError, match="--trust-remote-code"):
@@ -146,6 +149,10 @@ def test_the_command_line_scores_any_folder():
     assert done.returncode == 0, done.stderr
     english, korean = done.stdout.splitlines()[2:]
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
+    two = [*map(str, command[:4]), "nowhere", *map(str, command[4:])]
+    failed = subprocess.run(two, cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1 and "windows" not in failed.stderr  # none is scored before all are there
+    assert failed.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
     failed = subprocess.run([*map(str, command[:-1]), "no"], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
     failed = subprocess.run([*map(str, command[:4]), "--data", "none.jsonl"], cwd=ROOT, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 python tools/status.py runs/demo
 python tools/status.py runs/demo --json
+python tools/status.py runs/korean          a study: a line for each of its runs that has begun
 """
 
 from __future__ import annotations
@@ -9,22 +10,30 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from pipeline import command_line
-from pipeline.run_folder.status import read_status
-from pipeline.run_folder.status_text import as_text
+from pipeline.run_folder.status import read_status, runs_in
+from pipeline.run_folder.status_text import as_lines, as_text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run folder, e.g. runs/demo")
+    parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/demo, or a study's")
     parser.add_argument("--json", action="store_true", help="for a program")
     arguments = parser.parse_args()
 
+    if several := [read_status(folder) for folder in runs_in(arguments.run)]:
+        print(_as_json([asdict(status) for status in several]) if arguments.json else as_lines(several))
+        return
     status = read_status(arguments.run)
-    print(orjson.dumps(asdict(status), option=orjson.OPT_INDENT_2).decode() if arguments.json else as_text(status))
+    print(_as_json(asdict(status)) if arguments.json else as_text(status))
+
+
+def _as_json(value: Any) -> str:  # noqa: ANN401  # any JSON
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipeline.errors import RunFolderError
 from pipeline.exit_codes import FINISHED, RESUME_LATER
+from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, Ended, count_restarts, newest_checkpoint_step, read_attempts
 from pipeline.run_folder.holder import Holder, job_state
 from pipeline.run_folder.lock import STALE_AFTER_S, lock_path, read_holder
@@ -89,6 +90,13 @@ def read_status(folder: Path) -> RunStatus:
         seconds_left=left,
         expected_end=round(time.time() + left) if left is not None and state == "running" else None,
     )
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that have begun below a study's folder; none where the folder is a run's own."""
+    if (folder / ATTEMPTS).exists():
+        return []
+    return sorted(path.parent for path in folder.glob(f"*/{ATTEMPTS}"))
 
 
 def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[State, str]:

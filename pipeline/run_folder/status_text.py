@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from pipeline.run_folder.status import RunStatus
 
@@ -25,6 +27,18 @@ def as_text(status: RunStatus) -> str:
     said = {name: text for name, text in facts.items() if text is not None}
     width = max(map(len, said))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in said.items())
+
+
+def as_lines(statuses: Sequence[RunStatus]) -> str:
+    """One run a line: its folder's name, state, steps, and why."""
+    rows = [
+        (Path(one.folder).name, one.state, f"{one.step:,} of {one.steps:,}" if one.steps else "", one.why)
+        for one in statuses
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _checkpoint(status: RunStatus) -> str | None:

@@ -75,6 +75,21 @@ def test_the_tool_prints_aligned_lines_or_json_and_loads_no_torch(finished):
     assert json.loads(as_json.stdout)["state"] == "done"
 
 
+def test_of_a_study_each_run_that_has_begun_has_a_line(finished, tmp_path):
+    (tmp_path / "a.seed_1").symlink_to(finished[0])
+    (tmp_path / "b.seed_1").mkdir()
+    record_end(tmp_path / "b.seed_1", exit_code=USER_ERROR, error="no text")
+    (tmp_path / "tokens").mkdir()
+    tool = [sys.executable, "tools/status.py", str(tmp_path)]
+    text = subprocess.run(tool, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    assert text.splitlines() == [
+        f"a.seed_1  done    {STEPS} of {STEPS}  all steps are done",
+        "b.seed_1  failed          train: no text",
+    ]
+    as_json = subprocess.run([*tool, "--json"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    assert [one["state"] for one in json.loads(as_json)] == ["done", "failed"]
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A folder in which an attempt begins."""

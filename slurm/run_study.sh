@@ -14,6 +14,8 @@
 #   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
 #   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
 #   STUDY=configs/studies/korean_quick.yaml bash slurm/run_study.sh                             all on this machine
+#
+# This job and that of tokenizing are one process each: SERIAL_SBATCH_OPTIONS (slurm/site.env) keep them off the GPUs.
 set -euo pipefail
 
 # sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
@@ -34,15 +36,18 @@ if [[ -z "$due" ]]; then
     exit
 fi
 
-read -ra options <<<"${RUN_SBATCH_OPTIONS:-}"
+read -ra of_runs <<<"${RUN_SBATCH_OPTIONS:-}"
+read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 jobs="" names=()
 while IFS=$'\t' read -r name config stages; do
     read -ra todo <<<"$stages"
+    options=("${of_runs[@]}")
+    [[ "$stages" != tokenize || -z "${serial[*]}" ]] || options=(--nodes=1 --ntasks=1 "${serial[@]}")
     job=$(sbatch --parsable --job-name="${name%%:*}" "${options[@]}" slurm/cpt_korean.sh "$config" "${todo[@]}")
     jobs+=:${job%%;*} # a federation appends its cluster's name
     names+=("$name")
     say "job ${job%%;*}: $stages of $config"
 done <<<"$due"
 # Not afterok: a run that diverges at one of several learning rates has failed, and the study goes on.
-next=$(sbatch --parsable --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
+next=$(sbatch --parsable "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
 say "job ${next%%;*} goes on after these"

@@ -31,6 +31,7 @@ def submit(cluster: Cluster, study: Path, *options: str) -> int:
     environment = {
         "STUDY": str(study),
         "RUN_SBATCH_OPTIONS": " ".join(("--nodes=1", f"--output={study.parent}/%j.out", *options)),
+        "SERIAL_SBATCH_OPTIONS": "--comment=serial",
         "SBATCH_OUTPUT": f"{study.parent}/%j.out",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -59,6 +60,7 @@ def test_a_study_is_a_chain_of_jobs_that_goes_on_past_a_rate_that_diverges(
     driver = submit(slurm_cluster, write_small(tmp_path, tokens, 1e-3, BEYOND))
     run, diverging, last = submitted_by(slurm_cluster, driver)
     assert slurm_cluster.job(run)["JobName"] == "fft.lr_0.001.seed_1"
+    assert slurm_cluster.job(last).get("Comment") == "serial" != slurm_cluster.job(run).get("Comment")
     assert slurm_cluster.wait(last).state == "COMPLETED", slurm_cluster.output(last)
     assert slurm_cluster.job(run)["JobState"] == "COMPLETED"
     assert slurm_cluster.job(diverging)["JobState"] == "FAILED"

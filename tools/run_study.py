@@ -12,8 +12,10 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline import command_line
+from pipeline import command_line, log
 from pipeline.errors import ConfigError
+
+logger = log.get_logger(__name__)
 
 
 def main() -> None:
@@ -38,6 +40,10 @@ def main() -> None:
         return
     conduct(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
     print(summarise(runs).as_text())
+    folder = runs.study.folder
+    logger.info(
+        "wrote %s/summary.json; as a page: python tools/report.py %s --output %s/report.html", folder, folder, folder
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
     runs = StudyRuns(study, str(path))
     if study.scratch is not None:
         make_scratch(study.scratch, study.folder / SCRATCH)
+    runs.check_fits_base()
     return runs
 
 

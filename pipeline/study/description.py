@@ -96,7 +96,7 @@ class Study(Section):
     """A base, however it comes to be, and the runs on it that are compared."""
 
     name: Name
-    """of letters, digits, dashes"""
+    """of letters, digits, dashes, underscores"""
     folder: Path
     """everything that the study writes: a folder a run, and summary.json"""
     base: Path | None = Field(default=None, description="a Hugging Face folder; or else `scratch`")

@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.estimation.matching import Matcher
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
+from pipeline.planning.opening import check_fits
 from pipeline.study.description import SCRATCH, TOKENS, RunSettings, Study
 
 CONFIG = "run.yaml"
@@ -100,6 +101,21 @@ class StudyRuns:
         methods = {name: one.method for name, one in compared.items() if one.method is not None}
         # In the order of the study, so that tables have it.
         return {name: methods.get(name) or self._matched(name) for name in compared}
+
+    def check_fits_base(self) -> None:
+        """Raises ConfigError where the base, if it is there, cannot be trained by one of the methods, before hours of
+        the others; those that are `matched` are made to fit."""
+        if not self.base.exists():
+            return
+        spec = read_spec(self.base)
+        for name, compared in self.study.methods.items():
+            if compared.method is None:
+                continue
+            run = self._trial(Trial(name, compared.learning_rates[0], self.study.seeds[0]), compared.method)
+            try:
+                check_fits(run.config, spec)
+            except ConfigError as error:
+                raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
 
     def trial(self, trial: Trial) -> StudyRun:
         """The run of that trial."""

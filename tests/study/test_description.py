@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -43,6 +45,26 @@ def test_runs_differ_in_what_the_study_compares_and_nothing_else(opened):
     assert (first.seed, other_seed.seed, lora.seed) == (1, 2, 1)
     same_rate = lora.schedule.model_copy(update={"learning_rate": first.schedule.learning_rate})
     assert first.schedule == other_seed.schedule == same_rate
+
+
+def test_the_study_that_the_documentation_shows_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    path = tmp_path / "mine.yaml"
+    path.write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0], encoding="utf-8")
+    runs = StudyRuns(load_study(path, tmp_path), str(path))
+    for trial in (Trial("fft", 1e-5, 1), Trial("lora", 1e-4, 1)):
+        assert f"{runs.study.folder}/{trial}/run.yaml" in page
+
+
+def test_a_method_that_the_base_cannot_have_is_found_before_the_others_train(opened):
+    def change(values):
+        adapt = {**values["methods"]["adapt"]["method"], "l_fp": 99}
+        values["methods"]["last"] = {"label": "Last", "method": adapt, "learning_rates": [1e-3]}
+
+    with pytest.raises(ConfigError, match=r"study\.yaml: methods\.last: .*l_fp"):
+        opened(change).check_fits_base()
+    opened().check_fits_base()
+    opened(lambda values: values.update(base="not/there/yet")).check_fits_base()
 
 
 def test_a_matched_method_trains_as_much_as_the_one_it_follows(opened):

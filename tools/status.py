@@ -8,9 +8,7 @@ python tools/status.py runs/korean          a study: a line for each of its runs
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -25,15 +23,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="for a program")
     arguments = parser.parse_args()
 
-    if several := [read_status(folder) for folder in runs_in(arguments.run)]:
-        print(_as_json([asdict(status) for status in several]) if arguments.json else as_lines(several))
-        return
-    status = read_status(arguments.run)
-    print(_as_json(asdict(status)) if arguments.json else as_text(status))
-
-
-def _as_json(value: Any) -> str:  # noqa: ANN401  # any JSON
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    found = [read_status(folder) for folder in runs_in(arguments.run)] or read_status(arguments.run)
+    if arguments.json:
+        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print(as_lines(found) if isinstance(found, list) else as_text(found))
 
 
 if __name__ == "__main__":

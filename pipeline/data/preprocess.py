@@ -29,7 +29,7 @@ from pipeline.data.unit_work import Job, UnitRecord, finished_record, hash_input
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import published_file, write_json
+from pipeline.files import published_file, take_away, write_json
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
@@ -248,11 +248,8 @@ def _close(
 
 def _clear(job: Job) -> None:
     """Removes the state of a finished corpus: all of it at one instant, for another job may be reading it."""
-    cleared = job.state.with_name(f"{job.state.name}.cleared")
-    shutil.rmtree(cleared, ignore_errors=True)
-    with contextlib.suppress(OSError):  # another job has cleared it, or clears it now
-        job.state.rename(cleared)
-    shutil.rmtree(cleared, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another job takes it away now, and removes it
+        shutil.rmtree(take_away(job.state), ignore_errors=True)
 
 
 def _manifest(

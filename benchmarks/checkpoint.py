@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.manifest import describe_layout, describe_run
-from pipeline.checkpoint.position import Position
+from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.files import sync, write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import held_values
+from pipeline.parallel.sharding import held_values
 from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.training.batches import MicroBatch
 
@@ -175,7 +174,7 @@ class Saver:
     """Saves `engine` in each of the ways."""
 
     def __init__(self, asked: Measurement, engine: Engine) -> None:
-        from pipeline.training.checkpoint import Checkpoints
+        from pipeline.training.checkpointing import Checkpoints
 
         base = BaseFolder(asked.folder, narrow_base(asked.base), known_hashes={})
         run = describe_run(asked.config, base, engine.model, "none")
@@ -213,8 +212,7 @@ class Saver:
 def trained_engine(asked: Measurement) -> Engine:
     """An engine with random weights after one step, so that the optimizer has its state."""
     from pipeline.deepspeed_config import load_deepspeed_config
-    from pipeline.training.building import build_model
-    from pipeline.training.engine import Engine
+    from pipeline.training.engine import Engine, build_model
 
     config, spec, layout = asked.config, narrow_base(asked.base), Layout(RANKS)
     settings, groups = load_deepspeed_config(config.deepspeed, layout), ProcessGroups(layout)

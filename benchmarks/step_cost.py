@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Method, ScaleMethod
 from pipeline.methods import method_for
 from pipeline.model.decoder import Decoder
-from pipeline.model.flops import count_flops
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import Widths
+from pipeline.sizing.flops import count_flops
 
 METHODS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
 

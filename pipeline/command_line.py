@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from pipeline import log
-from pipeline.errors import UserError
-from pipeline.exit_codes import INTERNAL_FAULT, INTERRUPTED, PASSING_FAULT
+from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, PASSING_FAULT, UserError
 
 
 def run(main: Callable[[], int | None]) -> None:

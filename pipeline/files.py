@@ -84,20 +84,20 @@ def published_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 sync(file)
         sync(partial)
-        shutil.rmtree(put_in_place(partial, path), ignore_errors=True)
+        shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def put_in_place(new: Path, path: Path) -> Path:
+def replace_directory(new: Path, path: Path) -> Path:
     """Gives the folder `new` the name `path`; returns where what had it lies now, if anything did, to be removed."""
-    replaced = take_away(path)
+    replaced = rename_aside(path)
     new.rename(path)
     sync(path.parent)
     return replaced
 
 
-def take_away(path: Path) -> Path:
+def rename_aside(path: Path) -> Path:
     """Takes its name from the folder `path`, if it is there; returns where it lies now, to be removed."""
     nameless = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
     shutil.rmtree(nameless, ignore_errors=True)

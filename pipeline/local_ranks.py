@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType
 
 from pipeline import log
-from pipeline.ports import reserved_port
+
+# --- Ports of this machine, for processes that are to meet on one ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port, which the system gives to no other program until the block is left.
+
+    It is bound and not listened on: who listens with SO_REUSEADDR, as torch's store does, can still have it.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as held:
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
+
+
+# --- One process a rank on this machine: started together, told t ---
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.1

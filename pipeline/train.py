@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from pipeline import command_line, log
-from pipeline.estimation.options import add_cluster_options
+from pipeline.sizing.cluster import add_cluster_options
 from pipeline.training import launch
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     planned.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     if arguments.dry_run:
-        from pipeline.planning.dry_run import dry_run  # training's ranks need none of it
+        from pipeline.sizing.plan import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
     if arguments != parser.parse_args([str(arguments.config)]):
@@ -40,9 +40,10 @@ def main() -> int:
 
     device = launch.initialise(launch.read_launch(os.environ))
     log.configure()  # once more: now the environment says which rank this is, whoever started it
+    from pipeline.observers import make_observers
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
-    code = run_training(arguments.config, device)
+    code = run_training(arguments.config, device, make_observers)
     launch.finish()  # not after a fault: it waits for ranks that may hang in a collective
     return code
 

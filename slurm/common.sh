@@ -8,7 +8,7 @@
 #
 # and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster (slurm/ranks.sh).
 
-# Exit codes, as pipeline/exit_codes.py has them.
+# Exit codes, as pipeline/errors.py has them.
 readonly USER_ERROR=1
 readonly CONFIG_ERROR=2
 readonly SLURM_FAULT=71
@@ -16,7 +16,7 @@ readonly FOLDER_TAKEN=73
 readonly RESUME_LATER=75 # a stage that saved its work and wants to go on
 readonly INTERRUPTED=130
 
-source slurm/turns.sh
+source slurm/requeue.sh
 source slurm/stages.sh
 source slurm/ranks.sh
 

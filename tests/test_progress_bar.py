@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from pipeline import progress_bar as progress
-from pipeline.progress_bar import counted, progress_bar
+from pipeline import log as progress
+from pipeline.log import counted, progress_bar
 
 
 class Terminal(io.StringIO):

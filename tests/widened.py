@@ -18,10 +18,9 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import full_shape_of, named_trained_parameters, partition_of
-from pipeline.parallel.sharding import split
+from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.upscale import initial_expansion
+from pipeline.scale.expansion import initial_expansion
 
 SEED = 7
 

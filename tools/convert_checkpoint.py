@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
-from pipeline.conversion.formats import Format, Precision
-from pipeline.run_folder.stage import stage_of
+from pipeline.conversion import Format, Precision
+from pipeline.run_folder.attempts import stage_of
 
 logger = log.get_logger(__name__)
 
@@ -43,9 +43,8 @@ def main() -> None:
 
 def _convert(arguments: argparse.Namespace) -> None:
     # The options and the configuration are read before: a mistake in them waits for no torch.
-    from pipeline.conversion.convert import DTYPES, Conversion, convert
-    from pipeline.conversion.probe import probe_maker
-    from pipeline.conversion.runs import latest_conversion, run_keys, run_texts
+    from pipeline.conversion.convert import DTYPES, Conversion, convert, latest_conversion, run_keys, run_texts
+    from pipeline.conversion.verify import probe_maker
 
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:

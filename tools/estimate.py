@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.estimation.options import add_cluster_options, cluster_of
+from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
 
 def main() -> int:
@@ -26,8 +26,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if "gpus" not in arguments:
         parser.error("--gpus: say how many there are")
-    from pipeline.estimation.inputs import open_estimator  # after the options: --help waits for no torch
-    from pipeline.estimation.table import as_text, as_values, make_report
+    from pipeline.sizing.estimate import open_estimator  # after the options: --help waits for no torch
+    from pipeline.sizing.table import as_text, as_values, make_report
 
     config, cluster = load_config(arguments.config), cluster_of(arguments)
     report = make_report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))

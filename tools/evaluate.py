@@ -19,7 +19,7 @@ from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer_training import good_documents
 from pipeline.evaluation import options
-from pipeline.run_folder.stage import stage_of
+from pipeline.run_folder.attempts import stage_of
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         print(as_json(results) if arguments.json else comparison(results))
     elif asked == {"model", "data"}:
         _check_folders(arguments)
-        from pipeline.evaluation.folder import score_folder
+        from pipeline.evaluation.perplexity import score_folder
         from pipeline.evaluation.table import as_json, score_table
 
         given, keys = options.of_perplexity(arguments), Keys(arguments.text_key, arguments.prompt_key)
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _check_folders(arguments: argparse.Namespace) -> None:
     """The last model is not to be found missing when the others have been scored for hours."""
-    from pipeline.conversion.hf_model import check_hf_config
+    from pipeline.conversion.hf_folder import check_hf_config
 
     for model in arguments.model:
         check_hf_config(model, trust_remote_code=arguments.trust_remote_code)

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="where the base lies, if not where the checkpoint says")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
-    from pipeline.conversion.inspection import as_text, describe_checkpoint  # --help waits for no torch
+    from pipeline.conversion.trained_model import as_text, describe_checkpoint  # --help waits for no torch
 
     facts = describe_checkpoint(arguments.checkpoint, arguments.base)
     print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))

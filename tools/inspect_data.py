@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.command_line import run
-from pipeline.data.inspection import decoded_documents, summary
+from pipeline.data.corpora import decoded_documents, summary
 from pipeline.data.preprocess import QUARANTINE
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.biography.corpora import write_corpora
+from pipeline.experiments.biography import write_corpora
 
 
 def main() -> None:

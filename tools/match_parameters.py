@@ -15,8 +15,8 @@ from typing import get_args
 from pipeline import command_line
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from pipeline.estimation.inputs import read_architecture
-from pipeline.estimation.matching import Matcher, MethodName, as_yaml
+from pipeline.sizing.estimate import read_architecture
+from pipeline.sizing.matching import Matcher, MethodName, as_yaml
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline import command_line
 from pipeline.config.run import load_config
-from pipeline.run_folder.retry import decide
+from pipeline.run_folder.attempts import decide
 
 NO = 3
 

@@ -21,7 +21,7 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
-from pipeline.run_folder.stage import stage_of
+from pipeline.run_folder.attempts import stage_of
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _tokenize(options: argparse.Namespace, hands: Workers) -> None:
 def _jobs(options: argparse.Namespace) -> list[Job]:
     unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
     if options.config:
-        from pipeline.planning.opening import check_before_tokenizing  # only a run has a base to check
+        from pipeline.sizing.checks import check_before_tokenizing  # only a run has a base to check
 
         config = load_config(options.config)
         # cpt_korean.sh knows how many ranks will train on the tokens.

@@ -13,10 +13,9 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line
+from pipeline.experiments.report.page import page, write_pngs
+from pipeline.experiments.report.runs import read_runs
 from pipeline.files import write_text
-from pipeline.report.page import page
-from pipeline.report.png import write_pngs
-from pipeline.report.rows import read_runs
 
 
 def main() -> None:

@@ -28,9 +28,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
-    from pipeline.study.chain import due_after
-    from pipeline.study.conduct import conduct, open_study  # after the options: --help waits for no torch
-    from pipeline.study.summary import summarise
+    from pipeline.experiments.conduct import (  # after the options: --help waits for no torch
+        conduct,
+        open_study,
+        summarise,
+    )
+    from pipeline.experiments.pending import due_after
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:

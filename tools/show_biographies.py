@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the study's folder")
     study = parser.parse_args().study
-    from pipeline.biography import results  # --help waits for no torch
+    from pipeline.experiments import biography_results as results  # --help waits for no torch
 
     rows = results.read_summary(study)
     tables = [results.end_table(rows), results.matched_table(rows), results.rates_table(study)]

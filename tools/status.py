@@ -13,8 +13,7 @@ from pathlib import Path
 import orjson
 
 from pipeline import command_line
-from pipeline.run_folder.status import read_status, runs_in
-from pipeline.run_folder.status_text import as_lines, as_text
+from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
 
 
 def main() -> None:

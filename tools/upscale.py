@@ -15,8 +15,8 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.methods.scale import check_named_expansion, origin_of, upscale
 from pipeline.model.from_hf import open_base
-from pipeline.run_folder.stage import stage_of
-from pipeline.scale.expansion_folder import MANIFEST, open_expansion
+from pipeline.run_folder.attempts import stage_of
+from pipeline.scale.expansion import MANIFEST, open_expansion
 
 logger = log.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.checkpoint import manifest as manifests
 from pipeline.errors import CheckpointError
-from pipeline.files import put_in_place, sync, take_away, write_text
+from pipeline.files import rename_aside, replace_directory, sync, write_text
 
 LATEST = "latest"
 DAMAGED = ".damaged"
@@ -105,7 +105,7 @@ def set_aside(checkpoint: Path) -> Path:
 def publish(partial: Path, final: Path) -> None:
     """Gives a whole checkpoint its name, and then `latest` that name."""
     # An attempt that was killed, or rolled back, took the same steps. Its checkpoint goes aside, and away at last.
-    replaced = put_in_place(partial, final)
+    replaced = replace_directory(partial, final)
     point_to(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -126,7 +126,7 @@ def superseded(steps: Sequence[int], newest: int, keep_last: int, keep_every_ste
 
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint. It loses its name first, so that a kill cannot leave half of it behind as a whole one."""
-    shutil.rmtree(take_away(checkpoint), ignore_errors=True)
+    shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
 
 
 def unfinished(final: Path) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Initialiser = Literal["zero", "random", "svd"]
 CollaborativeModules = Literal["attention", "ffn", "both"]

@@ -5,19 +5,199 @@ Unknown keys are refused, and every fault is reported at once with its dotted pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.data import Data
 from pipeline.config.method import Method
-from pipeline.config.observation import Metrics, Profile
-from pipeline.config.preflight import Preflight
-from pipeline.config.reading import checked, read_yaml
-from pipeline.config.section import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from pipeline.config.stability import Forgetting, Stability, Watchdog
+from pipeline.config.reading import (
+    Decay,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    checked,
+    read_yaml,
+)
+
+# --- The section `data` of a run configuration: which texts, in which proportion ------------------------------------
+
+Role = Literal["new", "replay"]
+
+
+class Corpus(Section):
+    """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
+
+    input: Annotated[list[str], Field(min_length=1)]
+    """files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; or folders saved by datasets"""
+    heldout_input: list[str] = Field(default=[], description="files of their own for the held-out part")
+    heldout_fraction: Fraction = Field(
+        default=0.0, description="else this share of the documents, chosen by their hash"
+    )
+    text_key: str = "text"
+    """the field or column that holds the text"""
+    prompt_key: str | None = Field(
+        default=None, description="that of a prompt before it, which is read but never predicted: loss on answers only"
+    )
+    role: Role = Field(default="new", description="replay: the base model's own domain")
+    weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
+    epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after so many passes")
+    token_budget: PositiveInt | None = Field(default=None, description="or after so many tokens")
+
+    @model_validator(mode="after")
+    def _one_limit_one_heldout(self) -> Corpus:
+        if self.epochs is not None and self.token_budget is not None:
+            raise ValueError("give epochs or token_budget, not both")
+        if self.heldout_input and self.heldout_fraction:
+            raise ValueError("give heldout_input or heldout_fraction, not both")
+        return self
+
+
+# A corpus is a folder beside the others, and `<name>.heldout` is the held-out part of `<name>`.
+CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class Data(Section):
+    """What is read, in which proportion, and how it is packed."""
+
+    folder: Path
+    """where the token corpora lie"""
+    sequence_length: PositiveInt
+    """tokens a sample; at most the base's context"""
+    corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
+    """by name"""
+    replay_fraction: Fraction = 0.0
+    """share of the samples drawn from the corpora of role replay"""
+    document_mask: bool = True
+    """attention and positions stay within a document"""
+
+    @model_validator(mode="after")
+    def _replay_has_a_source(self) -> Data:
+        roles = {corpus.role for corpus in self.corpora.values()}
+        if "new" not in roles:
+            raise ValueError("no corpus has the role new: there is nothing to learn")
+        if self.replay_fraction > 0 and "replay" not in roles:
+            raise ValueError("replay_fraction is above 0 but no corpus has the role replay")
+        return self
+
+
+# --- What a run tells of itself beside its losses -------------------------------------------------------------------
+
+
+class Metrics(Section):
+    """What speed is measured against, and how often the log has a line of it (docs/metrics.md)."""
+
+    peak_tflops: PositiveFloat | None = Field(
+        default=None,
+        description="of one device, dense, in the precision of the run: what MFU is a share of; default: NVIDIA's "
+        "figure for 16 bits, where the GPU is a known one. Without either there is no MFU",
+    )
+    log_every_s: PositiveFloat = 10.0
+    """at least so long between two lines of progress"""
+
+
+class Profile(Section):
+    """Which steps torch.profiler traces, into `<folder>/profile`; all others are as without it."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        default=None, description="the first and the last, counted from 1; without, none"
+    )
+    ranks: list[NonNegativeInt] = Field(default=[0], description="those that write a trace, one file each")
+
+    @model_validator(mode="after")
+    def _ends_after_it_begins(self) -> Profile:
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps: the last, {self.steps[1]}, comes before the first, {self.steps[0]}")
+        return self
+
+
+# --- What is measured before the first step, and what is accepted ---------------------------------------------------
+
+_MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
+_SLOW_FACTOR = {"cuda": 1.5, "cpu": 20.0}
+
+
+class Preflight(Section):
+    """What is measured on the allocation before the first step, in seconds, and what is accepted."""
+
+    enabled: bool = True
+    """false: start without it"""
+    min_gb_per_s: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="of the slowest all-reduce, by what a rank sends; 0.5 on GPUs, 0.001 on CPUs",
+    )
+    slow_factor: Annotated[float, Field(gt=1)] | None = Field(
+        default=None,
+        description="how many times as long as the others' a rank's matrix product may take; 1.5 on GPUs, 20 on CPUs, "
+        "whose cores may be shared",
+    )
+    disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
+    """room that is asked for beyond the checkpoints themselves"""
+
+    def min_gb_per_s_on(self, device_type: str) -> float:
+        """The floor on `cuda` or `cpu`."""
+        return _MIN_GB_PER_S[device_type] if self.min_gb_per_s is None else self.min_gb_per_s
+
+    def slow_factor_on(self, device_type: str) -> float:
+        """The limit on `cuda` or `cpu`."""
+        return _SLOW_FACTOR[device_type] if self.slow_factor is None else self.slow_factor
+
+
+# --- The sections `stability`, `forgetting` and `watchdog`: what a run does when training, or a rank, goes wrong ----
+
+
+class Stability(Section):
+    """What is done about steps that go wrong, and what a run bears before it gives up (docs/stability.md)."""
+
+    max_skipped_steps: NonNegativeInt = 20
+    """steps that change nothing, over the whole run: no number came out of them, or a rollback set them aside"""
+    loss_increase: PositiveFloat | None = Field(
+        default=1.0, description="a spike: so many nats a token above the running median; null: never"
+    )
+    gradient_norm_factor: Annotated[float, Field(gt=1)] | None = Field(
+        default=10.0, description="or so many times its running median, and clipped; null: never"
+    )
+    window: Annotated[int, Field(ge=2)] = 128
+    """steps that the median is taken over; before there are as many, nothing is a spike"""
+    spike_steps: PositiveInt = 3
+    """in a row, until the run goes back to the last checkpoint before them and sets them aside"""
+    max_rollbacks: NonNegativeInt = 3
+    """over the whole run"""
+
+
+class Forgetting(Section):
+    """How much of the base's own domain, the corpora of role replay, may be lost; looked at in each validation."""
+
+    max_increase: PositiveFloat | None = Field(
+        default=None, description="of held-out perplexity over step 0's, as a fraction"
+    )
+    max_kl_from_base: PositiveFloat | None = Field(
+        default=None, description="nats a token, on the probe batch of the diagnostics"
+    )
+    action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
+    """beyond either: say so; save and end; or multiply the learning rate, for the rest of the run"""
+    learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """each time, where the action is lower_learning_rate"""
+
+
+class Watchdog(Section):
+    """When a run whose ranks no longer work together ends itself, to be started again."""
+
+    beat_every_s: PositiveFloat = 5.0
+    """each rank says so often where it is"""
+    dead_after_s: PositiveFloat = 60.0
+    """a rank that says nothing for so long is lost; one whose process ends is missed at once"""
+    hung_after_s: PositiveFloat = 600.0
+    """no phase of a step (data, forward, backward, step) takes longer on every rank"""
+    slow_after_s: PositiveFloat = 1800.0
+    """the same for what reads and writes much: the start, a validation, a save"""
+
+
+# --- The run configuration: one YAML file a run, checked whole be ---
 
 
 class Schedule(Section):
@@ -150,3 +330,24 @@ def load_config(path: Path) -> RunConfig:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
     """
     return parse_config(read_yaml(path), source=str(path))
+
+
+# --- The learning rate, as a pure function of the step --------------------------------------------------------------
+
+
+def learning_rate(step: int, schedule: Schedule) -> float:
+    """The rate of the optimizer step that follows `step` steps already taken.
+
+    It rises linearly over the first `warmup_fraction` of the steps, then falls to `final_learning_rate_fraction` of the
+    peak: along a line, along half a cosine, or (wsd) along a line over the last `decay_fraction` of the steps only.
+    """
+    warmup_steps = math.ceil(schedule.warmup_fraction * schedule.steps)
+    if step < warmup_steps:
+        return schedule.learning_rate * (step + 1) / warmup_steps
+    decay_steps = schedule.steps - warmup_steps
+    if schedule.decay == "wsd":
+        decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
+    progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
+    falling = (1 + math.cos(math.pi * progress)) / 2 if schedule.decay == "cosine" else 1 - progress
+    final = schedule.final_learning_rate_fraction
+    return schedule.learning_rate * (final + (1 - final) * falling)

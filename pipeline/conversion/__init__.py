@@ -1,1 +1,11 @@
-"""From a DeepSpeed checkpoint of any layout to a Hugging Face folder, verified against the model that trained."""
+"""From a DeepSpeed checkpoint of any layout to a Hugging Face folder, verified against the model that trained.
+
+The names of the formats stand here, where a command line can read them without loading torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Format = Literal["auto", "stock", "scale", "peft", "expansion"]
+Precision = Literal["fp32", "bf16", "fp16"]

@@ -11,24 +11,22 @@ from typing import Any
 import torch
 
 from pipeline import log
+from pipeline.checkpoint.folder import LATEST, latest_checkpoint
 from pipeline.checkpoint.manifest import NAME as MANIFEST
 from pipeline.checkpoint.manifest import check_file
 from pipeline.config.method import ScaleMethod
-from pipeline.conversion.export import Export
-from pipeline.conversion.formats import Format, Precision
-from pipeline.conversion.hf_config import dtype_name
-from pipeline.conversion.hf_folder import write_hf_folder
-from pipeline.conversion.ordinary import ordinary_export
-from pipeline.conversion.peft_format import peft_export
-from pipeline.conversion.probe import Probe
-from pipeline.conversion.scale_format import scale_export
+from pipeline.config.run import RunConfig, load_config
+from pipeline.conversion import Format, Precision
+from pipeline.conversion.formats import ordinary_export, peft_export, scale_export
+from pipeline.conversion.hf_folder import Export, dtype_name, write_hf_folder
 from pipeline.conversion.stock import stock_export, why_not_stock
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import verify
-from pipeline.errors import ConversionError
+from pipeline.conversion.verify import Probe, verify
+from pipeline.data.records import Keys
+from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
-from pipeline.scale.expansion_folder import write_expansion
+from pipeline.scale.expansion import write_expansion
 
 MakeProbe = Callable[[TrainedModel], Probe]
 RECORD = "conversion.json"
@@ -144,3 +142,42 @@ def _refuse_foreign(output: Path) -> None:
     """A folder that we did not make is not replaced."""
     if output.exists() and any(output.iterdir()) and not any((output / name).exists() for name in (RECORD, MANIFEST)):
         raise ConversionError(f"{output}: is there already and was not made by a conversion; name another --output")
+
+
+# --- Where a run of this project keeps what conversion needs --------------------------------------------------------
+
+HF_FOLDER = "hf"
+
+
+def latest_conversion(
+    config_path: Path, format: Format, dtype: torch.dtype | None, output: Path | None = None
+) -> Conversion:
+    """The conversion of a run's newest checkpoint into `output`, by default its own `hf` folder.
+
+    Raises:
+        CheckpointError: the run has saved none, or `latest` names none.
+    """
+    config = load_config(config_path)
+    output = output or config.folder / HF_FOLDER
+    return Conversion(newest_checkpoint(config), config.base, output, format=format, dtype=dtype)
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    """The checkpoint that `checkpoints/latest` names."""
+    folder = config.folder / "checkpoints"
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder / LATEST}: no such file; the run has no checkpoint yet: train it first")
+    return checkpoint
+
+
+def run_texts(config_path: Path) -> dict[str, list[str]]:
+    """The text files of each corpus that the run has not trained on, or else its inputs, by the corpus's name."""
+    corpora = load_config(config_path).data.corpora
+    return {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
+
+
+def run_keys(config_path: Path) -> dict[str, Keys]:
+    """Where the records of each of these corpora have their text, and its prompt."""
+    corpora = load_config(config_path).data.corpora
+    return {name: Keys(corpus.text_key, corpus.prompt_key) for name, corpus in corpora.items()}

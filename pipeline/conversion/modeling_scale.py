@@ -103,15 +103,15 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         return layer >= self.l_fp and module in self.collaborative_modules
 
 
-class Path(NamedTuple):
+class StreamPath(NamedTuple):
     """The streams x [B, S, D] and x_up [B, S, U] on their way; `masked` leaves every expansion_to_base out."""
 
     x: Tensor
     x_up: Tensor
     masked: bool = False
 
-    def plus(self, y: Tensor, y_up: Tensor) -> Path:
-        return Path(self.x + y, self.x_up + y_up, self.masked)
+    def plus(self, y: Tensor, y_up: Tensor) -> StreamPath:
+        return StreamPath(self.x + y, self.x_up + y_up, self.masked)
 
 
 class WidenedLinear(nn.Module):
@@ -166,9 +166,9 @@ class WidenedNorm(nn.Module):
         self.base = StreamNorm(config.norm, config.hidden_size, config.norm_eps, config.normed_size)
         self.expansion = StreamNorm(config.norm, config.expansion_hidden_size, config.norm_eps, of_base)
 
-    def forward(self, path: Path) -> Path:
+    def forward(self, path: StreamPath) -> StreamPath:
         x, x_up, masked = path
-        return Path(self.base(x, x), self.expansion(x_up, x if self.shared else x_up), masked)
+        return StreamPath(self.base(x, x), self.expansion(x_up, x if self.shared else x_up), masked)
 
 
 class Rotary(NamedTuple):
@@ -233,7 +233,7 @@ class ScaleAttention(nn.Module):
 
     def forward(
         self,
-        paths: list[Path],
+        paths: list[StreamPath],
         rotary: Rotary,
         mask: Tensor | None,
         cache: Any,  # noqa: ANN401
@@ -252,7 +252,7 @@ class ScaleAttention(nn.Module):
             for flat, path in zip(attended, paths, strict=True)
         ]
 
-    def _heads(self, projection: WidenedLinear, paths: list[Path]) -> Tensor:
+    def _heads(self, projection: WidenedLinear, paths: list[StreamPath]) -> Tensor:
         """All heads of all paths side by side, which keeps every group of query heads beside its key/value head."""
         flat = torch.cat([part for path in paths for part in projection(*path)], dim=-1)
         return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -271,7 +271,7 @@ class ScaleFeedForward(nn.Module):
         self.up = WidenedLinear(hidden, inner, bias, collaborative)
         self.down = WidenedLinear(inner, hidden, bias, collaborative)
 
-    def forward(self, path: Path) -> tuple[Tensor, Tensor]:
+    def forward(self, path: StreamPath) -> tuple[Tensor, Tensor]:
         inner, inner_up = self.up(*path)
         if self.gate is None:
             inner, inner_up = self.activation(inner), self.activation(inner_up)
@@ -293,7 +293,7 @@ class ScaleLayer(nn.Module):
         self.ffn_norm = WidenedNorm(config)
         self.ffn = ScaleFeedForward(config, layer)
 
-    def forward(self, paths: list[Path], rotary: Rotary, mask: Tensor | None, cache: Any) -> list[Path]:  # noqa: ANN401
+    def forward(self, paths: list[StreamPath], rotary: Rotary, mask: Tensor | None, cache: Any) -> list[StreamPath]:  # noqa: ANN401
         attended = self.attention([self.attention_norm(path) for path in paths], rotary, mask, cache)
         summed = [path.plus(*change) for path, change in zip(paths, attended, strict=True)]
         fed = [self.ffn(self.ffn_norm(path)) for path in (paths if self.parallel_residual else summed)]
@@ -308,8 +308,8 @@ class ScaleEmbedding(nn.Module):
         self.base = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
 
-    def forward(self, tokens: Tensor) -> Path:
-        return Path(self.base(tokens), self.expansion(tokens))
+    def forward(self, tokens: Tensor) -> StreamPath:
+        return StreamPath(self.base(tokens), self.expansion(tokens))
 
 
 class ScaleOutput(nn.Module):
@@ -322,7 +322,7 @@ class ScaleOutput(nn.Module):
         self.base = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
-    def forward(self, paths: list[Path], embedding: Tensor) -> Tensor:
+    def forward(self, paths: list[StreamPath], embedding: Tensor) -> Tensor:
         """Logits [B, S, V] in fp32. Of two paths the first is the preserved, the second the adapted one."""
         base = embedding if self.base is None else self.base
         z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
@@ -389,7 +389,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 paths = [paths[0]._replace(masked=True), paths[0]]
             paths = layer(paths, rotary, mask, past_key_values)
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-        paths = [self.final_norm(Path(path.x[:, kept], path.x_up[:, kept])) for path in paths]
+        paths = [self.final_norm(StreamPath(path.x[:, kept], path.x_up[:, kept])) for path in paths]
         logits = self.output(paths, self.embedding.base.weight)
         loss = None
         if labels is not None:

@@ -23,12 +23,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.conversion.export import Export, PlannedTensor
-from pipeline.conversion.hf_config import base_config, dtype_name, residual_config
+from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name, residual_config
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.hf_names import hf_tensor
-from pipeline.model.residual import StoredResidual, scale_in
+from pipeline.model.base_folder import hf_tensor
+from pipeline.model.spec import StoredResidual, scale_in
 from pipeline.scale.plan import ExpansionPlan
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import NAME, Manifest, load_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -18,11 +22,12 @@ from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import open_base
+from pipeline.model.from_hf import is_base, open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.low_rank import LowRankAdapter
-from pipeline.parallel.parameter import full_shape_of, named_trained_parameters
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
+from pipeline.scale.layers import block_kind
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -143,3 +148,123 @@ def _settings(manifest: Manifest, checkpoint: Path) -> Method:
             f"({error.errors()[0]['msg']}); convert it with the version that wrote it"
         ) from None
     return settings
+
+
+# --- The training model computing logits while only one of its layers is in memory ----------------------------------
+
+
+class StreamedDecoder:
+    """A decoder of any size in `dtype`: each module gets its weights when its turn comes, and loses them after it."""
+
+    def __init__(self, model: TrainedModel, dtype: torch.dtype) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.decoder = skeleton(model.method, model.base).to(dtype).eval()
+        for name, module in self._units():
+            module.register_forward_pre_hook(self._filler(name))
+            module.register_forward_hook(_empty)
+
+    def _units(self) -> Iterator[tuple[str, nn.Module]]:
+        """What is in memory at a time."""
+        yield "embedding.", self.decoder.embedding
+        yield from ((f"layers.{index}.", layer) for index, layer in enumerate(self.decoder.layers))
+        yield "final_norm.", self.decoder.final_norm
+
+    @torch.no_grad()
+    def logits(self, windows: Sequence[Tensor]) -> list[Tensor]:
+        """The logits [S, V] in fp32 of each window of tokens [S]. All windows pass a layer together."""
+        tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
+        hidden = self.decoder.hidden_states(tokens)
+        output = self.decoder.output
+        self._fill(output, "output.")
+        starts = range(0, tokens.numel(), tokens.shape[1])
+        logits = [
+            output.logits(hidden.rows(slice(start, start + len(window))))
+            for start, window in zip(starts, windows, strict=True)
+        ]
+        _empty(output)
+        return logits
+
+    def _filler(self, prefix: str) -> Callable[[nn.Module, object], None]:
+        return lambda module, _: self._fill(module, prefix)
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        for path, owner in module.named_modules():
+            for name in owner._parameters:
+                full_name = prefix + ".".join(filter(None, (path, name)))
+                if owner._parameters[name] is not None:
+                    owner._parameters[name] = nn.Parameter(self._read(full_name), requires_grad=False)
+
+    def _read(self, name: str) -> Tensor:
+        # A tied output projection has no values of its own.
+        return self.model.read(name if name in self.model.shapes else "embedding.base.weight").to(self.dtype)
+
+
+def _empty(module: nn.Module, *_: object) -> None:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+# --- What a checkpoint is, in words and figures: its run, its place in it, and how large each kind of block has grown
+
+
+def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str, Any]:
+    """The facts about a checkpoint; `base` says where its base lies now, if not where its manifest says.
+
+    Raises:
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+    """
+    manifest = load_manifest(checkpoint)
+    model = open_trained(checkpoint, base or Path(manifest.run.base.path))
+    trained = sum(prod(model.shapes[name]) for name in model.trained)
+    total = sum(prod(shape) for shape in model.shapes.values())
+    return {
+        "run": manifest.run.name,
+        "base": manifest.run.base.path,
+        "method": manifest.run.method,
+        "expansion": manifest.run.expansion,
+        **manifest.position.model_dump(),
+        "layout": manifest.layout.model_dump(),
+        "trainable_parameters": trained,
+        "total_parameters": total,
+        "trained_fraction": trained / total,
+        "norms": block_norms(model),
+    }
+
+
+def block_norms(model: TrainedModel) -> dict[str, list[float]]:
+    """The Frobenius norm of each kind of block in every layer, beside the base's; a whole added layer is a kind too."""
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0] * model.spec.num_layers)
+    for name in model.shapes:
+        if not name.startswith("layers.") or name.endswith(".bias"):
+            continue
+        layer = int(name.split(".")[1])
+        own = "added layer" if layer in model.structure.added_layers else "base"
+        kind = own if is_base(name) else block_kind(name)
+        if kind is not None:
+            squares[kind][layer] += float(model.read(name).detach().float().square().sum())
+    return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts for a person to read."""
+    method = facts["method"]
+    lines = [
+        f"run       {facts['run']}, step {facts['step']:,}, {facts['tokens_seen']:,} tokens",
+        f"base      {facts['base']}",
+        f"method    {', '.join(f'{key} {value}' for key, value in method.items() if not isinstance(value, dict))}",
+    ]
+    if facts["expansion"]:
+        lines.append(f"widths    {', '.join(f'{key} +{value}' for key, value in facts['expansion'].items())}")
+    lines.append(
+        f"trained   {facts['trainable_parameters']:,} of {facts['total_parameters']:,} parameters "
+        f"({100 * facts['trained_fraction']:.1f} %)"
+    )
+    lines.append(f"layout    {', '.join(f'{key} {value}' for key, value in facts['layout'].items())}")
+    kinds = list(facts["norms"])
+    lines += ["", "layer  " + "  ".join(f"{kind:>22}" for kind in kinds)]
+    for layer, norms in enumerate(zip(*facts["norms"].values(), strict=True)):
+        lines.append(f"{layer:>5}  " + "  ".join(f"{norm:>22.4f}" for norm in norms))
+    return "\n".join(lines)

@@ -11,25 +11,58 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline import log
-from pipeline.data import manifest as manifests
-from pipeline.data.manifest import InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
-from pipeline.data.progress import Progress
-from pipeline.data.quarantine import BadRecordLimit
+from pipeline.data import token_corpus as manifests
+from pipeline.data.records import BadRecordLimit
+from pipeline.data.token_corpus import InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job, UnitRecord, finished_record, hash_input, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import published_file, take_away, write_json
+from pipeline.files import published_file, rename_aside, write_json
+from pipeline.log import progress_bar
+
+# --- How far a job is: bytes, documents and tokens a second, and when it will be done -------------------------------
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """The bytes of text that are done, with the speed in documents and tokens."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._bar = progress_bar("tokenizing", total_bytes, "B")
+        self._documents = self._tokens = 0
+
+    def start_at(self, done_bytes: int) -> None:
+        """Says how much was done before, which does not count for the speed."""
+        self._bar.initial = self._bar.n = done_bytes
+
+    def add(self, text_bytes: int, record: UnitRecord) -> None:
+        """Counts a finished unit."""
+        self._documents += record.train.documents + record.heldout.documents
+        self._tokens += record.train.tokens + record.heldout.tokens
+        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
+        rates = f"{self._documents / elapsed:,.0f} documents/s, {self._tokens / elapsed:,.0f} tokens/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(text_bytes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+
+# --- The job: input files to a token corpus, spread over workers, ---
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
@@ -249,7 +282,7 @@ def _close(
 def _clear(job: Job) -> None:
     """Removes the state of a finished corpus: all of it at one instant, for another job may be reading it."""
     with contextlib.suppress(OSError):  # another job takes it away now, and removes it
-        shutil.rmtree(take_away(job.state), ignore_errors=True)
+        shutil.rmtree(rename_aside(job.state), ignore_errors=True)
 
 
 def _manifest(

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config.data import Corpus, Data
-from pipeline.data.blend import Blend, Draw, Share
+from pipeline.config.run import Corpus, Data
+from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
-from pipeline.data.packing import Sample
-from pipeline.data.permutation import Permutation, mix
-from pipeline.data.token_corpus import PackedCorpus, TokenCorpus
+from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
 
 __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "rank_indices"]
 

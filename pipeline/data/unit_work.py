@@ -16,12 +16,9 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
-from pipeline.data.encoders import Encoder, agree
-from pipeline.data.prompts import writing_prompt_lengths
-from pipeline.data.quarantine import Quarantine
-from pipeline.data.records import Document, Keys, Rejected
-from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.records import Document, Keys, Quarantine, Rejected
+from pipeline.data.token_shards import ShardWriter, token_dtype, writing_prompt_lengths, writing_shard
+from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
 from pipeline.files import file_hash, write_json

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data import tables
-from pipeline.data.lines import line_records
 from pipeline.data.records import Keys, Record
-from pipeline.data.streams import Stream, open_stream, text_length
+from pipeline.data.text_files import Stream, line_records, open_stream, text_length
 from pipeline.errors import DataError
 
 Kind = Literal["jsonl", "text", "parquet", "arrow"]

@@ -8,19 +8,50 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline import log
+from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.records import Document
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import DataError
-from pipeline.evaluation.windows import Window, windows
-from pipeline.progress_bar import progress_bar
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.errors import ConfigError, DataError
+from pipeline.log import progress_bar
+
+# --- Cutting documents that are longer than a model's context, so that every token is scored exactly once -----------
+
+
+class Window(NamedTuple):
+    """The tokens [start, stop) of a sequence, of which those from `first_scored` on count."""
+
+    start: int
+    stop: int
+    first_scored: int
+
+
+def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[Window]:
+    """Windows over a sequence of `length` tokens, of which those before `first_scored`, at least one, are only read.
+
+    Each begins `stride` tokens after the one before it, and scores what that one did not. So every scored token sees at
+    least `context - stride` tokens before it, or all there are.
+    """
+    start = 0
+    scored = first_scored
+    while scored < length:
+        stop = min(start + context, length)
+        if stop > scored:
+            yield Window(start, stop, scored)
+            scored = stop
+        start += stride
+
+
+# --- How well a language model predicts a text: nll per token, pe ---
 
 Text = Union[str, Document]
 """A text alone, or one that may stand behind a prompt."""
@@ -157,3 +188,55 @@ def _batch_nll(logits: Logits, batch: Sequence[tuple[Tensor, Window]]) -> list[f
         nll = F.cross_entropy(found[row, first - 1 : last - 1].float(), targets, reduction="none")
         sums.append(float(nll.double().sum()))
     return sums
+
+
+# --- Scoring a Hugging Face folder on corpora -----------------------------------------------------------------------
+
+# Longer windows are asked for by --context: their logits take gigabytes where the vocabulary is large.
+DEFAULT_CONTEXT = 4096
+_logger = log.get_logger(__name__)
+
+
+def score_folder(
+    folder: Path,
+    corpora: Mapping[str, Iterable[Text]],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    max_documents: int | None = None,
+    max_tokens: int | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Score]:
+    """The score of the model in `folder` on each corpus of documents, on a GPU where there is one.
+
+    `context` defaults to the model's own, up to `DEFAULT_CONTEXT`; `stride` to half of it.
+
+    Raises:
+        BaseModelError: the folder holds no model that can be loaded.
+        ConfigError: `context` or `stride` do not fit the model.
+        DataError: it has no tokenizer, or a corpus no document.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(folder)
+    longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
+    context = context or min(longest, DEFAULT_CONTEXT)
+    stride = stride or max(1, context // 2)
+    if not 2 <= context <= longest or stride >= context:
+        raise ConfigError(
+            f"{folder}: windows of {context} tokens every {stride} do not fit: the context goes from 2 to the model's "
+            f"{longest}, the stride below the context"
+        )
+    limits = Limits(context, stride, max_documents, max_tokens)
+    _logger.info("%s: windows of %d tokens, every %d", folder, context, stride)
+
+    def logits(tokens: Tensor) -> Tensor:
+        found: Any = model(tokens.to(device), use_cache=False)
+        scores: Tensor = found.logits
+        return scores
+
+    vocab_size = int(model.config.vocab_size)
+    return {
+        name: score(logits, documents, tokenizer, limits, vocab_size=vocab_size, name=name)
+        for name, documents in corpora.items()
+    }

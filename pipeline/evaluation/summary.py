@@ -10,15 +10,13 @@ from typing import Any
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import VERIFICATION
-from pipeline.conversion.runs import HF_FOLDER
+from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
+from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.evaluation.folder import score_folder
-from pipeline.evaluation.heldout import heldout_corpora
-from pipeline.evaluation.perplexity import Score
+from pipeline.evaluation.perplexity import Score, score_folder
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
-from pipeline.run_folder.status import SUMMARY as TRAINING
+from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from pipeline.evaluation.perplexity import Score
-from pipeline.run_folder.averages import mean, spread
+from pipeline.run_folder.metrics import mean, spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

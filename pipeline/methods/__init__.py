@@ -6,10 +6,7 @@ from pathlib import Path
 
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.methods.fft import FullFineTuningMethod
-from pipeline.methods.freeze import FreezeMethod
-from pipeline.methods.llama_pro import LlamaProMethod
-from pipeline.methods.lora import LoraMethod
+from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder

@@ -11,17 +11,16 @@ import torch
 
 from pipeline.config.method import ScaleMethod
 from pipeline.errors import ConfigError
+from pipeline.log import counted
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.parameter import fill, full_shape_of, partition_of
+from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.progress_bar import counted
-from pipeline.scale.expansion_folder import MANIFEST, open_expansion, write_expansion
+from pipeline.scale.expansion import MANIFEST, initial_expansion, open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
-from pipeline.scale.upscale import initial_expansion
 
 
 class Scale(TrainingMethod):

@@ -8,18 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Context
-from pipeline.model.layer import DecoderLayer, widened_norm
+from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, widened_norm
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
-from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec, check_base_fits
-from pipeline.parallel.low_rank import LowRankAdapter
-from pipeline.parallel.regions import enter_region
+from pipeline.parallel.collectives import enter_region
+from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.embedding import WidenedEmbedding
+from pipeline.scale.layers import WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
-Path = Literal["model", "preserved", "base"]
+LogitsPath = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
 
 Adapters and added layers are masked on both of the latter."""
@@ -87,7 +85,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        path: Path = "model",
+        path: LogitsPath = "model",
     ) -> Tensor:
         """This rank's columns of the logits: [B, S, V / tp_size] in fp32."""
         hidden = self.hidden_states(tokens, positions, document_ids, path=path)
@@ -99,7 +97,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        path: Path = "model",
+        path: LogitsPath = "model",
     ) -> HiddenStates:
         """The normalised hidden states that the output projection reads, a row a token."""
         x, x_up = self.embedding(tokens)

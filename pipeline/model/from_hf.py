@@ -16,10 +16,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from pipeline.errors import BaseModelError
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.ffn import ACTIVATIONS
-from pipeline.model.residual import StoredResidual
-from pipeline.model.spec import DecoderSpec, RotarySpec
-from pipeline.parallel.parameter import fill, full_shape_of, partition_of
+from pipeline.model.layers import ACTIVATIONS
+from pipeline.model.spec import DecoderSpec, RotarySpec, StoredResidual
+from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 

@@ -10,7 +10,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
-from pipeline.config.run import RunConfig
-from pipeline.exit_codes import FINISHED, FOLDER_TAKEN
+from pipeline.config.run import RunConfig, load_config
+from pipeline.errors import FINISHED, FOLDER_TAKEN, RESUME_LATER, exit_code_of, in_one_line, worth_another_attempt
 from pipeline.log import node
-from pipeline.run_folder.holder import Holder
+from pipeline.run_folder.lock import LockOwner, RunLock
 
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
@@ -35,7 +37,7 @@ class Began(BaseModel):
 
     attempt: str
     stage: str
-    by: Holder
+    by: LockOwner
 
 
 class Started(BaseModel):
@@ -123,7 +125,7 @@ def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
 
 def record_stage(folder: Path, stage: str) -> None:
     """Notes in the run's folder that a serial stage begins in this process."""
-    _append(folder, Began(attempt=this_attempt(), stage=stage, by=Holder.this_process()))
+    _append(folder, Began(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
@@ -238,3 +240,92 @@ def _parsed(line: bytes) -> Began | Started | Ended | None:
         return kind.model_validate(values)
     except (ValueError, TypeError, ValidationError):
         return None
+
+
+# --- Whether an attempt that did not come to the end is made again: not without end, where none comes any further ---
+
+_KEEPS_ITS_WORK = "tokenize"
+"""The stage that goes on where it was stopped, and yet leaves no checkpoint that would tell."""
+
+
+def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int) -> Decision:
+    """Decides about the attempt that just ended in `stage` of the run in `folder`, and puts it on record.
+
+    There are at most `most` restarts in a series, and at most `without_progress` of them in a row in which no newer
+    checkpoint appeared. To save and stop is progress where it left one; so a stage that never fits into a job's time is
+    given up too. Only tokenizing, where it was told to stop, has come further whatever the checkpoints say.
+    """
+    own = Attempt(name=this_attempt())
+    series = [one for one in read_attempts(folder) if one.series == own.series]
+    own = next((one for one in series if one.name == own.name), own)
+    restarts = int(own.name.rpartition(".")[2])
+    attempts = [one for one in series if one is not own and one.at_risk and not _stopped_with_its_work(one)]
+    if (stage, exit_code) != (_KEEPS_ITS_WORK, RESUME_LATER):
+        attempts.append(own)
+    idle = idle_attempts(attempts, newest_checkpoint_step(folder))
+    if not worth_another_attempt(exit_code):
+        decision = Decision(False, "its cause is to be mended first")
+    elif restarts >= most:
+        decision = Decision(False, f"it was restarted {restarts} times, and MAX_RESTARTS is {most}")
+    elif idle > without_progress:
+        limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
+        decision = Decision(False, f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}")
+    else:
+        decision = Decision(True, f"restart {restarts + 1}, {idle} of at most {without_progress} without progress")
+    record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
+    return decision
+
+
+def _stopped_with_its_work(attempt: Attempt) -> bool:
+    ended = attempt.ended
+    return ended is not None and (ended.stage, ended.exit_code) == (_KEEPS_ITS_WORK, RESUME_LATER)
+
+
+def idle_attempts(attempts: list[Attempt], newest: int) -> int:
+    """How many of the last attempts, in a row, brought no newer checkpoint; `newest` is the newest one's step now."""
+    idle, reached = 0, 0
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        began = reached if attempt.started is None else attempt.started.checkpoint_step
+        if following is None:
+            reached = newest
+        elif following.started is not None:
+            reached = following.started.checkpoint_step
+        else:
+            reached = began if attempt.ended is None else attempt.ended.checkpoint_step
+        idle = 0 if reached > began else idle + 1
+    return idle
+
+
+# --- A serial stage of a run: alone at it where it must be, and on record in the run's folder -----------------------
+
+
+@contextmanager
+def stage_of(config: Path | None, stage: str, *, alone: bool = False) -> Iterator[None]:
+    """The block is a stage of the run that `config` describes; without a `config` it is no run's.
+
+    That it begins and how it ends is noted, unless it is started by hand (without ATTEMPT, which the scripts set): then
+    it is no attempt at the run. `alone`: no other process may be at the same stage.
+
+    Raises:
+        ConfigError: the configuration does not tell where the run's folder is.
+        FolderTakenError: another process is at it, and the stage takes one.
+    """
+    if config is None:
+        yield
+        return
+    folder = load_config(config).folder
+    recorded = _on_record(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
+    with recorded, RunLock(folder, stage) if alone else nullcontext():
+        yield
+
+
+@contextmanager
+def _on_record(stage: str, folder: Path) -> Iterator[None]:
+    record_stage(folder, stage)
+    try:
+        yield
+    except Exception as error:
+        code = exit_code_of(error)
+        record_end(folder, stage=stage, exit_code=code, error=in_one_line(error))
+        raise
+    record_end(folder, stage=stage, exit_code=FINISHED)

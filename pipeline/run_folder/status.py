@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pipeline.errors import RunFolderError
-from pipeline.exit_codes import FINISHED, RESUME_LATER
+from pipeline.errors import FINISHED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, Ended, count_restarts, newest_checkpoint_step, read_attempts
-from pipeline.run_folder.holder import Holder, job_state
-from pipeline.run_folder.lock import STALE_AFTER_S, lock_path, read_holder
+from pipeline.run_folder.lock import STALE_AFTER_S, LockOwner, job_state, lock_path, read_lock_owner
 from pipeline.run_folder.metrics import METRICS, last_metrics
 
-SUMMARY = "training.json"
+TRAINING = "training.json"
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
 
@@ -65,7 +65,7 @@ def read_status(folder: Path) -> RunStatus:
     attempts = read_attempts(folder)
     start = next((one.started for one in reversed(attempts) if one.started), None)
     saved = newest_checkpoint_step(folder)
-    trained = (folder / SUMMARY).exists() and (start is None or saved >= start.steps)
+    trained = (folder / TRAINING).exists() and (start is None or saved >= start.steps)
     state, why = _state(folder, attempts, trained=trained)
     lines = last_metrics(folder / METRICS, _RECENT_STEPS, _TAIL_BYTES)
     step = max([saved, *(line["step"] for line in lines[-1:])])
@@ -101,7 +101,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[State, str]:
     beyond = " (all steps are trained)" if trained else ""
-    holder = read_holder(lock_path(folder))
+    holder = read_lock_owner(lock_path(folder))
     if holder is not None and _lives(folder, holder):
         return "running", f"train: {holder}"
     if not attempts:
@@ -125,9 +125,9 @@ def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[Sta
     return state, why
 
 
-def _at_work(attempts: list[Attempt], stage: str) -> Holder | None:
+def _at_work(attempts: list[Attempt], stage: str) -> LockOwner | None:
     """Who is at that serial stage, if anybody; several jobs of an array may be."""
-    here = Holder.this_process()
+    here = LockOwner.this_process()
     began = (one.began for one in reversed(attempts) if one.began and one.ended is None)
     return next((one.by for one in began if one.stage == stage and not one.by.is_gone(here)), None)
 
@@ -148,9 +148,9 @@ def _after(ended: Ended, *, trained: bool) -> tuple[State, str]:
     return ("waiting" if ended.retry.again else "failed"), f"{why} ({ended.retry.why})"
 
 
-def _lives(folder: Path, holder: Holder) -> bool:
+def _lives(folder: Path, holder: LockOwner) -> bool:
     """Whether the holder of the lock is at work, as far as one can tell from here."""
-    if holder.is_gone(Holder.this_process()):
+    if holder.is_gone(LockOwner.this_process()):
         return False
     try:
         return time.time() - lock_path(folder).stat().st_mtime < STALE_AFTER_S
@@ -164,3 +164,56 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
         return {"checkpoint": None, "checkpoint_age_s": None}
     newest = folder / "checkpoints" / f"step_{step:08d}"
     return {"checkpoint": str(newest), "checkpoint_age_s": round(time.time() - newest.stat().st_mtime, 1)}
+
+
+# --- A run's status for a person: a few aligned lines ---------------------------------------------------------------
+
+
+def as_text(status: RunStatus) -> str:
+    """One fact a line; what is not known is left out."""
+    facts = {
+        "run": status.folder,
+        "state": f"{status.state}: {status.why}",
+        "step": f"{status.step:,} of {status.steps:,} ({status.step / status.steps:.1%})" if status.steps else None,
+        "tokens": f"{status.tokens_seen:,}" if status.tokens_seen is not None else None,
+        "loss": f"{status.loss:.4f}" if status.loss is not None else None,
+        "speed": f"{status.tokens_per_second:,.0f} tokens/s" if status.tokens_per_second else None,
+        "restarts": f"{status.restarts} so far",
+        "skipped": f"{status.skipped_steps} step(s)" if status.skipped_steps else None,
+        "checkpoint": _checkpoint_line(status),
+        "end": _end(status),
+    }
+    said = {name: text for name, text in facts.items() if text is not None}
+    width = max(map(len, said))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in said.items())
+
+
+def as_lines(statuses: Sequence[RunStatus]) -> str:
+    """One run a line: its folder's name, state, steps, and why."""
+    rows = [
+        (Path(one.folder).name, one.state, f"{one.step:,} of {one.steps:,}" if one.steps else "", one.why)
+        for one in statuses
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _checkpoint_line(status: RunStatus) -> str | None:
+    if status.checkpoint is None or status.checkpoint_age_s is None:
+        return "none yet"
+    return f"{status.checkpoint}, {_duration(status.checkpoint_age_s)} old"
+
+
+def _end(status: RunStatus) -> str | None:
+    if status.seconds_left is None:
+        return None
+    if status.expected_end is None:
+        return f"after {_duration(status.seconds_left)} of training from the newest checkpoint"
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.expected_end))
+    return f"in {_duration(status.seconds_left)}, on {moment}"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.checkpoint.position import Position, StepRecord
-from pipeline.config.run import RunConfig
-from pipeline.config.stability import Stability
+from pipeline.checkpoint.manifest import Position, StepRecord
+from pipeline.config.run import RunConfig, Stability
 from pipeline.errors import DivergenceError
 from pipeline.files import write_json
-from pipeline.training.unison import in_unison
+from pipeline.parallel.ranks import run_on_all_ranks
 
 REPORT = "divergence.json"
 
@@ -73,7 +72,7 @@ def end_diverged(config: RunConfig, position: Position, reason: str) -> None:
             f"goes on; lower schedule.learning_rate, or look at these steps' samples: {path} has the figures"
         )
 
-    in_unison(report)
+    run_on_all_ranks(report)
 
 
 def write_report(path: Path, config: RunConfig, position: Position, reason: str) -> None:

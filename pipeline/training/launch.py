@@ -8,22 +8,27 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import torch
-
-# Before there is a group: its functions take the default group of their import as a default argument, and a group that
-# is still referred to after `finish` keeps gloo's threads, which now and then abort the process at its end.
 import torch.distributed.nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pipeline.config.stability import Watchdog
-from pipeline.errors import LayoutError, RendezvousError
+from pipeline.config.run import Watchdog
+from pipeline.errors import INTERRUPTED, LayoutError, RendezvousError
+
+# Before there is a group: its functions take the default group of their import as a default argument, and a group that
+# is still referred to after `finish` keeps gloo's threads, which now and then abort the process at its end.
+
 
 # Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before
 # Slurm, because its mpirun starts its own daemons with srun and their variables reach the processes too.
@@ -261,3 +266,55 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None or not text.isdecimal():
         raise LayoutError(f"{name}: expected a whole number, found {text or 'nothing'!r}")
     return int(text)
+
+
+# --- Signals that ask for the end: the run saves once more and leaves with a code that says "go on later" -----------
+
+_SAME_KEYSTROKE_S = 0.5
+"""A launcher may pass on what the terminal has sent to all."""
+
+
+class StopSignals:
+    """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`; the loop looks at it after every step.
+
+    A handler may interrupt a collective, so it does nothing else. Ctrl-C for the second time ends the process at once.
+    """
+
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
+        # Python calls no handler while the main thread waits in a collective, but it writes the number here at once.
+        reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_end_at_second_interrupt, args=(reader,), name="second Ctrl-C", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._writer.close()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+def _end_at_second_interrupt(numbers: socket.socket) -> None:
+    """Reads the signals that arrive until the other end is closed."""
+    first: float | None = None
+    with numbers:
+        while arrived := numbers.recv(1):
+            if arrived[0] != signal.SIGINT:
+                continue
+            now = time.monotonic()
+            first = now if first is None else first
+            if now - first > _SAME_KEYSTROKE_S:
+                print("interrupted again: ends without saving", file=sys.stderr, flush=True)  # noqa: T201  # the last word
+                os._exit(INTERRUPTED)

@@ -1,17 +1,45 @@
-"""The training loop."""
+"""The training loop: steps, validations, checkpoints, and going back behind a spike."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.checkpoint.position import Position
-from pipeline.training.divergence import check_skips, find_spike
-from pipeline.training.forgetting import end_forgetful, forgetting_figures, heed_budget
-from pipeline.training.rollback import roll_back
-from pipeline.training.signals import StopSignals
-from pipeline.training.step import take_step
-from pipeline.training.trainer import Trainer
-from pipeline.training.validation import HeldoutScore
+import torch
+from torch import Tensor
+
+from pipeline import log
+from pipeline.checkpoint.manifest import Position, StepRecord
+from pipeline.config.run import RunConfig, learning_rate
+from pipeline.data.token_corpus import IGNORED
+from pipeline.health.liveness import Phases
+from pipeline.parallel.ranks import raise_on_all_ranks, summed, warn_on_rank0
+from pipeline.training.batches import TrainingBatches
+from pipeline.training.checkpointing import Checkpoints
+from pipeline.training.divergence import check_skips, end_diverged, find_spike, remembered, set_aside
+from pipeline.training.engine import Engine
+from pipeline.training.launch import StopSignals
+from pipeline.training.observer import Observers, StepEvent, ValidationEvent
+from pipeline.training.validation import HeldoutScore, Validation
+
+ATTEMPTS = 2
+"""A fault of the hardware passes: the second result is what an undisturbed run has. A fault in the data does not."""
+_logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The parts of a run that is about to begin or to go on."""
+
+    config: RunConfig
+    engine: Engine
+    batches: TrainingBatches
+    validation: Validation
+    checkpoints: Checkpoints
+    observers: Observers
+    phases: Phases
 
 
 class Outcome(NamedTuple):
@@ -26,13 +54,13 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     """Trains from `position` to the last step, or to the step during which a signal came; the work is saved then.
 
     Raises:
-        UserError: training diverged, forgot too much, or could not save its end; on the first rank.
+        UserError: training diverged, forgot too much, or could not save its end; on rank 0.
     """
-    config, schedule, phases = trainer.config, trainer.config.schedule, trainer.phases
+    config, schedule, phases, observers = trainer.config, trainer.config.schedule, trainer.phases, trainer.observers
     position, scores = begin(trainer, position)
     while position.step < schedule.steps:
-        with trainer.profiler(position.step + 1):
-            step = take_step(trainer, position, signals)
+        observers.on_step_begin(position.step + 1)
+        step = take_step(trainer, position, signals)
         position, figures = step.position, step.figures
         phases.finished(position.step)
         check_skips(config, position)
@@ -41,21 +69,24 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
                 position = roll_back(trainer, position, spike)
             continue
 
-        last = position.step == schedule.steps
-        reason_to_stop = None
+        last, forgot = position.step == schedule.steps, None
         if last or position.step % config.validation.every_steps == 0:
             with phases("validation"):
-                scores, looked = look(trainer, position)
-            position, reason_to_stop = heed_budget(looked, position, config.forgetting)
-            figures |= looked
-        trainer.metrics.write(position.step, figures | trainer.checkpoints.figures() | trainer.instruments.readings())
+                scores = trainer.validation.run(trainer.engine)
+                validation = ValidationEvent(position, scores, score_figures(scores))
+                observers.on_validation(validation)
+            position, forgot = validation.position, validation.stop
+            figures |= validation.figures
+        figures |= trainer.checkpoints.figures()
+        observers.on_step(StepEvent(position.step, tokens_per_step(config), step.seconds, figures))
 
-        leaving = last or step.stop or reason_to_stop is not None
+        leaving = last or step.stop or forgot is not None
         if leaving or position.step % config.checkpoints.every_steps == 0:
             with phases("checkpoint"):
-                trainer.checkpoints.save(trainer.engine, position, last=leaving)
-        if reason_to_stop is not None and not last:
-            end_forgetful(position, reason_to_stop)
+                folder = trainer.checkpoints.save(trainer.engine, position, last=leaving)
+            observers.on_checkpoint(position.step, folder)
+        if forgot is not None and not last:
+            raise_on_all_ranks(forgot)
         if step.stop and not last:
             return Outcome(position, scores, finished=False)
     return Outcome(position, scores, finished=True)
@@ -69,18 +100,157 @@ def begin(trainer: Trainer, position: Position) -> tuple[Position, dict[str, Hel
     with trainer.phases("validation"):
         scores = trainer.validation.run(trainer.engine)
     if position.step == 0:
-        trainer.metrics.write(0, score_figures(scores) | trainer.instruments.readings())
-        position = position.changed(initial_nll_per_token={name: one.nll_per_token for name, one in scores.items()})
+        trainer.observers.on_step(StepEvent(0, 0, None, score_figures(scores)))
+        position = position.changed(initial_nll_per_token={name: score.nll_per_token for name, score in scores.items()})
     return position, scores
-
-
-def look(trainer: Trainer, position: Position) -> tuple[dict[str, HeldoutScore], dict[str, float]]:
-    """What the model knows and has forgotten, and how far it is from its base."""
-    scores = trainer.validation.run(trainer.engine)
-    forgetting = forgetting_figures(scores, position, trainer.config)
-    return scores, score_figures(scores) | forgetting | trainer.diagnostics.run(trainer.engine)
 
 
 def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
     """The scores under the names they have in TensorBoard."""
     return {f"{figure}/{name}": value for name, score in scores.items() for figure, value in score.figures().items()}
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Over all ranks, padding and prompts included."""
+    return config.schedule.global_batch_size * config.data.sequence_length
+
+
+# --- One step: computed, computed once more where no number came out, and at last skipped ---
+
+
+class Step(NamedTuple):
+    """What a step came to.
+
+    Attributes:
+        position: where the run stands after it.
+        figures: what there is to log of it; a step that was skipped has no loss.
+        seconds: how long it took; None where it was skipped.
+        stop: whether any rank was asked to stop.
+    """
+
+    position: Position
+    figures: dict[str, float]
+    seconds: float | None
+    stop: bool
+
+
+def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Step:
+    """Takes the step that follows `position`; every rank must call it, and all come to the same."""
+    number = position.step + 1
+    after = position.changed(step=number, tokens_seen=number * tokens_per_step(trainer.config))
+    if number in position.skipped_steps:
+        return _skipped(after, stop=False)
+
+    started = time.perf_counter()
+    rate = learning_rate(position.step, trainer.config.schedule) * position.learning_rate_factor
+    for attempt in range(ATTEMPTS):  # noqa: B007  # the last one counts
+        totals = _compute(trainer, position.step, rate, stop=signals.received is not None)
+        if trainer.engine.step_applied:
+            break
+        warn_on_rank0(_logger, "step %d: its loss or gradient is not finite, and moves no weight", number)
+    seconds = time.perf_counter() - started
+    after = after.changed(seconds=position.seconds + seconds)
+    if not trainer.engine.step_applied:
+        return _skipped(after.skipping(number), stop=totals.stop)
+
+    record = StepRecord(number, totals.nll_per_token, trainer.engine.gradient_norm)
+    after = after.changed(recent=remembered(position.recent, record, trainer.config.stability))
+    figures = {"loss": totals.nll_per_token, "learning_rate": rate, "gradient_norm": record.gradient_norm}
+    if trainer.engine.routed:
+        figures["preserved_fraction"] = totals.preserved_fraction
+    if attempt > 0:
+        after = after.changed(recomputed_steps=position.recomputed_steps + 1)
+        figures["recomputed_steps"] = after.recomputed_steps
+    return Step(after, figures, seconds, totals.stop)
+
+
+def _skipped(after: Position, *, stop: bool) -> Step:
+    warn_on_rank0(_logger, "step %d: skipped; its samples change nothing", after.step)
+    figures = {"skipped_steps": float(sum(one <= after.step for one in after.skipped_steps))}
+    if after.rollbacks:
+        figures["rollbacks"] = after.rollbacks
+    return Step(after, figures, None, stop)
+
+
+def _compute(trainer: Trainer, index: int, rate: float, *, stop: bool) -> StepTotals:
+    """One attempt at the step that follows `index` steps; it changes the weights where the gradient is finite."""
+    engine, phases, sums = trainer.engine, trainer.phases, StepSums(trainer.batches.device)
+    batches = iter(trainer.batches.of_step(index))
+    while True:
+        with phases("data"):
+            batch = next(batches, None)
+        if batch is None:
+            break
+        with phases("forward"):
+            losses = engine.loss(batch)
+        with phases("backward"):
+            engine.backward(losses.total)
+        with phases("step"):
+            engine.step(rate)
+        sums.add(losses.total, batch.targets, losses.preserved)
+    with phases("communication"):
+        return sums.over_all_ranks(engine, stop=stop)
+
+
+class StepTotals(NamedTuple):
+    """One step over all ranks: the mean nll of the predicted tokens, and whether any rank was asked to stop."""
+
+    nll_per_token: float
+    preserved_fraction: float
+    stop: bool
+
+
+class StepSums:
+    """Adds up a step's micro-batches on the device; one message and one wait bring all ranks' sums together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def add(self, nll_sum: Tensor, targets: Tensor, preserved: Tensor) -> None:
+        """Counts one micro-batch."""
+        predicted = targets != IGNORED
+        self._sums[0] += nll_sum.detach()
+        self._sums[1] += predicted.sum()
+        self._sums[2] += (preserved & predicted).sum()
+
+    def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
+        """The step's totals; every rank must call it, and all get the same."""
+        if engine.tensor_parallel.rank != 0:
+            self._sums.zero_()  # tensor-parallel neighbours saw the same tokens
+        self._sums[3] = float(stop)
+        nll_sum, predicted, preserved, stops = summed(self._sums).tolist()
+        return StepTotals(nll_sum / max(1.0, predicted), preserved / max(1.0, predicted), stops > 0)
+
+
+# --- Going back to the last checkpoint before a spike, and on without the samples that led to it ---
+
+
+def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord]) -> Position:
+    """The position that the run goes on from; every rank must call it.
+
+    Raises:
+        DivergenceError: it has gone back too often, or there is no checkpoint to go back to.
+    """
+    config, steps = trainer.config, set_aside(spike)
+    said = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
+    if position.rollbacks >= config.stability.max_rollbacks:
+        end_diverged(
+            config, position, f"{said} after {position.rollbacks} rollbacks, as many as stability.max_rollbacks"
+        )
+    trainer.checkpoints.finish()
+    earlier = trainer.checkpoints.resume(trainer.engine, before=steps.start)
+    if earlier is None:
+        end_diverged(config, position, f"{said}, and no checkpoint lies before it")
+    assert earlier is not None
+    warn_on_rank0(
+        _logger, "%s; goes back to step %d and leaves out steps %d to %d", said, earlier.step, steps[0], steps[-1]
+    )
+    # The counts and what has been skipped are of the run; the rest is as it was at the checkpoint.
+    after = earlier.skipping(*position.skipped_steps, *steps).changed(
+        rollbacks=position.rollbacks + 1,
+        recomputed_steps=position.recomputed_steps,
+        seconds=position.seconds,
+    )
+    check_skips(config, after)
+    trainer.observers.on_rollback(after.step)
+    return after

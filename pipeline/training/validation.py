@@ -9,17 +9,73 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
+from pipeline.data.token_corpus import IGNORED, Sample
+from pipeline.errors import PreservationError
+from pipeline.methods import training_method
 from pipeline.model.output import Losses
+from pipeline.parallel.ranks import run_on_all_ranks, summed
 from pipeline.parallel.topology import Layout
-from pipeline.training.answers import AnswerScore, answer_score, answer_sums
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
-from pipeline.training.unison import summed
+
+# --- How well answers are known: by their first token, and as a whole -----------------------------------------------
+# The model reads the true tokens before each one it is asked for. Where it would choose every token of an answer, and
+# the end of the document behind it, greedy decoding gives that answer, no less and no more.
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """Means over answers.
+
+    first_token_accuracy: how often the first token of the answer is the most probable one of all ("hard").
+    first_token_probability: how probable it is ("soft").
+    exact_match: how often greedy decoding gives the answer, and ends it.
+    """
+
+    first_token_accuracy: float
+    first_token_probability: float
+    exact_match: float
+
+
+def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:
+    """Counts each sequence's answers: those there are, those whose first token is chosen, the probabilities of these
+    tokens, and the answers chosen whole. targets, answer_starts: [B, S]; an answer that a sample cuts counts by what
+    the sample has of it. Returns float64 [B, 4].
+    """
+    if losses.is_greedy_choice is None:
+        raise ValueError("answers are scored where no gradient is computed")
+    starts = answer_starts.double()
+    probabilities = losses.nll.double().neg().exp()
+    # Answers are numbered from 1 in each sequence; what comes before the first of them has no beginning here.
+    answer = answer_starts.long().cumsum(dim=1)
+    missed = (targets != IGNORED) & ~losses.is_greedy_choice
+    misses = torch.zeros(len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device)
+    misses.scatter_add_(1, answer, missed.double())
+    whole = misses.gather(1, answer) == 0
+    return torch.stack(
+        [
+            starts.sum(dim=1),
+            (starts * losses.is_greedy_choice).sum(dim=1),
+            (starts * probabilities).sum(dim=1),
+            (starts * whole).sum(dim=1),
+        ],
+        dim=1,
+    )
+
+
+def answer_score(sums: list[float]) -> AnswerScore | None:
+    """From the sums of all sequences; None where there is no answer."""
+    answers, *counted = sums
+    return AnswerScore(*(one / answers for one in counted)) if answers else None
+
+
+# --- Held-out scores of perplexity, bits per byte and answers, th ---
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -94,3 +150,44 @@ def _sums(losses: Losses, batch: MicroBatch, read: Sequence[Sample]) -> Tensor:
     answer_starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(batch.targets.device)
     answers = answer_sums(losses, batch.targets, answer_starts)
     return torch.cat([torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1), answers], dim=1)
+
+
+# --- The step-0 gate: training starts only where the model says exactly what its base says --------------------------
+
+_MAKE_AGAIN = "remove the folder and make the initial expansion again with tools/upscale.py"
+_START_AGAIN = "the base's files may have changed while they were read: start again, and if it stays report it"
+
+
+def max_abs_logit_difference(engine: Engine, probe: MicroBatch) -> float:
+    """The largest difference between the model's logits and those of its base alone, over all ranks' probes.
+
+    The base runs by itself through the same weights and kernels, under the same layout, so exactly 0.0 is owed.
+    """
+    with engine.evaluating():
+        hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")
+        chunks = [(model - base).abs().max() for model, base in engine.logit_chunks(*hidden)]
+    difference = torch.nan_to_num(torch.stack(chunks), nan=torch.inf).max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    return float(difference)
+
+
+def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float | None:
+    """Measures the difference before the first step.
+
+    None where there is nothing to compare: the base itself trains, and nothing beside it; or the expansion comes from
+    an earlier run, and has moved away from the base.
+
+    Raises:
+        PreservationError: it is not 0.0.
+    """
+    if not engine.model.keeps_base or not run_on_all_ranks(training_method(config).starts_at_base):
+        return None
+    difference = max_abs_logit_difference(engine, probe)
+    if difference != 0.0:
+        widened = isinstance(config.method, ScaleMethod)
+        source, remedy = (config.upscaled_folder, _MAKE_AGAIN) if widened else (config.base, _START_AGAIN)
+        raise PreservationError(
+            f"{source}: at step 0 the logits of method {config.method.name} differ from the base model's by up to "
+            f"{difference:.3g}, expected 0.0; {remedy}"
+        )
+    return difference

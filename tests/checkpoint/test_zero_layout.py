@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.zero_layout import Fragments, each_cut, joined_and_cut
+from pipeline.checkpoint.reader import Fragments, each_cut, joined_and_cut
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 

@@ -12,8 +12,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.parameter import named_trained_parameters, partition_of
-from pipeline.parallel.sharding import Partition
+from pipeline.parallel.sharding import Partition, named_trained_parameters, partition_of
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.widened import scale_settings, shake, some_batch, started, widened
 
@@ -52,10 +51,9 @@ def save(
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from pipeline.checkpoint.manifest import describe_layout, describe_run
-    from pipeline.checkpoint.position import Position
+    from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
     from pipeline.deepspeed_config import load_deepspeed_config
-    from pipeline.training.checkpoint import Checkpoints
+    from pipeline.training.checkpointing import Checkpoints
     from pipeline.training.engine import Engine
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.hf_model import load_hf_model
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import open_trained
-from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, verify
+from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, probe_maker, verify
 from pipeline.data.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from pipeline.methods.scale import origin_of
-from pipeline.scale.expansion_folder import open_expansion
+from pipeline.scale.expansion import open_expansion
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, save_many, scale
 from tests.distributed import run_ranks

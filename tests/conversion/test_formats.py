@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.conversion import peft_format
+from pipeline.conversion import formats as peft_format
 from pipeline.conversion.convert import choose_export
-from pipeline.conversion.hf_folder import write_hf_folder
-from pipeline.conversion.hf_model import load_exported, load_hf_model
+from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel

@@ -10,8 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from pipeline.conversion.convert import choose_export
-from pipeline.conversion.hf_folder import write_hf_folder
-from pipeline.conversion.hf_model import load_hf_model
+from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import save_many, scale, trained

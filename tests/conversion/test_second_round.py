@@ -10,11 +10,10 @@ import torch
 
 from pipeline import methods
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.hf_model import load_hf_model
-from pipeline.conversion.probe import probe_maker
-from pipeline.conversion.runs import latest_conversion, newest_checkpoint
+from pipeline.conversion.convert import Conversion, convert, latest_conversion, newest_checkpoint
+from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
 from pipeline.conversion.trained_model import open_trained
+from pipeline.conversion.verify import probe_maker
 from pipeline.errors import CheckpointError
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale, zero

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import zstandard
 
-from pipeline.data.manifest import Manifest
 from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import Job

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import lines as lines_module
-from pipeline.data.lines import lines
+from pipeline.data import text_files as lines_module
 from pipeline.data.records import Document, Keys
-from pipeline.data.streams import DecompressedStream, open_stream, text_length
+from pipeline.data.text_files import DecompressedStream, lines, open_stream, text_length
 from pipeline.data.units import input_files, split_file, unit_records
 from pipeline.errors import DataError
 from tests.data.helpers import COMPRESS, documents, jsonl, texts_in, tokenize, write_jsonl

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.inspection import decoded_documents, summary
+from pipeline.data.corpora import decoded_documents, summary
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DataError

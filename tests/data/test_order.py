@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.blend import BLOCK, Blend, Share, floor_sum
-from pipeline.data.permutation import Permutation
+from pipeline.data.blend import BLOCK, Blend, Permutation, Share, floor_sum
 from pipeline.data.samples import SampleOrder, rank_indices
 from pipeline.errors import DataError
 

@@ -19,13 +19,12 @@ import pytest
 import yaml
 
 from pipeline.data import unit_work
-from pipeline.data.encoders import Encoded, GigatokenEncoder
-from pipeline.data.manifest import Manifest, load_manifest
 from pipeline.data.preprocess import preprocess
+from pipeline.data.token_corpus import Manifest, load_manifest
+from pipeline.data.tokenizer import Encoded, GigatokenEncoder
 from pipeline.data.unit_work import is_heldout
 from pipeline.data.workers import Workers, local_workers
-from pipeline.errors import DataError
-from pipeline.exit_codes import PASSING_FAULT
+from pipeline.errors import PASSING_FAULT, DataError
 from pipeline.files import file_hash
 from tests.data.helpers import (
     PROJECT,

@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data import unit_work
-from pipeline.data.manifest import load_manifest
-from pipeline.data.prompts import prompts_file
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import Shard
+from pipeline.data.token_corpus import TokenCorpus, load_manifest
+from pipeline.data.token_shards import Shard, prompts_file
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import is_heldout
 from pipeline.errors import DataError

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.data import Data
+from pipeline.config.run import Data
 from pipeline.data.corpora import corpus_jobs
-from pipeline.data.packing import IGNORED
 from pipeline.data.preprocess import preprocess
 from pipeline.data.samples import TrainingSamples, load_heldout
-from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.token_corpus import IGNORED, TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError

@@ -12,8 +12,7 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pipeline.data.encoders import GigatokenEncoder, agree
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import GigatokenEncoder, agree, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, train_sentencepiece
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories

@@ -18,8 +18,7 @@ import zstandard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import AVERAGE, comparison, run_benchmarks
-from pipeline.evaluation.local_tasks import load_local_tasks
+from pipeline.evaluation.benchmarks import AVERAGE, comparison, load_local_tasks, run_benchmarks
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 

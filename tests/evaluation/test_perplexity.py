@@ -21,7 +21,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.evaluation import perplexity
-from pipeline.evaluation.folder import score_folder
+from pipeline.evaluation.perplexity import score_folder
 from tests.bases import STORIES
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 

@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.probe import probe_maker
+from pipeline.conversion.verify import probe_maker
+from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import run_benchmarks
-from pipeline.evaluation.heldout import heldout_corpora
 from pipeline.evaluation.summary import summarise
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, checkpoint_in, save_many, scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.windows import windows
+from pipeline.evaluation.perplexity import windows
 
 
 @st.composite

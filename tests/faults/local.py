@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from pipeline.ports import reserved_port
+from pipeline.local_ranks import reserved_port
 from tests.distributed import processes
 
 

@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 from pipeline.config.method import Method
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for
-from pipeline.methods.llama_pro import layer_origins
+from pipeline.methods.baselines import layer_origins
 from pipeline.methods.scale import upscale
-from pipeline.model.flops import count_flops
-from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.flops import count_flops
 from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
 
 SETTINGS = {

@@ -15,8 +15,7 @@ from pipeline.errors import BaseModelError, LayoutError
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
-from pipeline.parallel.parameter import partition_of
-from pipeline.parallel.sharding import merge
+from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
 from tests.bases import CONFIGS, random_model, save_base

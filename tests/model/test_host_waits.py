@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
 from pipeline.parallel.topology import SINGLE
-from pipeline.training.step import StepSums
+from pipeline.training.loop import StepSums
 from tests.widened import SEED, scale_settings
 
 META = torch.device("meta")

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pipeline.model.output as output
-from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.parallel.sharding import named_trained_parameters
 from tests.widened import balance_router, scale_settings, some_batch, some_tokens, trained_gradients, unwidened, widened
 
 METHODS = ("preserve", "adapt", "route", "fft")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import RESIDUAL_KEY, open_base
-from pipeline.model.residual import StoredResidual
+from pipeline.model.spec import StoredResidual
 from tests.bases import save_base
 
 SIZE = 12

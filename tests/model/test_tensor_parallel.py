@@ -17,11 +17,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.config.method import Method
-from pipeline.model.decoder import Decoder
-from pipeline.model.decoder import Path as LogitsPath
+from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.parameter import named_trained_parameters, partition_of
-from pipeline.parallel.sharding import Partition, merge
+from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.distributed import run_ranks
 from tests.widened import (

@@ -6,11 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.parallel.embedding import VocabularyParallelEmbedding
-from pipeline.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from pipeline.parallel.parameter import full_shape_of, partition_of, sharded_parameter, used_between_regions
-from pipeline.parallel.regions import enter_region, leave_region
-from pipeline.parallel.sharding import REPLICATED, merge, split
+from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    full_shape_of,
+    merge,
+    partition_of,
+    sharded_parameter,
+    split,
+    used_between_regions,
+)
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
 from tests.distributed import run_ranks
 

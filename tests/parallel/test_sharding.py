@@ -9,8 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.parallel.parameter import full_shape_of, partition_of, sharded_parameter, shared_by_neighbours
-from pipeline.parallel.sharding import REPLICATED, Partition, local_shape, merge, split
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    Partition,
+    full_shape_of,
+    local_shape,
+    merge,
+    partition_of,
+    sharded_parameter,
+    shared_by_neighbours,
+    split,
+)
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 

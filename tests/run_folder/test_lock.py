@@ -16,11 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.errors import RunFolderError
-from pipeline.exit_codes import LOST_RANK
+from pipeline.errors import LOST_RANK, RunFolderError
 from pipeline.run_folder import lock
-from pipeline.run_folder.holder import Holder
-from pipeline.run_folder.lock import RunLock, lock_path, read_holder
+from pipeline.run_folder.lock import LockOwner, RunLock, lock_path, read_lock_owner
 from tests.waiting import wait_until
 
 HOLD = """
@@ -83,7 +81,7 @@ def test_who_was_killed_on_this_machine_is_succeeded_at_once(tmp_path):
     started = time.monotonic()
     with RunLock(tmp_path):
         assert time.monotonic() - started < lock.STALE_AFTER_S / 2
-        held = read_holder(lock_path(tmp_path))
+        held = read_lock_owner(lock_path(tmp_path))
         assert held is not None and held.pid == os.getpid()
 
 
@@ -103,7 +101,7 @@ def slurm(tmp_path, monkeypatch):
 @pytest.fixture
 def own():
     """This process, as the second start of a job."""
-    return replace(Holder.this_process(), cluster="a", job="12", restart=2, node="n1")
+    return replace(LockOwner.this_process(), cluster="a", job="12", restart=2, node="n1")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_a_silent_holder_of_another_machine_is_succeeded_after_a_while(tmp_path)
 def test_a_lock_that_its_maker_never_filled_is_taken_over(tmp_path):
     lock_path(tmp_path).touch()
     with RunLock(tmp_path, stale_after_s=0.5):
-        assert read_holder(lock_path(tmp_path)) is not None
+        assert read_lock_owner(lock_path(tmp_path)) is not None
 
 
 def test_who_was_stopped_and_lost_the_folder_ends_when_it_goes_on(tmp_path):
@@ -165,7 +163,7 @@ def test_who_was_stopped_and_lost_the_folder_ends_when_it_goes_on(tmp_path):
 
 
 def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
-    own = Holder.this_process()
+    own = LockOwner.this_process()
     assert not own.is_gone(own)
     assert replace(own, process_started=own.process_started - 1).is_gone(own)
     assert not replace(own, boot="another").is_gone(own), "nothing is known of another machine"

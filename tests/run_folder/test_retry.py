@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import load_config
-from pipeline.exit_codes import CONFIG_ERROR, INTERNAL_FAULT, LOST_RANK, RESUME_LATER, USER_ERROR
-from pipeline.run_folder.attempts import NAME, read_attempts, record_end, record_stage, record_start
-from pipeline.run_folder.retry import decide
+from pipeline.errors import CONFIG_ERROR, INTERNAL_FAULT, LOST_RANK, RESUME_LATER, USER_ERROR
+from pipeline.run_folder.attempts import NAME, decide, read_attempts, record_end, record_stage, record_start
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_tokenizing_takes_as_many_turns_as_it_needs_but_not_as_many_faults(attem
     assert [attempt(f"7.{number}", **turn).again for number in range(6, 10)] == [True, True, True, False]
 
 
-def test_turns_of_a_serial_stage_are_no_attempts_without_progress(attempt, tmp_path, monkeypatch):
+def test_requeue_of_a_serial_stage_are_no_attempts_without_progress(attempt, tmp_path, monkeypatch):
     for number in range(5):
         monkeypatch.setenv("ATTEMPT", f"7.{number}")
         record_stage(tmp_path, "tokenize")

@@ -12,14 +12,19 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.run import load_config
-from pipeline.errors import DataError, FolderTakenError, RunFolderError
-from pipeline.exit_codes import FINISHED, FOLDER_TAKEN, LOST_RANK, RESUME_LATER, USER_ERROR
-from pipeline.run_folder.attempts import record_end, record_stage, record_start
+from pipeline.errors import (
+    FINISHED,
+    FOLDER_TAKEN,
+    LOST_RANK,
+    RESUME_LATER,
+    USER_ERROR,
+    DataError,
+    FolderTakenError,
+    RunFolderError,
+)
+from pipeline.run_folder.attempts import decide, record_end, record_stage, record_start, stage_of
 from pipeline.run_folder.lock import RunLock
-from pipeline.run_folder.retry import decide
-from pipeline.run_folder.stage import stage_of
-from pipeline.run_folder.status import read_status
-from pipeline.run_folder.status_text import as_text
+from pipeline.run_folder.status import as_text, read_status
 from tests.distributed import run_ranks
 from tests.training.runs import STEPS, make_run, train
 

@@ -14,8 +14,8 @@ from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale import expansion_folder
-from pipeline.scale.expansion_folder import MANIFEST, open_expansion, write_expansion
+from pipeline.scale import expansion as expansion_folder
+from pipeline.scale.expansion import MANIFEST, open_expansion, write_expansion
 from tests.bases import CONFIGS, random_model
 from tests.widened import SEED, scale_settings, widened
 

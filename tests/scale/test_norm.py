@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.scale.norm import WidenedNorm
+from pipeline.scale.layers import WidenedNorm
 
 EPS = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import CONFIGS
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 

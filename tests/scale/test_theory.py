@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.parallel.sharding import named_trained_parameters
 from tests.widened import balance_router, scale_settings, shake, some_batch, some_tokens, unwidened, widened
 
 NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.scale.expansion_folder import MANIFEST, open_expansion
+from pipeline.scale.expansion import MANIFEST, open_expansion
 from tests.bases import STORIES
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.ports import reserved_port
+from pipeline.local_ranks import reserved_port
 from tests.slurm.daemons import NODES, PORTS, ClusterError, Daemons, why_not
 from tests.waiting import PATIENCE_S, wait_until
 

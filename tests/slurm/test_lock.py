@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.run_folder import holder
-from pipeline.run_folder.holder import Holder
+from pipeline.run_folder import lock as holder
+from pipeline.run_folder.lock import LockOwner
 from tests.slurm.cluster import Cluster
 
 
@@ -16,7 +16,7 @@ def test_slurm_says_whether_an_earlier_holder_is_gone(slurm_cluster: Cluster, mo
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.daemons.conf))
     holder._cluster_of_this_host.cache_clear()
     monkeypatch.setenv("SLURM_JOB_ID", "999999")
-    by_hand = Holder.this_process()  # no job's process: its cluster is that of the commands here
+    by_hand = LockOwner.this_process()  # no job's process: its cluster is that of the commands here
     dead = replace(by_hand, cluster="scale-cpt-test", job="999998", restart=0, boot="another")
     assert dead.is_gone(by_hand), "Slurm knows no such job"
     assert not replace(dead, cluster="another").is_gone(by_hand)

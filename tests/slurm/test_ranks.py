@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ports import reserved_port
+from pipeline.local_ranks import reserved_port
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script

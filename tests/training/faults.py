@@ -80,12 +80,12 @@ def train_with(config: Path, *planned: Planned) -> int:
 def train_without(config: Path, *steps: int) -> None:
     """Trains on a run whose `steps` are set aside from the beginning."""
     start_deepspeed()
+    from pipeline.training.launch import StopSignals
     from pipeline.training.loop import train as train_loop
-    from pipeline.training.signals import StopSignals
 
     trainer, position, _ = prepared(config)
     train_loop(trainer, position.skipping(*steps), StopSignals())
-    trainer.metrics.close()
+    trainer.observers.on_end(finished=True)
 
 
 def _inject(planned: dict[int, Planned]) -> None:

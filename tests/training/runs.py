@@ -20,8 +20,8 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import local_workers
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.parameter import partition_of
-from pipeline.training.instruments import MEASURED
+from pipeline.observers.performance import MEASURED
+from pipeline.parallel.sharding import partition_of
 from tests.bases import STORIES
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -112,7 +112,8 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
     kill_at: rank 0 is killed (SIGKILL) when its second checkpoint comes to that point.
     """
     start_deepspeed()
-    from pipeline.training import step
+    from pipeline.observers import make_observers
+    from pipeline.training import loop as step
     from pipeline.training.run import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
@@ -125,7 +126,7 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
             return original(*arguments)
 
         step.learning_rate = signalled
-    return run_training(config, torch.device("cpu"))
+    return run_training(config, torch.device("cpu"), make_observers)
 
 
 def train_and_look(config: Path) -> dict[str, Any]:
@@ -133,12 +134,12 @@ def train_and_look(config: Path) -> dict[str, Any]:
     start_deepspeed()
     import deepspeed
 
+    from pipeline.training.launch import StopSignals
     from pipeline.training.loop import train as train_loop
-    from pipeline.training.signals import StopSignals
 
     trainer, position, difference = prepared(config)
     train_loop(trainer, position, StopSignals())
-    trainer.metrics.close()
+    trainer.observers.on_end(finished=True)
     engine = trainer.engine
     with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
         parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
@@ -153,11 +154,12 @@ def train_and_look(config: Path) -> dict[str, Any]:
 
 def prepared(config: Path) -> tuple[Any, Any, float | None]:
     """What a run's loop drives, where it begins, and what its gate found."""
-    from pipeline.training.phases import Phases
+    from pipeline.health.liveness import Phases
+    from pipeline.observers import make_observers
     from pipeline.training.run import prepare, read_inputs
 
     cpu = torch.device("cpu")
-    return prepare(read_inputs(load_config(config)), cpu, Phases(cpu))
+    return prepare(read_inputs(load_config(config)), cpu, Phases(cpu), make_observers)
 
 
 def start_deepspeed() -> None:
@@ -179,7 +181,7 @@ KILL_POINTS = {
 
 def _kill_in_second_save(point: str) -> None:
     """Puts a SIGKILL of this process in the place of a function that every save calls."""
-    from pipeline.training.checkpoint import Checkpoints
+    from pipeline.training.checkpointing import Checkpoints
 
     module_name, function = KILL_POINTS[point]
     module = importlib.import_module(f"pipeline.{module_name}")

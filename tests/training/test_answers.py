@@ -19,9 +19,9 @@ from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import local_workers
-from pipeline.exit_codes import RESUME_LATER
+from pipeline.errors import RESUME_LATER
 from pipeline.model.output import Losses
-from pipeline.training.answers import answer_score, answer_sums
+from pipeline.training.validation import answer_score, answer_sums
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train

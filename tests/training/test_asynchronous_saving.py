@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.torch_files import open_torch_file
-from pipeline.training.background import Background
-from pipeline.training.saved_files import HostCopies
+from pipeline.training.checkpointing import Background, HostCopies
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import losses, make_run, metrics, prepared, start_deepspeed, train
 from tests.waiting import PATIENCE_S
@@ -65,11 +64,11 @@ def _slow_disk(config: Path) -> bool:
     """Whether a save returns while the disk is at work, and `finish` when the checkpoint is whole."""
     start_deepspeed()
     from pipeline.checkpoint.folder import latest_checkpoint
-    from pipeline.checkpoint.position import Position
-    from pipeline.training import saved_files
+    from pipeline.checkpoint.manifest import Position
+    from pipeline.training import checkpointing as saved_files
 
     trainer, _, _ = prepared(config)
-    trainer.metrics.close()
+    trainer.observers.on_end(finished=True)
     batch = next(trainer.batches.of_step(0))
     for _ in range(2):
         trainer.engine.backward(trainer.engine.loss(batch)[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.exit_codes import FOLDER_TAKEN, LOST_RANK
+from pipeline.errors import FOLDER_TAKEN, LOST_RANK
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.status import read_status
 from tests.training.runs import losses, make_run

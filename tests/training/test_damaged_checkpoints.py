@@ -91,12 +91,12 @@ def _resume_each(configs: dict[str, Path]) -> dict[str, tuple[int, list[str]]]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pipeline.training.checkpoint").addHandler(handler)
+    logging.getLogger("pipeline.training.checkpointing").addHandler(handler)
     results = {}
     for name, config in configs.items():
         said.clear()
         trainer, position, _ = prepared(config)
-        trainer.metrics.close()
+        trainer.observers.on_end(finished=True)
         results[name] = position.step, list(said)
     return results
 

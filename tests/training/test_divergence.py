@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.position import StepRecord
-from pipeline.config.stability import Stability
+from pipeline.checkpoint.manifest import StepRecord
+from pipeline.config.run import Stability
 from pipeline.training.divergence import REPORT, find_spike, remembered, set_aside
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without

@@ -11,10 +11,9 @@ import torch
 
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.config.run import load_config
-from pipeline.exit_codes import RESUME_LATER
+from pipeline.errors import RESUME_LATER
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.parameter import named_trained_parameters
-from pipeline.parallel.sharding import merge
+from pipeline.parallel.sharding import merge, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.distributed import run_ranks
@@ -81,7 +80,7 @@ def _resume_and_look(path: Path) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     trainer, position, _ = prepared(path)
-    trainer.metrics.close()
+    trainer.observers.on_end(finished=True)
     engine, optimizer = trainer.engine, trainer.engine._engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._lazy_init_hp_params_optimizer_state()

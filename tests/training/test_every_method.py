@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.inspection import as_text, describe_checkpoint
-from pipeline.conversion.probe import probe_maker
-from pipeline.conversion.trained_model import open_trained
-from pipeline.errors import CheckpointError
-from pipeline.exit_codes import RESUME_LATER
-from pipeline.parallel.parameter import named_trained_parameters
+from pipeline.conversion.trained_model import as_text, describe_checkpoint, open_trained
+from pipeline.conversion.verify import probe_maker
+from pipeline.errors import RESUME_LATER, CheckpointError
+from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import losses, make_run, metrics, train, train_and_look, write_config

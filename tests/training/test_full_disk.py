@@ -49,7 +49,7 @@ def test_only_the_last_save_must_succeed(tokens, small_disk):
 
 def _train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
     """Trains; the disk is full from the first of `steps` on, and has room again at the second, between two saves."""
-    from pipeline.training import step
+    from pipeline.training import loop as step
 
     original = step.learning_rate
 

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.files import file_hash
-from pipeline.methods import llama_pro, lora
-from pipeline.scale.expansion_folder import MANIFEST
+from pipeline.methods import baselines as llama_pro
+from pipeline.methods import baselines as lora
+from pipeline.scale.expansion import MANIFEST
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import make_run, train
 

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from pipeline.errors import LayoutError
-from pipeline.exit_codes import LOST_RANK, worth_another_attempt
+from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
 from pipeline.training.launch import Launch, device_index, read_launch
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}

@@ -16,7 +16,7 @@ from pipeline.config.run import load_config
 from pipeline.files import file_hash
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.parameter import full_shape_of, held_values
+from pipeline.parallel.sharding import full_shape_of, held_values
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.distributed import run_ranks
 from tests.training.runs import start_deepspeed, write_config

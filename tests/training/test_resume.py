@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipeline.exit_codes import RESUME_LATER
+from pipeline.errors import RESUME_LATER
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
 from tests.distributed import RankError, run_ranks

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.run import Schedule
-from pipeline.training.schedule import learning_rate
+from pipeline.config.run import Schedule, learning_rate
 
 KINDS = ("linear", "cosine", "wsd")
 

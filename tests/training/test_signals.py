@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 
-from pipeline.exit_codes import INTERRUPTED
-from pipeline.training.signals import StopSignals
+from pipeline.errors import INTERRUPTED
+from pipeline.training.launch import StopSignals
 from tests.waiting import PATIENCE_S, wait_until
 
 KEYSTROKE_S = 3.0

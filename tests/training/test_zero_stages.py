@@ -20,8 +20,7 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.config.run import load_config
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, open_base
-from pipeline.parallel.parameter import full_shape_of
-from pipeline.parallel.sharding import merge
+from pipeline.parallel.sharding import full_shape_of, merge
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.distributed import run_ranks

@@ -1,0 +1,357 @@
+"""What people may be called, and where they may live, learn and work. Made of parts: all is readable, and none real.
+
+As many of each as Zheng et al. (2025) have: 400 first, 400 middle and 1000 last names, 200 cities, 300 universities,
+100 majors, 263 companies, each in one city.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pipeline.errors import DataError
+from pipeline.files import published_folder, write_json, write_text
+
+# Every beginning goes with every end.
+_FIRST = (
+    "Al Bel Cor Dar El Fen Gal Hal Is Jor Kel Lor Mar Nor Or Per Ros Sal Tam Vin",
+    "a an ara as en ena eth ia ian ic in ina is ita o on ora ric us yn",
+)
+_MIDDLE = (
+    "Ad Ber Cal Den Ed Fran Ger Hen Ing Jas Kar Lin Mil Nat Ol Pat Quin Rem Ser Wil",
+    "a ald ard e el elle er ette i ine is ley man mond na or ra rick ton win",
+)
+_LAST = (
+    "Ash Barn Birch Brad Broad Brook Clay Cold Cran Dal East Elm Fair Glen Gold Gran Green Hale Hart Hazel Hol Kirk "
+    "Lang Long Lynd Mill Nether Oak Pem Quar Rad Rose Sand Shel Stan Stone Thorn Wake West Whit",
+    "beck berg bourne bridge burn by croft dale den field ford gate grave ham house land ley low man more shaw stead "
+    "wall well wick",
+)
+_CITY = (
+    "Alder Bay Cedar Clear Eagle Fox Grand Iron Lake Maple North Pine River Silver Spring",
+    "bluff burg port dale field ford haven mont mouth point side ton view ville",
+)
+_STATES = (
+    "AL AK AZ AR CA CO CT DE FL GA HI ID IL IN IA KS KY LA ME MD MA MI MN MS MO MT NE NV NH NJ NM NY NC ND OH OK OR PA "
+    "RI SC SD TN TX UT VT VA WA WV WI WY"
+)
+_UNIVERSITY_PLACE = (
+    "Abbots Arden Bellmere Carrow Dunmore Eskdale Farleigh Garston Harrow Ives Jarrow Kelso Lowther Marlow Norwood "
+    "Orford Penrith Quorn Ridley Selby Tarvin Ulver Varley Wenlock Yarrow"
+)
+_UNIVERSITY_SIDES = ("", " East", " West")
+_UNIVERSITY_FORMS = ("{} University", "University of {}", "{} Institute of Technology", "{} College")
+_MAJOR = (
+    "Applied Clinical Comparative Digital Experimental General Global Industrial Modern Theoretical",
+    "Biology Chemistry Design Economics Geography History Law Linguistics Music Physics",
+)
+_COMPANY = (
+    "Acorn Aster Beacon Bolt Borealis Cobalt Comet Copper Delta Ember Falcon Flint Garnet Harbor Helix Indigo Juniper "
+    "Kestrel Lantern Lotus Magnet Meridian Nimbus Nova Onyx Orchid Pioneer Quartz Raven Sable Summit Talon Umber "
+    "Vertex Willow Zephyr",
+    "Analytics Foods Freight Energy Labs Motors Robotics Textiles",
+)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The values there are. Company number i is in the city `company_cities[i]`, always."""
+
+    first_names: Sequence[str]
+    middle_names: Sequence[str]
+    last_names: Sequence[str]
+    cities: Sequence[str]
+    universities: Sequence[str]
+    majors: Sequence[str]
+    companies: Sequence[str]
+    company_cities: Sequence[str]
+
+    @property
+    def full_names(self) -> int:
+        """How many there can be."""
+        return len(self.first_names) * len(self.middle_names) * len(self.last_names)
+
+
+def make_pools(fraction: float = 1.0) -> Pools:
+    """The pools, or of each the same fraction, at least two.
+
+    Raises:
+        DataError: the fraction is not above 0 and at most 1.
+    """
+    if not 0 < fraction <= 1:
+        raise DataError(f"--pool-fraction: expected a number above 0 and at most 1, found {fraction}")
+
+    def some(values: Sequence[str], size: int) -> list[str]:
+        wanted = max(2, round(size * fraction))
+        # In an order of chance, always the same: neighbours have parts in common.
+        return random.Random(size).sample(values, len(values))[:wanted]
+
+    states = _STATES.split()
+    cities = some([f"{city}, {states[at % len(states)]}" for at, city in enumerate(_joined(*_CITY))], 200)
+    places = product(_UNIVERSITY_PLACE.split(), _UNIVERSITY_SIDES, _UNIVERSITY_FORMS)
+    companies = some(list(_joined(*_COMPANY, between=" ")), 263)
+    return Pools(
+        first_names=some(list(_joined(*_FIRST)), 400),
+        middle_names=some(list(_joined(*_MIDDLE)), 400),
+        last_names=some(list(_joined(*_LAST)), 1000),
+        cities=cities,
+        universities=some([form.format(place + side) for place, side, form in places], 300),
+        majors=some(list(_joined(*_MAJOR, between=" ")), 100),
+        companies=companies,
+        # Every city has companies, one or two, where there are as many of either as the paper has.
+        company_cities=[cities[at % len(cities)] for at in range(len(companies))],
+    )
+
+
+def _joined(beginnings: str, ends: str, between: str = "") -> Iterator[str]:
+    return (beginning + between + end for beginning, end in product(beginnings.split(), ends.split()))
+
+
+# --- People, each with a name of their own and six attributes, drawn with a seed ------------------------------------
+
+MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+)  # fmt: skip
+YEARS = (1900, 2099)
+DAYS = (1, 28)
+
+ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
+"""The last one follows from the one before it."""
+
+
+@dataclass(frozen=True)
+class Person:
+    """Someone who never was."""
+
+    name: str
+    birthday: str
+    birth_city: str
+    university: str
+    major: str
+    company: str
+    company_city: str
+
+
+def make_people(count: int, pools: Pools, seed: int) -> list[Person]:
+    """So many people, no two with the same full name: the same ones for the same arguments.
+
+    Raises:
+        DataError: the pools have not so many full names.
+    """
+    if count > pools.full_names:
+        raise DataError(
+            f"--people: {count} people need as many names, but these pools have {pools.full_names}; "
+            "ask for fewer, or raise --pool-fraction"
+        )
+    choice = random.Random(seed)
+    return [_person(number, pools, choice) for number in choice.sample(range(pools.full_names), count)]
+
+
+def _person(number: int, pools: Pools, choice: random.Random) -> Person:
+    """The person with the `number`-th of all full names."""
+    number, last = divmod(number, len(pools.last_names))
+    first, middle = divmod(number, len(pools.middle_names))
+    company = choice.randrange(len(pools.companies))
+    return Person(
+        name=f"{pools.first_names[first]} {pools.middle_names[middle]} {pools.last_names[last]}",
+        birthday=f"{choice.choice(MONTHS)} {choice.randint(*DAYS)}, {choice.randint(*YEARS)}",
+        birth_city=choice.choice(pools.cities),
+        university=choice.choice(pools.universities),
+        major=choice.choice(pools.majors),
+        company=pools.companies[company],
+        company_city=pools.company_cities[company],
+    )
+
+
+# --- What is written of people, and what is asked about them --------------------------------------------------------
+
+BIOGRAPHIES = 5
+"""Of each person."""
+
+SENTENCES = {
+    "birthday": (
+        "{name} was born on {birthday}.",
+        "The birthday of {name} is {birthday}.",
+        "{name} came into the world on {birthday}.",
+        "On the birth certificate of {name} one reads {birthday}.",
+        "The life of {name} began on {birthday}.",
+    ),
+    "birth_city": (
+        "{name} is a native of {birth_city}.",
+        "The parents of {name} lived in {birth_city} at the time of the birth.",
+        "{name} first saw the light of day in {birth_city}.",
+        "The home town of {name} is {birth_city}.",
+        "The cradle of {name} stood in {birth_city}.",
+    ),
+    "university": (
+        "{name} graduated from {university}.",
+        "The degree of {name} was awarded by {university}.",
+        "{name} spent the student years at {university}.",
+        "The teachers of {name} were those of {university}.",
+        "{name} is an alumnus of {university}.",
+    ),
+    "major": (
+        "{name} majored in {major}.",
+        "The field that {name} studied is {major}.",
+        "{name} holds a degree in {major}.",
+        "The subject of {name} was {major}.",
+        "{name} chose to specialise in {major}.",
+    ),
+    "company": (
+        "{name} is employed by {company}.",
+        "The employer of {name} is {company}.",
+        "{name} earns a living at {company}.",
+        "The career of {name} led to {company}.",
+        "{name} has a post at {company}.",
+    ),
+    "company_city": (
+        "{name} works in {company_city}.",
+        "The office of {name} is in {company_city}.",
+        "Every morning {name} goes to work in {company_city}.",
+        "The desk of {name} stands in {company_city}.",
+        "The working days of {name} pass in {company_city}.",
+    ),
+}
+
+QUESTIONS = {
+    "birthday": "What is the birth date of {name}?",
+    "birth_city": "What is the birth city of {name}?",
+    "university": "Which university did {name} attend?",
+    "major": "What was the major of {name}?",
+    "company": "Which company does {name} work for?",
+    "company_city": "In which city does {name} work?",
+}
+
+
+def biographies(person: Person, seed: int) -> list[str]:
+    """Five texts on one person: each has a sentence on every attribute, in an order and a wording of its own."""
+    choice = random.Random(f"{seed} {person.name}")
+    return [_biography(person, choice) for _ in range(BIOGRAPHIES)]
+
+
+def _biography(person: Person, choice: random.Random) -> str:
+    order = choice.sample(ATTRIBUTES, len(ATTRIBUTES))
+    return " ".join(choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order)
+
+
+def question(person: Person, attribute: str) -> dict[str, str]:
+    """A record of a prompt and its answer, which begins with a space."""
+    return {
+        "prompt": QUESTIONS[attribute].format(name=person.name) + "\nAnswer:",
+        "answer": " " + str(getattr(person, attribute)),
+    }
+
+
+# --- A small tokenizer of the kind that Pythia has: byte-level BPE, spaces with the word behind them, no BOS --------
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Trains one on `texts`, and writes it into `folder` as Hugging Face's libraries have it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+# --- The files of the study: biographies to pretrain on, and questions about some of these people and about others ---
+# OUTPUT/biographies.jsonl            {"text": ...}, five of each of the first half of all people
+# OUTPUT/task0/<attribute>.jsonl      {"prompt": ..., "answer": ...} about the first quarter
+# OUTPUT/task1/<attribute>.jsonl      about the last tenth, of whom there is no biography
+# OUTPUT/tokenizer/                   trained on all of it
+# OUTPUT/people.jsonl                 who is who, written last
+
+# Of 200,000 people 100,000 have biographies, 50,000 of these are Task 0's, and 20,000 of the others Task 1's.
+_PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1
+_FEWEST = 20
+_MADE_OF = "made_of.json"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who is written of, and who is asked about. `task0` are some of the pretrained; `task1` are none of them."""
+
+    pretrained: Sequence[Person]
+    task0: Sequence[Person]
+    task1: Sequence[Person]
+
+
+def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
+    """The people of a study, in the paper's proportions.
+
+    Raises:
+        DataError: there are too few for the proportions, or too many for the names.
+    """
+    if people < _FEWEST:
+        raise DataError(f"--people: expected {_FEWEST} or more, of whom a tenth is Task 1's, found {people}")
+    everyone = make_people(people, make_pools(pool_fraction), seed)
+    return Roster(
+        pretrained=everyone[: round(people * _PRETRAINED)],
+        task0=everyone[: round(people * _TASK0)],
+        task1=everyone[people - round(people * _TASK1) :],
+    )
+
+
+def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int, vocab_size: int) -> Roster:
+    """Writes the files; the same arguments give the same bytes. Where `output` holds them already, nothing is written.
+
+    Raises:
+        DataError: `output` holds those of other arguments, or these cannot be.
+    """
+    roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
+    made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
+    if output.exists():
+        _check_same(output, made_of)
+        return roster
+    texts = [text for person in roster.pretrained for text in biographies(person, seed)]
+    random.Random(seed).shuffle(texts)
+    tasks = {"task0": roster.task0, "task1": roster.task1}
+    with published_folder(output) as folder:
+        _write(folder / "biographies.jsonl", ({"text": text} for text in texts))
+        for task, attribute in ((task, attribute) for task in tasks for attribute in ATTRIBUTES):
+            (folder / task).mkdir(exist_ok=True)
+            _write(folder / task / f"{attribute}.jsonl", (question(person, attribute) for person in tasks[task]))
+        (folder / "tokenizer").mkdir()
+        train_tokenizer([*texts, *_questions(tasks.values())], vocab_size, folder / "tokenizer")
+        groups = {"pretrained": roster.pretrained, "task1": roster.task1}
+        _write(folder / "people.jsonl", ({"group": name, **asdict(one)} for name in groups for one in groups[name]))
+        (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
+    return roster
+
+
+def _check_same(output: Path, made_of: dict[str, Any]) -> None:
+    path = output / _MADE_OF
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else "something else"
+    if found != made_of:
+        raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; name another --output")
+
+
+def _questions(groups: Iterable[Sequence[Person]]) -> Iterator[str]:
+    for people in groups:
+        for person in people:
+            for attribute in ATTRIBUTES:
+                asked = question(person, attribute)
+                yield asked["prompt"] + asked["answer"]
+
+
+def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -1,0 +1,327 @@
+"""What a report is made of: the rows of studies' summary.json, or a run folder's own figures, with its metrics."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import RunFolderError
+from pipeline.experiments.report.axes import change, points, round_changes, round_points
+from pipeline.experiments.results import LEARNING_RATES, REPLAY, SUMMARY, Row, Tried, checked_row, read_rows, read_tried
+from pipeline.run_folder.metrics import (
+    METRICS,
+    Figures,
+    ValidationRecord,
+    geometric_mean,
+    mean,
+    only_numbers,
+    peak_memory_gib,
+    read_metrics,
+    read_validations,
+)
+from pipeline.run_folder.status import TRAINING
+
+_FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row, the name of what it comes from, and the lines of its metrics.jsonl, none where that is not there.
+
+    `tried` is the same row as each learning rate of the study left it, in rising order; of the first seed alone.
+    """
+
+    row: Row
+    source: str
+    metrics: Sequence[Mapping[str, float]] = ()
+    tried: Sequence[Row] = ()
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs of each folder: a study's, all that its summary.json lists, or a run's own.
+
+    Raises:
+        RunFolderError: a folder is neither, or what it says cannot be read.
+    """
+    places = dict.fromkeys((one.parent if one.name == SUMMARY else one).resolve() for one in folders)
+    return [run for place in places for run in _read(place, _name(place, places))]
+
+
+def _read(folder: Path, name: str) -> list[Run]:
+    if (folder / METRICS).is_file():
+        return [_of_run(folder, name)]
+    if (folder / SUMMARY).is_file():
+        tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
+        return [_of_study(folder, name, row, tried) for row in read_rows(folder)]
+    raise RunFolderError(f"{folder}: expected a study's {SUMMARY}, a list, or a run's {METRICS}; found neither")
+
+
+def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
+    own = sorted(
+        (one for one in tried if (one.label, one.seed) == (row.label, row.seed)), key=lambda one: one.learning_rate
+    )
+    left = [
+        row.model_copy(update={"learning_rate": one.learning_rate, "during": [], "after": one.after}) for one in own
+    ]
+    return Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS)), left)
+
+
+def _of_run(folder: Path, name: str) -> Run:
+    lines = read_metrics(folder / METRICS)
+    before, *during, after = read_validations(lines, folder / METRICS)
+    metrics = _numbers(lines)
+    replayed = {key.partition("/")[2] for line in lines for key in line if key.startswith("forgetting/")}
+    trained = _training(folder)
+    values = {
+        **{key: trained[key] for key in _FROM_TRAINING if key in trained},
+        "label": name,
+        "learning_rate": max((line["learning_rate"] for line in metrics if "learning_rate" in line), default=None),
+        "peak_memory_gib": peak_memory_gib(metrics),
+        "roles": {corpus: REPLAY if corpus in replayed else "new" for corpus in before.figures},
+        "before": before.figures,
+        "during": during,
+        "after": after.figures,
+        "steps": after.step,
+    }
+    return Run(checked_row(Row, values, str(folder / TRAINING)), name, metrics)
+
+
+def _numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    return [only_numbers(line) for line in lines]
+
+
+def _training(folder: Path) -> Mapping[str, Any]:
+    """The figures of a run that has come to its end; none of one that has not."""
+    path = folder / TRAINING
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError, RecursionError) as error:
+        raise RunFolderError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _inside(folder: Path, name: str | None) -> Path:
+    """The folder `name` of a study; one outside of it would be a file of somebody else's."""
+    path = (folder / (name or "")).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise RunFolderError(f"{folder / SUMMARY}: folder {name!r} lies outside of the study; expected one in it")
+    return path
+
+
+def _name(folder: Path, others: Iterable[Path]) -> str:
+    """What a folder is called, with as many of those above it as tell it from the others."""
+    depths = range(1, len(folder.parts))
+    others = [one for one in others if one != folder]
+    depth = next((deep for deep in depths if all(one.parts[-deep:] != folder.parts[-deep:] for one in others)), 1)
+    return "/".join(folder.parts[-depth:])
+
+
+# --- Many corpora of one role, such as the questions about each attribute of a person, as one that stands for them ---
+
+_MOST = 3  # corpora of a role that a picture can show
+
+
+def condensed(run: Run) -> Run:
+    """The run with the corpora of a role as one where they are more than three: by means, of perplexities geometric."""
+    named = {role: [name for name, own in run.row.roles.items() if own == role] for role in run.row.roles.values()}
+    many = {role: names for role, names in named.items() if len(names) > _MOST}
+    if not many:
+        return run
+    shared = [_shared_name(names) for names in many.values()]
+    alone = [name for names in named.values() if len(names) <= _MOST for name in names]
+    parts = {
+        whole if [*shared, *alone].count(whole) == 1 else f"{whole} ({role})": names
+        for whole, (role, names) in zip(shared, many.items(), strict=True)
+    }
+    return replace(run, row=_merged(run.row, parts), tried=[_merged(row, parts) for row in run.tried])
+
+
+def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:
+    gone = {name for names in parts.values() for name in names}
+    roles = {whole: row.roles[names[0]] for whole, names in parts.items()}
+
+    def merged(figures: Figures) -> Figures:
+        means = {whole: _means([figures[name] for name in names if name in figures]) for whole, names in parts.items()}
+        return {**means, **{name: own for name, own in figures.items() if name not in gone}}
+
+    changed = {
+        "roles": {**roles, **{name: role for name, role in row.roles.items() if name not in gone}},
+        "before": merged(row.before),
+        "during": [
+            ValidationRecord(step=validation.step, figures=merged(validation.figures)) for validation in row.during
+        ],
+        "after": merged(row.after),
+    }
+    return row.model_copy(update=changed)
+
+
+def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for one in figures:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {name: geometric_mean(of) if name == "perplexity" else mean(of) for name, of in values.items()}
+
+
+def _shared_name(names: Sequence[str]) -> str:
+    """What the names begin with, or how many they are."""
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return "".join(letters[0] for letters in alike).rstrip("_-. /") or f"{len(names)} corpora"
+
+
+# --- Where a run stands between learning and forgetting, by perplexity or by the answers that it gives --------------
+
+
+class Standing(NamedTuple):
+    """How far a run is from the base: on the new corpora to the better, on the replayed ones to the worse."""
+
+    learned: float
+    forgotten: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of every corpus, as a distance from the base's.
+
+    `distance` is that of a value from the base's, better ones above 0 where `better` is 1, below it where that is −1;
+    `words` writes a distance, `noun` says what the figure is, and `rounds` which distances are round ones, or with −1
+    their opposites, the roundest first.
+    """
+
+    figure: str
+    noun: str
+    better: int
+    distance: Callable[[float, float], float]
+    words: Callable[[float], str]
+    rounds: Callable[[int], Sequence[float]]
+
+    def standing(self, row: Row, figures: Figures) -> Standing | None:
+        """Where `figures` of a run are; None without a new and a replayed corpus that have the figure, finite."""
+        learned: list[float] = []
+        forgotten: list[float] = []
+        for name, role in row.roles.items():
+            before, now = (of.get(name, {}).get(self.figure) for of in (row.before, figures))
+            if before is not None and now is not None:
+                (forgotten if role == REPLAY else learned).append(self.distance(now, before))
+        if not learned or not forgotten or not all(map(math.isfinite, learned + forgotten)):
+            return None
+        return Standing(self.better * mean(learned), -self.better * mean(forgotten))
+
+    def said(self, standing: Standing, learned: str, kept: str) -> str:
+        """A standing in words, on corpora of these names."""
+        return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
+
+    def on_new(self, learned: float) -> str:
+        """What was learned, as the figure's change."""
+        return self.words(self.better * learned)
+
+    def on_kept(self, forgotten: float) -> str:
+        """What was forgotten, as the figure's change."""
+        return self.words(-self.better * forgotten)
+
+
+def _nats(now: float, before: float) -> float:
+    return math.log(now) - math.log(before) if now > 0 and before > 0 else math.inf
+
+
+PERPLEXITY = Measure("perplexity", "perplexity", -1, _nats, change, round_changes)
+ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub, points, round_points)
+
+
+def measure_of(rows: Iterable[Row]) -> Measure:
+    """What the runs are best compared by: the answers where all of them gave some, else perplexity."""
+    return ACCURACY if all(ACCURACY.standing(row, row.after) for row in rows) else PERPLEXITY
+
+
+# --- Runs that differ in nothing but their seed ---------------------------------------------------------------------
+
+# In the order of the styles that are theirs.
+_METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one label, in the order of a study; `style` is their colour and mark."""
+
+    label: str
+    style: int
+    runs: Sequence[Run]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [run.row for run in self.runs]
+
+    @property
+    def tried(self) -> list[Row]:
+        """What each learning rate led to, with one seed, in rising order."""
+        return [row for run in self.runs for row in run.tried]
+
+    def standing(self, measure: Measure) -> Standing | None:
+        """The mean of where its runs end; None where one of them has no standing."""
+        places = [one for row in self.rows if (one := measure.standing(row, row.after))]
+        if len(places) < len(self.rows):
+            return None
+        return Standing(*(mean(column) for column in zip(*places, strict=True)))
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """The runs by label; labels that several studies use are told apart by the studies' names."""
+    sources: dict[str, set[str]] = {}
+    for run in runs:
+        sources.setdefault(run.row.label, set()).add(run.source)
+    named: dict[str, list[Run]] = {}
+    for run in runs:
+        label = run.row.label
+        named.setdefault(f"{label} ({run.source})" if len(sources[label]) > 1 else label, []).append(run)
+    styles = _styles(list(named.values()))
+    return [Group(label, style, members) for (label, members), style in zip(named.items(), styles, strict=True)]
+
+
+def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
+    """A style for each: its method's own, so that a method looks the same in every report; or the next that is free."""
+    styles: dict[int, int] = {}
+    for at, members in enumerate(groups):
+        method = members[0].row.method
+        if method in _METHODS and _METHODS.index(method) not in styles.values():
+            styles[at] = _METHODS.index(method)
+    free = (style for style in itertools.count() if style not in styles.values())
+    return [styles[at] if at in styles else next(free) for at in range(len(groups))]
+
+
+def overview(runs: Sequence[Run]) -> list[Group]:
+    """The same with few enough corpora for pictures."""
+    return group([condensed(run) for run in runs])
+
+
+def corpora(groups: Sequence[Group]) -> dict[str, str]:
+    """Every corpus's role: first what is learned, then what must not be forgotten."""
+    roles = {name: role for one in groups for row in one.rows for name, role in row.roles.items()}
+    return dict(sorted(roles.items(), key=lambda item: item[1] == REPLAY))
+
+
+def figure_names(groups: Sequence[Group]) -> list[str]:
+    """Every figure that some run has of some corpus."""
+    rows = [row for one in groups for row in one.rows]
+    return list(dict.fromkeys(figure for row in rows for figures in row.after.values() for figure in figures))
+
+
+def frontier(groups: Sequence[Group], measure: Measure) -> list[Group]:
+    """Those than which no other both learned more and forgot less."""
+    placed = [(one, place) for one in groups if (place := one.standing(measure))]
+
+    def beaten(place: Standing) -> bool:
+        return any(
+            other.learned >= place.learned and other.forgotten <= place.forgotten and other != place
+            for _, other in placed
+        )
+
+    return [one for one, place in placed if not beaten(place)]

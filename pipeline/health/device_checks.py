@@ -1,0 +1,328 @@
+"""What a check comes back with."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline import log
+from pipeline.errors import PassingPreflightError, PreflightError
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong; `node` is the one to leave out, where that would mend it.
+
+    `passing`: it may be gone the next time, without anybody's help.
+    """
+
+    text: str
+    node: str | None = None
+    passing: bool = False
+
+
+class Finding(NamedTuple):
+    """What one check measured, as a line for the log, and what is wrong. Equal on all ranks."""
+
+    measured: str
+    faults: tuple[Fault, ...] = ()
+
+
+def refuse_faults(findings: Sequence[Finding]) -> None:
+    """Raises PreflightError with every fault of `findings`, and the option that takes the broken nodes out of a job.
+
+    It is a PassingPreflightError where every fault may pass.
+    """
+    faults = [fault for finding in findings for fault in finding.faults]
+    if not faults:
+        return
+    nodes = sorted({fault.node for fault in faults if fault.node is not None})
+    leave_out = f"; to leave the broken out of the job: --exclude={','.join(nodes)}" if nodes else ""
+    kind = PassingPreflightError if all(fault.passing for fault in faults) else PreflightError
+    raise kind(f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{leave_out}")
+
+
+# --- Which rank runs on which node ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The node of every rank, by rank, as Slurm's options know it; and which rank this is."""
+
+    nodes: tuple[str, ...]
+    own: int
+
+    @cached_property
+    def first_on(self) -> dict[str, int]:
+        """The lowest rank of each node, in the order of ranks."""
+        first: dict[str, int] = {}
+        for rank, node in enumerate(self.nodes):
+            first.setdefault(node, rank)
+        return first
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.first_on[self.nodes[self.own]] == self.own
+
+    @property
+    def on_this_node(self) -> int:
+        """How many ranks share this one's node."""
+        return self.nodes.count(self.nodes[self.own])
+
+    def among(self, ranks: Iterable[int]) -> list[str]:
+        """The nodes of `ranks`, each once."""
+        return list(dict.fromkeys(self.nodes[rank] for rank in ranks))
+
+
+def gather_ranks() -> Ranks:
+    """Asks every rank where it runs; every rank must call it."""
+    nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, log.node())
+    return Ranks(tuple(nodes), dist.get_rank())
+
+
+def describe(ranks: Ranks) -> Finding:
+    """Who is there. That none is missing was checked when they joined."""
+    counts = Counter(ranks.nodes)
+    most, least = max(counts.values()), min(counts.values())
+    shares = f"{most} on each of" if most == least else f"{least} to {most} on each of"
+    return Finding(f"{len(ranks.nodes)} rank(s), {shares} {len(counts)} node(s): {', '.join(counts)}")
+
+
+# --- A rank's device, and the memory that it, or a node's host, has to give -----------------------------------------
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU: those that are free now, and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
+
+
+def host_memory() -> int:
+    """Bytes that this node's processes may still take: what Linux calls available, within the job's own limit."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")
+    return min([available, *_job_limits()])
+
+
+def _job_limits() -> list[int]:
+    """The memory limits of the control groups (v2) that this process stands in, from its own to the outermost."""
+    own = [line[3:] for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines() if line[:3] == "0::"]
+    limits = []
+    for path in own:
+        group = _CGROUPS / path.lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / "memory.max"
+            if file.is_file() and (limit := file.read_text(encoding="ascii").strip()).isdecimal():
+                limits.append(int(limit))
+    return limits
+
+
+# --- Whether every rank multiplies right, and none is much slower than the rest -------------------------------------
+# The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n, so that
+# the right answer is known without computing it, and every partial sum over an aligned run of products is one that
+# bf16 and fp16 hold: the products must come out exactly, in any dtype and however a kernel splits the sum.
+
+SIZE = {"cuda": 8192, "cpu": 512}
+REPEATS = 7
+_SCALES = 16
+
+
+class Product(NamedTuple):
+    """What one rank's matrix products were like: what went wrong, if anything, and the median of their seconds."""
+
+    wrong: str | None
+    seconds: float
+
+
+def sylvester(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's Hadamard matrix, [size, size]; `size` is a power of two."""
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        upper, lower = torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)
+        matrix = torch.cat([upper, lower])
+    return matrix
+
+
+def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
+    """Multiplies a few times and compares every element with what it must be."""
+    size = SIZE[device.type]
+    hadamard = sylvester(size, dtype, device)
+    scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
+    left, right = scales[:, None] * hadamard, hadamard * (scales / size)
+    expected = torch.diag(scales * scales)
+    seconds, differing = [], 0
+    try:
+        for _ in range(1 + REPEATS):
+            wait_for(device)
+            started = time.perf_counter()
+            product = torch.mm(left, right)
+            wait_for(device)
+            seconds.append(time.perf_counter() - started)
+            differing = max(differing, int((product != expected).sum()))
+    except RuntimeError as error:  # CUDA's own faults are of this kind
+        return Product(f"failed: {str(error).splitlines()[0]}", 0.0)
+    wrong = f"has {differing} wrong elements of {size * size}" if differing else None
+    return Product(wrong, statistics.median(seconds[1:]))
+
+
+def check_products(ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_factor: float) -> Finding:
+    """Multiplies on all ranks at once; every rank must call it."""
+    products: list[Product] = [Product(None, 0.0)] * len(ranks.nodes)
+    dist.all_gather_object(products, measure_product(dtype, device))
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # of a GPU that failed above
+            torch.cuda.empty_cache()  # what torch keeps for later would look like another process's
+    finding = judge_products(products, ranks, slow_factor)
+    speed = 2 * SIZE[device.type] ** 3 / max(products[0].seconds, 1e-9) / 1e12
+    return finding._replace(measured=f"{finding.measured}, {speed:.3g} TFLOP/s in {str(dtype).removeprefix('torch.')}")
+
+
+def judge_products(products: Sequence[Product], ranks: Ranks, slow_factor: float) -> Finding:
+    """What the ranks' `products`, by rank, say. A rank is compared with those of other nodes, where there are any."""
+    faults = []
+    slownesses = [slowness(rank, products, ranks) for rank in range(len(products))]
+    for node, first in ranks.first_on.items():
+        own = [rank for rank in range(first, len(products)) if ranks.nodes[rank] == node]
+        for rank in own:
+            if (wrong := products[rank].wrong) is not None:
+                text = f"rank {rank} on {node}: a matrix product {wrong}; its processor is broken"
+                faults.append(Fault(text, node, passing=True))
+        worst = max(own, key=slownesses.__getitem__)
+        if slownesses[worst] > slow_factor:
+            faults.append(
+                Fault(
+                    f"rank {worst} on {node}: a matrix product takes {slownesses[worst]:.1f} times as long as "
+                    f"elsewhere, expected at most {slow_factor:g} (preflight.slow_factor)",
+                    node,
+                    passing=True,
+                )
+            )
+    worst = max(range(len(products)), key=slownesses.__getitem__)
+    broken = sum(product.wrong is not None for product in products)
+    says = f"wrong on {broken} rank(s)" if broken else "right on every rank"
+    return Finding(
+        f"matrix products {says}; the slowest, rank {worst} on {ranks.nodes[worst]}, takes "
+        f"{products[worst].seconds * 1e3:.3g} ms, {slownesses[worst]:.2f} times what others take",
+        tuple(faults),
+    )
+
+
+def slowness(rank: int, products: Sequence[Product], ranks: Ranks) -> float:
+    """How many times as long as the others' `rank`'s product takes; 1 where there are no others."""
+    sound = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
+    elsewhere = [other for other in sound if ranks.nodes[other] != ranks.nodes[rank]]
+    if products[rank].wrong is not None or not sound:
+        return 1.0
+    return products[rank].seconds / statistics.median(products[other].seconds for other in elsewhere or sound)
+
+
+# --- Whether a sum over ranks comes out right, and how fast: within tensor-parallel and within data-parallel groups ---
+
+MESSAGE_BYTES = {"cuda": 64 * 2**20, "cpu": 2 * 2**20}
+MESSAGE_REPEATS = 5
+_DISTINCT = 13
+"""The summands are below this, so that 32 bits hold their sum over any number of ranks there is."""
+
+
+class Link(NamedTuple):
+    """What one rank saw of its group's all-reduce: what went wrong, if anything, and what each rank of a ring sends in
+    a second."""
+
+    wrong: str | None
+    gb_per_s: float
+
+
+def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Sums a known tensor over `group`, a few times; each of its ranks must call it."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    pattern = torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
+    expected = pattern * (size * (size + 1) // 2)
+    wrong, seconds = None, []
+    try:
+        for _ in range(1 + MESSAGE_REPEATS):
+            message = pattern * (rank + 1)
+            dist.barrier(group)
+            wait_for(device)
+            started = time.perf_counter()
+            dist.all_reduce(message, group=group)
+            wait_for(device)
+            seconds.append(time.perf_counter() - started)
+            wrong = wrong if torch.equal(message, expected) else "a wrong sum"
+    except RuntimeError as error:  # what gloo and NCCL raise where a connection fails
+        return Link(f"failed ({str(error).splitlines()[0]})", 0.0)
+    sent_bytes = 2 * (size - 1) / size * MESSAGE_BYTES[device.type]
+    return Link(wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9)  # the first opens the connections
+
+
+def check_messages(
+    kind: str,
+    group: dist.ProcessGroup,
+    members: Sequence[Sequence[int]],
+    ranks: Ranks,
+    device: torch.device,
+    min_gb_per_s: float,
+) -> Finding:
+    """Measures all groups of one `kind` at once, as training uses them; `members` are the ranks of each.
+
+    Every rank must call it.
+    """
+    if len(members[0]) == 1:
+        return Finding(f"no {kind} messages: a group is one rank")
+    links: list[Link] = [Link(None, 0.0)] * len(ranks.nodes)
+    dist.all_gather_object(links, measure_all_reduce(group, device))
+    return judge_messages(kind, links, members, ranks, min_gb_per_s)
+
+
+def judge_messages(
+    kind: str, links: Sequence[Link], members: Sequence[Sequence[int]], ranks: Ranks, min_gb_per_s: float
+) -> Finding:
+    """What the ranks' `links`, by rank, say."""
+    faults = []
+    for group in members:
+        where = f"all-reduce over the {kind} group of ranks {_listed(group)} ({_listed(ranks.among(group))})"
+        if wrong := [rank for rank in group if links[rank].wrong is not None]:
+            on = _listed([f"{rank} ({ranks.nodes[rank]})" for rank in wrong])
+            what = links[wrong[0]].wrong
+            text = f"{where}: {what} on rank(s) {on}; leave out one node of the group after the other"
+            faults.append(Fault(text, passing=True))
+        elif (slowest := min(links[rank].gb_per_s for rank in group)) < min_gb_per_s:
+            faults.append(
+                Fault(
+                    f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s); look "
+                    "at the network between these nodes, and at NETWORK_INTERFACE in slurm/site.env",
+                    passing=True,
+                )
+            )
+    slow = min(members, key=lambda group: min(links[rank].gb_per_s for rank in group))
+    speed = min(links[rank].gb_per_s for rank in slow)
+    reach = "within a node" if all(len(ranks.among(group)) == 1 for group in members) else "across nodes"
+    slowest_group = f"the slowest group: ranks {_listed(slow)}"
+    return Finding(
+        f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s ({slowest_group})", tuple(faults)
+    )
+
+
+def _listed(items: Sequence[object], most: int = 8) -> str:
+    """The first few of `items`."""
+    shown = ", ".join(str(item) for item in items[:most])
+    return shown if len(items) <= most else f"{shown}, … ({len(items)})"

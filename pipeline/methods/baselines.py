@@ -1,0 +1,182 @@
+"""Full fine-tuning: the base itself trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeline.config.method import Freeze, LlamaPro, Lora
+from pipeline.errors import ConfigError
+from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.sharding import Rows, fill, full_shape_of, held_values, partition_of, split
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.expansion import seeded
+from pipeline.scale.layers import WidenedLinear
+
+
+class FullFineTuningMethod(TrainingMethod):
+    """Every parameter of the base trains, and nothing is added."""
+
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
+        return Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing)
+
+    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        load_base(model, base, tp)
+
+
+# --- Freeze: full fine-tuning with the embedding and the bottom layers held -----------------------------------------
+
+
+class FreezeMethod(FullFineTuningMethod):
+    """The embedding (with a tied output projection) and the lowest `frozen_layers` layers do not train."""
+
+    def __init__(self, settings: Freeze) -> None:
+        self.settings = settings
+
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
+        count = self.settings.frozen_layers
+        if count > spec.num_layers:
+            raise ConfigError(f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers")
+        model = super().build(spec, tp, activation_checkpointing)
+        model.embedding.requires_grad_(False)
+        model.layers[:count].requires_grad_(False)
+        return model
+
+
+# --- LoRA (Hu et al. 2022): the base is frozen, and a low-rank map trains beside its linear maps --------------------
+# Without dropout: its random numbers would differ from layout to layout, and a run could not go on at another one.
+
+
+class LoraMethod(TrainingMethod):
+    """The adapters train. A starts as PEFT starts it, uniform in ±1/√in; B starts at zero."""
+
+    def __init__(self, settings: Lora, seed: int) -> None:
+        self.settings = settings
+        self.seed = seed
+
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
+        model = Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing).requires_grad_(False)
+        for linear in self._targets(model):
+            weight = linear.base.get_parameter("weight")
+            linear.adapter = LowRankAdapter(weight, self.settings.rank, scale=self.settings.scale, tp=tp)
+        return model
+
+    def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
+        """The maps that get an adapter."""
+        maps = [(path.rsplit(".", 1)[-1], one) for path, one in model.named_modules() if isinstance(one, WidenedLinear)]
+        known = list(dict.fromkeys(name for name, _ in maps))
+        wanted = self.settings.target_modules or known
+        if unknown := [name for name in wanted if name not in known]:
+            raise ConfigError(
+                f"method.target_modules: the base, of family {model.spec.family}, has no map {unknown[0]}; "
+                f"it has {', '.join(known)}"
+            )
+        return (linear for name, linear in maps if name in wanted)
+
+    @torch.no_grad()
+    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        load_base(model, base, tp)
+        for name, parameter in model.named_parameters():
+            if not is_base(name):
+                whole = self._initial(name, full_shape_of(parameter))
+                fill(parameter, tp, partial(_rows, split(whole, partition_of(parameter), tp.rank, tp.size)))
+
+    def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(".b"):
+            return torch.zeros(shape)
+        return torch.empty(shape).uniform_(-1, 1, generator=seeded(self.seed, name)) * shape[1] ** -0.5
+
+
+def _rows(shard: Tensor, rows: Rows) -> Tensor:
+    return shard[slice(*rows)]
+
+
+# --- LLaMA Pro (Wu et al. 2024): depth expansion. The base is frozen; copies of some of its blocks train in between ---
+# The layers are cut into `added_layers` groups, and a copy of each group's last block follows it. The copy's output and
+# down maps start at zero, so that it starts as the identity.
+
+_ZEROED = ("attention.output.base.", "ffn.down.base.")
+
+
+@dataclass(frozen=True)
+class LayerOrigin:
+    """From which of the base's layers one of the deeper model's comes, and whether it is an added copy."""
+
+    base_layer: int
+    added: bool
+
+
+def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
+    """The deeper model's layers, from the bottom up.
+
+    Raises:
+        ConfigError: the base's layers cannot be cut into so many equal groups; names the nearest numbers that fit.
+    """
+    if added_layers > num_layers or num_layers % added_layers:
+        fits = fitting_added_layers(num_layers)
+        nearest = sorted(sorted(fits, key=lambda count: abs(count - added_layers))[:2])
+        raise ConfigError(
+            f"method.added_layers: the base's {num_layers} layers cannot be cut into {added_layers} equal groups; "
+            f"nearest that fit: {', '.join(map(str, nearest))}"
+        )
+    group = num_layers // added_layers
+    origins = []
+    for layer in range(num_layers):
+        origins.append(LayerOrigin(layer, added=False))
+        if (layer + 1) % group == 0:
+            origins.append(LayerOrigin(layer, added=True))
+    return origins
+
+
+def fitting_added_layers(num_layers: int) -> list[int]:
+    """How many blocks can be added to a base: as many as groups that its layers can be cut into."""
+    return [count for count in range(1, num_layers + 1) if num_layers % count == 0]
+
+
+class LlamaProMethod(TrainingMethod):
+    """The added blocks train, whole; everything else is frozen."""
+
+    def __init__(self, settings: LlamaPro) -> None:
+        self.settings = settings
+
+    def build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
+        origins = layer_origins(spec.num_layers, self.settings.added_layers)
+        deeper = replace(spec, num_layers=len(origins))
+        added = frozenset(index for index, origin in enumerate(origins) if origin.added)
+        model = Decoder(deeper, added_layers=added, tp=tp, activation_checkpointing=activation_checkpointing)
+        model.requires_grad_(False)
+        for index in added:
+            model.layers[index].requires_grad_(True)
+        return model
+
+    def base_name(self, name: str, spec: DecoderSpec) -> str:
+        if not name.startswith("layers."):
+            return name
+        _, layer, rest = name.split(".", 2)
+        origins = layer_origins(spec.num_layers, self.settings.added_layers)
+        return f"layers.{origins[int(layer)].base_layer}.{rest}"
+
+    @torch.no_grad()
+    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
+        for index in model.added_layers:
+            for name, parameter in model.layers[index].named_parameters():
+                if name.startswith(_ZEROED):
+                    held_values(parameter).zero_()

@@ -1,0 +1,68 @@
+"""How much of the base's own domain is lost, and what a run does beyond its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pipeline import log
+from pipeline.checkpoint.manifest import Position
+from pipeline.config.run import Forgetting, RunConfig
+from pipeline.errors import ForgettingError
+from pipeline.parallel.ranks import warn_on_rank0
+from pipeline.training.observer import Observer, ValidationEvent
+from pipeline.training.validation import HeldoutScore
+
+_logger = log.get_logger(__name__)
+
+
+class ForgettingBudget(Observer):
+    """Measures forgetting at every validation, and lowers the learning rate or ends the run beyond the budget."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        event.figures.update(forgetting_figures(event.scores, event.position, self.config))
+        apply_forgetting_budget(event, self.config.forgetting)
+
+
+def forgetting_figures(scores: Mapping[str, HeldoutScore], position: Position, config: RunConfig) -> dict[str, float]:
+    """By how much each corpus's perplexity has grown since step 0, as a fraction; of role replay: forgetting."""
+    growth = {
+        name: _growth(scores[name].nll_per_token - initial)
+        for name, initial in position.initial_nll_per_token.items()
+        if name in scores
+    }
+    replayed = [name for name in growth if config.data.corpora[name].role == "replay"]
+    return {f"perplexity_growth/{name}": growth[name] for name in growth} | {
+        f"forgetting/{name}": growth[name] for name in replayed
+    }
+
+
+def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
+    """Holds a validation's figures against the budget; every rank must call it, with the same figures."""
+    limits = {"forgetting/": budget.max_increase, "kl_from_base/": budget.max_kl_from_base}
+    beyond = [
+        f"{name} {value:.4f} is beyond {limit}"
+        for name, value in event.figures.items()
+        for prefix, limit in limits.items()
+        if name.startswith(prefix) and limit is not None and not value <= limit
+    ]
+    if not beyond:
+        return
+    position = event.position
+    if budget.action == "lower_learning_rate":
+        position = position.changed(learning_rate_factor=position.learning_rate_factor * budget.learning_rate_factor)
+        beyond[0] += f"; from here on the learning rate is the schedule's times {position.learning_rate_factor:g}"
+        event.position = position
+    warn_on_rank0(_logger, "step %d: %s", position.step, beyond[0])
+    if budget.action == "stop":
+        event.stop = ForgettingError(
+            f"step {position.step}: {beyond[0]}; this step is saved. Convert it, or raise the budget in `forgetting` "
+            "and start again"
+        )
+
+
+def _growth(nats: float) -> float:
+    return math.expm1(nats) if nats < math.log(1e300) else math.inf

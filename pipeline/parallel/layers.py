@@ -1,0 +1,169 @@
+"""Column- and row-parallel linear maps on one rank's shard.
+
+The collectives stand around a block of several maps, not in their products.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.parallel.collectives import counted_once
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    Partition,
+    full_shape_of,
+    partition_of,
+    sharded_parameter,
+    shared_by_neighbours,
+)
+from pipeline.parallel.topology import TensorParallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """`Y = W X + b`, with the rows of W (and of b) split over the ranks.
+
+    `units` is how many indivisible groups the rows form (heads). x: [..., in] whole, y: [..., out / tp_size].
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        partition = Partition(dim=0, units=units)
+        self.weight = sharded_parameter((out_features, in_features), partition, tp)
+        self.bias = sharded_parameter((out_features,), partition, tp) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else shared_by_neighbours(self.bias, self.tp)
+        return F.linear(x, shared_by_neighbours(self.weight, self.tp), bias)
+
+
+class RowParallelLinear(nn.Module):
+    """The partial product of `Y = W X`, with the columns of W split over the ranks.
+
+    x: [..., in / tp_size], y: [..., out], still to be summed over the ranks; the bias is in the first rank's part.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((out_features, in_features), Partition(dim=1, units=units), tp)
+        self.bias = sharded_parameter((out_features,), Partition(), tp) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else counted_once(self.bias, self.tp)
+        return F.linear(x, shared_by_neighbours(self.weight, self.tp), bias)
+
+
+# --- The vocabulary-parallel embedding: each rank holds a run of rows -----------------------------------------------
+
+VOCABULARY = Partition(dim=0, padded=True)
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Looks tokens up in this rank's rows. Another rank's token gives zeros, so the results sum to the whole.
+
+    tokens: [B, S], result: [B, S, D], still to be summed over the ranks.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((vocab_size, hidden_size), VOCABULARY, tp)
+        self.first, self.stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        elsewhere = (tokens < self.first) | (tokens >= self.stop)
+        rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+# --- A low-rank map beside a linear map, on one rank's shard. How it is split follows from the map it stands beside:
+#     Y = W X + s B A X      W: [out, in], A: [rank, in], B: [out, rank]
+#
+# Where W is split by rows, B is; where it is split by columns, A is. The other factor is held whole by every rank, but
+# sees that rank's part of the sum alone: its gradient is summed over the ranks.
+
+
+class LowRankAdapter(nn.Module):
+    """x: [..., in], as W gets it, -> s B A x: [..., out], as W gives it: of row-parallel maps still to be summed.
+
+    `beside` is W, and `scale` is s. A and B are parameters of this module, so that ZeRO-3 gathers the two at once.
+    """
+
+    def __init__(self, beside: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.scale = scale
+        partition = partition_of(beside)
+        out_features, in_features = full_shape_of(beside)
+        self.a = sharded_parameter((rank, in_features), partition if partition.dim == 1 else REPLICATED, tp)
+        self.b = sharded_parameter((out_features, rank), partition if partition.dim == 0 else REPLICATED, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
+        return F.linear(reduced * self.scale, shared_by_neighbours(self.b, self.tp))
+
+
+# --- Softmax cross-entropy over a vocabulary that is split over the ranks -------------------------------------------
+
+IGNORED = -100
+
+
+def nll_and_logit_gradient_(
+    logits: Tensor, targets: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """The negative log likelihood of each target, and its gradient with respect to the logits, written over them.
+
+    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size` are padding);
+    targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero there).
+    Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits` itself.
+    """
+    _mask_padding_(logits, first, vocab_size)
+    largest = logits.amax(dim=1)
+    if tp.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+    logits -= largest.unsqueeze(1)
+
+    local = targets - first
+    here = (local >= 0) & (local < logits.shape[1])
+    index = local.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    target_logit = logits.gather(1, index).squeeze(1).masked_fill(~here, 0)
+
+    exponentials = logits.exp_()
+    sums = torch.stack([exponentials.sum(dim=1), target_logit])
+    if tp.size > 1:
+        dist.all_reduce(sums, group=tp.group)
+    normaliser, target_logit = sums
+
+    ignored = targets == IGNORED
+    nll = (normaliser.log() - target_logit).masked_fill(ignored, 0)
+    # Division by infinity makes the ignored rows zero, and saves a pass over all logits.
+    gradient = exponentials.div_(normaliser.masked_fill(ignored, torch.inf).unsqueeze(1))
+    gradient.scatter_add_(1, index, -here.to(gradient.dtype).unsqueeze(1))
+    return nll, gradient
+
+
+def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """The token that greedy decoding chooses in each row: int64 [N], of several with the largest logit the first.
+
+    `logits` are as above; their padding is written over, and nothing else.
+    """
+    _mask_padding_(logits, first, vocab_size)
+    largest, place = logits.max(dim=1)
+    chosen = place + first
+    if tp.size > 1:
+        own_largest = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        chosen.masked_fill_(own_largest < largest, vocab_size)
+        dist.all_reduce(chosen, op=dist.ReduceOp.MIN, group=tp.group)
+    return chosen
+
+
+def _mask_padding_(logits: Tensor, first: int, vocab_size: int) -> None:
+    if first + logits.shape[1] > vocab_size:
+        logits[:, max(0, vocab_size - first) :] = float("-inf")

@@ -1,0 +1,285 @@
+"""How the new blocks start: pure functions of the base weight, in fp32, on the CPU.
+
+The authors measured the pairs (W21, W22), from worst to best:
+(zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeline.config.method import Initialiser, Initialisers
+from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.files import file_hash, is_plain_name, published_folder, write_json
+from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
+from pipeline.scale.layers import WidenedEmbedding, WidenedLinear, WidenedNorm
+
+
+def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
+    """W21 [rows, in] beside `base: [out, in]`. Rows beyond the rank that the SVD can give are He-random.
+
+    `name` and `seed` fix the random numbers, so that a block does not depend on which others were made before it.
+    """
+    block = he_random(rows, base.shape[1], seed=seed, name=name)
+    if kind == "zero":
+        block.zero_()
+    elif kind == "svd":
+        leading = leading_rows(base, rows)
+        block[: leading.shape[0]] = leading
+    return block
+
+
+def expansion_to_expansion(kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str) -> Tensor:
+    """W22 [rows, columns] beside `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
+    if kind == "random":
+        return he_random(rows, columns, seed=seed, name=name)
+    block = torch.zeros(rows, columns)
+    if kind == "svd":
+        leading = leading_rows(base, min(rows, columns)).norm(dim=1)
+        block[: len(leading), : len(leading)] = torch.diag(leading)
+    return block
+
+
+def he_random(rows: int, columns: int, *, seed: int, name: str) -> Tensor:
+    """He's normal initialisation: standard deviation sqrt(2 / columns)."""
+    return torch.randn(rows, columns, generator=seeded(seed, name)) * (2.0 / columns) ** 0.5
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    """The random numbers of the parameter `name`: they do not depend on which others were drawn before."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def leading_rows(weight: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows, out, in), in].
+
+    Taken from the smaller Gram matrix, in fp64: the leading directions are all that is wanted, and a full SVD of an FFN
+    matrix costs ten times as much. Signs are fixed so that the largest entry of each row is positive.
+    """
+    wide = weight.to(_decomposing_device(), torch.float64)
+    count = min(rows, *wide.shape)
+    if wide.shape[0] <= wide.shape[1]:
+        _, directions = torch.linalg.eigh(wide @ wide.T)
+        leading = directions.flip(1)[:, :count].T @ wide
+    else:
+        eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
+        scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
+        leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
+    largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
+    return (leading * torch.where(largest < 0, -1.0, 1.0)).float().cpu()
+
+
+def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
+    """`W V_k`: the rows of `weight: [V, D]` seen along its `columns` leading right-singular directions -> [V, columns].
+
+    This is how the embedding's new part starts. Columns beyond D are He-random.
+    """
+    wide = weight.to(_decomposing_device(), torch.float64)
+    count = min(columns, wide.shape[1])
+    _, directions = torch.linalg.eigh(wide.T @ wide)
+    leading = directions.flip(1)[:, :count]
+    largest = leading.gather(0, leading.abs().argmax(dim=0, keepdim=True))
+    projection = (wide @ (leading * torch.where(largest < 0, -1.0, 1.0))).float().cpu()
+    if count == columns:
+        return projection
+    rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
+    return torch.cat([projection, rest], dim=1)
+
+
+def _decomposing_device() -> torch.device:
+    """A GPU where there is one: on a CPU the decompositions take minutes for every billion parameters."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- The initial expansion of a base: every new block's starting value, from the base weight beside it --------------
+# At these values the widened model's logits equal the base model's, bit for bit: W12 and W_out^up are zero.
+
+ReadBase = Callable[[str], Tensor]
+
+
+def initial_expansion(
+    model: nn.Module, expansion_names: set[str], read_base: ReadBase, initialisers: Initialisers, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Each of `expansion_names` with its whole, unsharded starting value in fp32, one at a time.
+
+    `model` gives the structure only (it may lie on the meta device); `read_base` gives a base parameter by its name.
+    """
+    done = set()
+    for path, module in model.named_modules():
+        for name, block in _of_module(path, module, read_base, initialisers, seed):
+            done.add(name)
+            yield name, block
+    # What no rule names starts at zero: W12, W_out^up, the biases of the new part.
+    shapes = {name: full_shape_of(parameter) for name, parameter in model.named_parameters()}
+    for name in sorted(expansion_names - done):
+        yield name, torch.zeros(shapes[name])
+
+
+def _of_module(
+    path: str, module: nn.Module, read_base: ReadBase, initialisers: Initialisers, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, WidenedLinear) and module.base_to_expansion and module.expansion_to_expansion:
+        base = read_base(f"{path}.base.weight").float()
+        name = f"{path}.base_to_expansion.weight"
+        rows, _ = full_shape_of(_weight(module.base_to_expansion))
+        yield name, base_to_expansion(initialisers.base_to_expansion, base, rows, seed=seed, name=name)
+        name = f"{path}.expansion_to_expansion.weight"
+        rows, columns = full_shape_of(_weight(module.expansion_to_expansion))
+        kind = initialisers.expansion_to_expansion
+        yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
+    elif isinstance(module, WidenedNorm) and module.expansion:
+        gain = read_base(f"{path}.base.weight").float().mean()
+        yield f"{path}.expansion.weight", gain.expand(full_shape_of(module.expansion.weight)).clone()
+    elif isinstance(module, WidenedEmbedding) and module.expansion:
+        name = f"{path}.expansion.weight"
+        _, columns = full_shape_of(module.expansion.weight)
+        yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
+
+
+def _weight(block: nn.Module) -> Tensor:
+    return block.get_parameter("weight")
+
+
+# --- The expansion on disk: safetensors files of a few GiB, and a manifest that says of which base and plan they are
+
+FILE_BYTES = 2 * 2**30
+MANIFEST = "manifest.json"
+FORMAT = "scale-cpt expansion 1"
+ENTRIES = ("base", "base_hashes", "method", "seed", "tensors", "hashes")
+
+
+@dataclass(frozen=True)
+class ExpansionFolder:
+    """The blocks that were added to a base, read one at a time."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that the folder holds."""
+        return set(self.manifest["tensors"])
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it comes from a checkpoint (`--format expansion`): a model made of it is no longer its base."""
+        return "position" in self.manifest
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        partition: Partition = REPLICATED,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """The parameter `name`, whose whole shape is `shape`, or the shard of it that `tp_rank` holds, or some of its
+        rows.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another shape.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; make the expansion again")
+        file = self.path / self.manifest["tensors"][name]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                stored = tensors.get_slice(name)
+                found = tuple(stored.get_shape())
+                if found == shape:
+                    return read_shard(stored, partition, tp_rank, tp_size, rows)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged or missing ({error}); make the expansion again") from None
+        raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; make the expansion again")
+
+    def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
+        """Raises where the folder was made of another base (BaseModelError), or by other settings (CheckpointError)."""
+        if self.manifest["base_hashes"] != base_hashes:
+            raise BaseModelError(
+                f"{self.path}: made of the base {self.manifest['base']} with other weights than the run's base; "
+                "point `base` at that model, or remove this folder to make it again"
+            )
+        expected = {"method": method} if self.is_trained else {"method": method, "seed": seed}
+        found = {key: self.manifest[key] for key in expected}
+        changed = [key for key in expected if expected[key] != found[key]]
+        if changed:
+            raise CheckpointError(
+                f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
+                "remove this folder to make it again"
+            )
+
+    def check_files(self, share: slice = slice(None)) -> None:
+        """Raises CheckpointError where a file's content is not what was written. Reads every byte of a `share` of the
+        files, sorted by name."""
+        for name in sorted(self.manifest["hashes"])[share]:
+            file = self.path / name
+            if not file.exists() or file_hash(file) != self.manifest["hashes"][name]:
+                raise CheckpointError(
+                    f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"
+                )
+
+
+def open_expansion(path: Path) -> ExpansionFolder:
+    """Opens a folder that `write_expansion` made.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: holds no expansion; make one with tools/upscale.py") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST}: damaged ({error}); make the expansion again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
+    tables = (manifest.get("tensors"), manifest.get("hashes"))
+    if not manifest.keys() >= set(ENTRIES) or not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); make the expansion again")
+    files = manifest["tensors"].values()
+    if not all(isinstance(file, str) and is_plain_name(file) for file in (*files, *manifest["hashes"])):
+        raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
+    if not manifest["hashes"].keys() >= set(files):
+        raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); make the expansion again")
+    return ExpansionFolder(path, manifest)
+
+
+def write_expansion(path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any]) -> None:
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears when it is whole.
+
+    Raises:
+        CheckpointError: `path` holds something else, which writing would destroy.
+    """
+    if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists and holds no expansion; name another place for the expansion")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with published_folder(path) as folder:
+        file_of: dict[str, str] = {}
+        pending: dict[str, Tensor] = {}
+
+        def write_pending() -> None:
+            file = f"expansion-{len(set(file_of.values())) + 1:05d}.safetensors"
+            save_file(pending, folder / file)
+            file_of.update(dict.fromkeys(pending, file))
+            pending.clear()
+
+        for name, tensor in tensors:
+            pending[name] = tensor.contiguous()
+            if sum(held.nbytes for held in pending.values()) >= FILE_BYTES:
+                write_pending()
+        if pending:
+            write_pending()
+        hashes = {file: file_hash(folder / file) for file in sorted(set(file_of.values()))}
+        write_json(folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes})

@@ -1,1 +1,0 @@
-"""A search for the expansion that learns most within a forgetting budget, by rounds of short probes."""

@@ -1,0 +1,97 @@
+"""How many floating-point operations a training step costs, counted on the graph that autograd really builds.
+
+The model runs forward and backward on the meta device, where nothing is computed. So frozen parts, paths without a
+gradient and every method are counted by what they do, not by a formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.config.run import RunConfig
+from pipeline.methods import training_method
+from pipeline.model.decoder import Decoder
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.topology import SINGLE
+
+_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Floating-point operations a token, forward and backward, a multiply-add being two."""
+
+    matrix: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        """Matrix products and attention together."""
+        return self.matrix + self.attention
+
+
+def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
+    """Counts one step of `meta_model`, a model built under `torch.device("meta")` with its `requires_grad` set."""
+    tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        total, *_ = meta_model(tokens, tokens)
+        total.backward()
+    counts = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    matrix = sum(flops for operation, flops in counts.items() if operation in _MATRIX_PRODUCTS)
+    return FlopsPerToken(matrix / sequence_length, (sum(counts.values()) - matrix) / sequence_length)
+
+
+# --- The model FLOPs utilisation: which share of a device's peak the model's own operations reach -------------------
+# Operations are counted on the graph that the method trains with, so that a frozen part counts for what is computed of
+# it. What activation checkpointing computes again does not count.
+
+# By words in torch's name of the device, the first that fits. From NVIDIA's data sheets, for bf16 and fp16 alike; where
+# these say "with sparsity" (Hopper, Blackwell, L4), the dense figure is half of it.
+_DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
+    ("GB200",): 2500.0,
+    ("B200",): 2250.0,
+    ("GH200",): 989.5,
+    ("H200", "NVL"): 835.5,
+    ("H200",): 989.5,
+    ("H100", "NVL"): 835.5,
+    ("H100", "PCIe"): 756.5,
+    ("H100",): 989.5,
+    ("A100",): 312.0,
+    ("A40",): 149.7,
+    ("A30",): 165.0,
+    ("A10",): 125.0,
+    ("L40S",): 362.05,
+    ("L40",): 181.05,
+    ("L4",): 121.0,
+}
+
+
+def dense_tflops(device_name: str) -> float | None:
+    """The 16-bit peak of a GPU that torch calls `device_name`, in 10¹² operations a second; None for an unknown one.
+
+    A slice of a GPU (MIG) has a peak of its own, which is not known.
+    """
+    words = set(device_name.replace("-", " ").split())
+    if "MIG" in words:
+        return None
+    return next((tflops for needed, tflops in _DENSE_16_BIT_TFLOPS.items() if words >= set(needed)), None)
+
+
+def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:
+    """What one device could compute in a second, in `dtype`; None where nobody says."""
+    tflops = config.metrics.peak_tflops
+    if tflops is None and device.type == "cuda" and dtype.itemsize == 2:
+        tflops = dense_tflops(torch.cuda.get_device_name(device))
+    return None if tflops is None else tflops * 1e12
+
+
+def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
+    """The MFU of one token a second on one device; None where its `peak` is unknown."""
+    if peak is None:
+        return None
+    with torch.device("meta"):
+        model = training_method(config).build(spec, SINGLE, "none")
+        return count_flops(model, config.data.sequence_length).total / peak

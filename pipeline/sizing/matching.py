@@ -1,0 +1,155 @@
+"""How large each method must be to train as many parameters as another: only then does a comparison say something.
+
+A method has one size to choose: LoRA's rank, LLaMA Pro's added blocks, the layers that Freeze leaves, SCALE's widths.
+The more of it, the more trains, so the best size is found by bisection; what a size trains is counted on the model
+itself, built without data.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from pipeline.config.method import ExpansionWidths, Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.methods import method_for
+from pipeline.methods.baselines import fitting_added_layers
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import heads_fit
+from pipeline.sizing.memory import count_trained
+
+MethodName = Literal["fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route"]
+Variant = Literal["preserve", "adapt", "route"]
+PAPER_L_FP_SHARE = 3 / 16
+"""Preservation layers among all: the paper's, for Llama-3.2-1B."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """The settings of a method that train closest to `target` parameters, and how many they train."""
+
+    name: MethodName
+    settings: Method
+    trained: int
+    target: int
+
+    @property
+    def off(self) -> float:
+        """By which share of the target they miss it."""
+        return self.trained / self.target - 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """A method's settings by its size; `sizes` are in the order in which more and more trains."""
+
+    sizes: Sequence[int]
+    of_size: Callable[[int], Method]
+
+    def nearest(self, target: int, trained: Callable[[Method], int]) -> Method:
+        """The settings that train closest to `target` parameters."""
+        above = bisect_left(self.sizes, target, key=lambda size: trained(self.of_size(size)))
+        candidates = [self.of_size(size) for size in self.sizes[max(0, above - 1) : above + 1]]
+        return min(candidates, key=lambda settings: abs(trained(settings) - target))
+
+
+class Matcher:
+    """Finds settings for the base `spec`; what a size does not decide is as in the run `config`.
+
+    Added widths and FFN widths are multiples of `multiple_of`.
+    """
+
+    def __init__(self, config: RunConfig, spec: DecoderSpec, *, multiple_of: int = 8) -> None:
+        self.config = config
+        self.spec = spec
+        self.multiple_of = multiple_of
+
+    def match(self, names: Iterable[MethodName], target: int | None = None) -> list[Match]:
+        """The nearest settings of each method; None takes the count that the run's own method trains."""
+        wanted = self.trained(self.config.method) if target is None else target
+        matches = []
+        for name in names:
+            settings = self.family(name).nearest(wanted, self.trained)
+            matches.append(Match(name, settings, self.trained(settings), wanted))
+        return matches
+
+    def trained(self, settings: Method) -> int:
+        """How many parameters train."""
+        with torch.device("meta"):
+            return count_trained(method_for(settings, Path(), self.config.seed).build(self.spec, SINGLE, "none"))
+
+    def family(self, name: MethodName) -> Family:
+        """The settings among which the nearest of a method is looked for."""
+        widths, layers = self.spec.widths, self.spec.num_layers
+        match name:
+            case "fft":
+                return Family([0], lambda _: FullFineTuning(name="fft"))
+            case "freeze":
+                return Family(range(layers, 0, -1), lambda size: Freeze(name="freeze", frozen_layers=size))
+            case "lora":
+                return Family(range(1, widths.hidden_size + 1), self._lora)
+            case "llama_pro":
+                sizes = fitting_added_layers(layers)
+                return Family(sizes, lambda size: LlamaPro(name="llama_pro", added_layers=size))
+            case _:
+                widest = max(widths.hidden_size, self.multiple_of)
+                steps = range(self.multiple_of, widest + 1, self.multiple_of)
+                return Family(steps, lambda size: self._scale(name, size))
+
+    def _lora(self, rank: int) -> Lora:
+        own = self.config.method
+        if not isinstance(own, Lora):
+            return Lora(name="lora", rank=rank)
+        alpha = None if own.alpha is None else own.scale * rank
+        return Lora(name="lora", rank=rank, alpha=alpha, target_modules=own.target_modules)
+
+    def _scale(self, variant: Variant, hidden_size: int) -> ScaleMethod:
+        """All widths grow by the same share, as nearly as heads and ranks allow."""
+        base, tp_size = self.spec.widths, self.config.parallel.tp_size
+        share = hidden_size / base.hidden_size
+        ratio = base.num_attention_heads // base.num_key_value_heads
+        heads = range(ratio, max(base.num_attention_heads, ratio * tp_size) + 1, ratio)
+        fitting = [count for count in heads if heads_fit(count, ratio, tp_size)]
+        step = lcm(self.multiple_of, tp_size)
+        own = self.config.method
+        kept = own.model_dump(exclude={"variant", "expansion", "l_fp"}) if isinstance(own, ScaleMethod) else {}
+        return ScaleMethod(
+            **{"name": "scale", **kept},
+            variant=variant,
+            expansion=ExpansionWidths(
+                hidden_size=hidden_size,
+                intermediate_size=step * max(1, round(share * base.intermediate_size / step)),
+                num_attention_heads=min(fitting, key=lambda count: abs(count - share * base.num_attention_heads)),
+            ),
+            l_fp=None if variant == "preserve" else self._l_fp(),
+        )
+
+    def _l_fp(self) -> int:
+        own = self.config.method
+        if isinstance(own, ScaleMethod) and own.l_fp is not None:
+            return own.l_fp
+        return min(self.spec.num_layers - 1, max(1, round(self.spec.num_layers * PAPER_L_FP_SHARE)))
+
+
+def as_yaml(matches: Iterable[Match]) -> str:
+    """A document for each method: its section for a run's configuration, under a line that says how near it comes."""
+    return "---\n".join(
+        f"# {match.name}: {match.trained:,} trained parameters of {match.target:,} wanted ({match.off:+.2%})\n"
+        + yaml.safe_dump({"method": section_of(match.settings)}, sort_keys=False)
+        for match in matches
+    )
+
+
+def section_of(settings: Method) -> dict[str, Any]:
+    """The section `method` as a user would write it: defaults are left out, but the variant is said."""
+    said = {"name", "variant"} & set(type(settings).model_fields)
+    values = settings.model_dump(mode="json", include=said)
+    return values | settings.model_dump(mode="json", exclude_defaults=True)

@@ -1,0 +1,269 @@
+"""What one GPU holds, by kind, at the moment it holds most.
+
+Weights, gradients, optimizer states and what a pass needs are at their largest together: in the backward pass of a
+step's last micro-batch. The optimizer's own step comes after the activations are gone; its copies count where they are
+larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.errors import PreflightError
+from pipeline.model.decoder import Decoder
+from pipeline.parallel.sharding import full_shape_of
+from pipeline.sizing.micro_batch import Gathering, GatherSettings, MicroBatchCosts
+
+# --- How many parameters a run has, and how many of them each rank holds --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements of the whole model, tied ones counted once: the base's, those added to it, and those that train."""
+
+    base: int
+    expansion: int
+    trained: int
+
+    @property
+    def total(self) -> int:
+        """Everything that is in the model."""
+        return self.base + self.expansion
+
+
+def count_parameters(model: Decoder, base: Decoder) -> Parameters:
+    """Counts `model`, which a method made of `base`; either may be a model without data, and a rank's shard."""
+    pretrained = _elements(base.parameters())
+    return Parameters(pretrained, _elements(model.parameters()) - pretrained, count_trained(model))
+
+
+def count_trained(model: Decoder) -> int:
+    """The elements of `model` that train."""
+    return _elements(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(prod(full_shape_of(parameter)) for parameter in parameters)
+
+
+# --- The settings of DeepSpeed's ZeRO that decide what a rank holds and sends ---------------------------------------
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What a DeepSpeed JSON says of memory and messages, at `stage`.
+
+    Attributes:
+        dtype: of weights and products.
+        accumulation_dtype: of the gradients that micro-batches add up in.
+        communication_dtype: of gradients under way.
+        bucket_elements: how many gradients travel in one message.
+        overlaps: whether messages run beside the computation.
+        gathering: ZeRO-3's own.
+        host_optimizer, host_weights: kept in host memory, not on the GPU.
+    """
+
+    stage: int
+    dtype: torch.dtype
+    accumulation_dtype: torch.dtype
+    communication_dtype: torch.dtype
+    bucket_elements: int
+    overlaps: bool
+    gathering: GatherSettings
+    host_optimizer: bool = False
+    host_weights: bool = False
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """ZeRO-1 over 16-bit weights with fp32 accumulation is DeepSpeed's BF16_Optimizer: it adds gradients up in a
+        whole fp32 buffer, beside those that autograd writes."""
+        return self.stage == 1 and self.dtype != self.accumulation_dtype
+
+
+def zero_settings(config: DeepSpeedConfig, stage: int | None = None) -> ZeroSettings:
+    """The settings of a JSON file, or what they would be at another stage (then without offloading)."""
+    zero = config.zero
+    own = stage is None or stage == config.zero_stage
+    stage = stage or config.zero_stage
+    accumulation = _dtype(config.values.get("data_types", {}).get("grad_accum_dtype"), config.dtype)
+    return ZeroSettings(
+        stage=stage,
+        dtype=config.dtype,
+        accumulation_dtype=accumulation,
+        communication_dtype=_dtype(config.values.get("communication_data_type"), config.dtype),
+        bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
+        overlaps=bool(zero.get("overlap_comm", stage == 3)),
+        gathering=GatherSettings.of(zero),
+        host_optimizer=own and _on_host(zero, "offload_optimizer"),
+        host_weights=own and _on_host(zero, "offload_param"),
+    )
+
+
+def _on_host(zero: dict[str, Any], name: str) -> bool:
+    return zero.get(name, {}).get("device", "none") != "none"
+
+
+def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:
+    return default if name is None else _DTYPES[name]
+
+
+# --- What one GPU holds, by kind, at the moment it holds most ---
+
+_FP32 = 4
+_MASTER_AND_MOMENTS = 3 * _FP32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU.
+
+    Attributes:
+        weights: parameters, or this rank's partition of them, in the dtype they are multiplied in.
+        gradients: of what trains, added up over micro-batches.
+        optimizer: fp32 master weights and the two Adam moments of what trains.
+        activations: what autograd keeps of a micro-batch until the loss.
+        loss: a chunk of logits, and the gradients that the loss computes ahead.
+        gathered: ZeRO-3's gathered working set.
+        temporary: the backward pass's own tensors, and gradients under way in their buckets.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    gathered: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(getattr(self, kind.name) for kind in fields(self))
+
+
+def estimate_memory(
+    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering | None
+) -> tuple[Memory, int]:
+    """A GPU's memory and, in bytes, what is kept in the host's memory instead (for each GPU)."""
+    held = weights_bytes(costs, zero, dp_size)
+    optimizer = _partition(costs, zero, dp_size) * _MASTER_AND_MOMENTS
+    gradients = gradients_bytes(costs, zero, dp_size)
+    on_host = 0
+    if zero.host_optimizer:
+        on_host += optimizer + gradients
+        optimizer = gradients = 0
+    if zero.host_weights:
+        on_host, held = on_host + held, 0
+    in_pass = costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes + _bucket_bytes(costs, zero)
+    in_step = _step_bytes(costs, zero, dp_size)
+    temporary = costs.temporary_bytes + _bucket_bytes(costs, zero) + max(0, in_step - in_pass)
+    memory = Memory(
+        weights=held,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=costs.activation_bytes,
+        loss=costs.loss_bytes,
+        gathered=gathering.most_at_once * zero.dtype.itemsize if gathering else 0,
+        temporary=temporary,
+    )
+    return memory, on_host
+
+
+def weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """All of the model's shards under ZeRO-1 and 2; under ZeRO-3 a partition, and small parameters whole beside it."""
+    sizes = costs.parameter_sizes
+    if zero.stage < 3:
+        return sum(sizes) * zero.dtype.itemsize
+    whole = sum(size for size in sizes if size <= zero.gathering.param_persistence_threshold)
+    return (sum(partition_size(size, dp_size) for size in sizes) + whole) * zero.dtype.itemsize
+
+
+def gradients_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """ZeRO-1 holds the gradients of all that trains, ZeRO-2 and 3 this rank's partition."""
+    trained = sum(costs.trained_sizes)
+    if zero.keeps_whole_gradients:
+        return trained * (zero.accumulation_dtype.itemsize + zero.dtype.itemsize)
+    if zero.stage == 1:
+        return trained * zero.accumulation_dtype.itemsize
+    return _partition(costs, zero, dp_size) * zero.accumulation_dtype.itemsize
+
+
+def partition_size(size: int, dp_size: int) -> int:
+    """A rank's part of `size` elements; the last one's is padded."""
+    return -(-size // dp_size)
+
+
+def _partition(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """How many trained elements this rank updates: ZeRO-3 divides each parameter, the others all of them together."""
+    if zero.stage == 3:
+        return sum(partition_size(size, dp_size) for size in costs.trained_sizes)
+    return partition_size(sum(costs.trained_sizes), dp_size)
+
+
+def _bucket_bytes(costs: MicroBatchCosts, zero: ZeroSettings) -> int:
+    """Gradients that wait to be sent. DeepSpeed allocates whole buckets, however few the gradients are."""
+    if zero.stage == 1:
+        return 0
+    if zero.stage == 3:
+        return zero.bucket_elements * zero.communication_dtype.itemsize
+    return zero.bucket_elements * zero.dtype.itemsize * (2 if zero.overlaps else 1)
+
+
+def _step_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """The copies that the optimizer's step makes: ZeRO-1 sends all gradients at once, 2 and 3 copy theirs in fp32."""
+    if zero.host_optimizer:
+        return 0
+    if zero.keeps_whole_gradients:
+        return sum(costs.trained_sizes) * zero.communication_dtype.itemsize
+    return _partition(costs, zero, dp_size) * torch.float32.itemsize
+
+
+# --- What a run's checkpoints take on the disk ----------------------------------------------------------------------
+
+_MASTER_AND_MOMENTS_BYTES = 12
+"""An element's fp32 master weight and two Adam moments."""
+
+
+def checkpoint_bytes(parameters: Parameters) -> int:
+    """One checkpoint: the optimizer's state of what trains, of which the weights are made again when it is read.
+
+    The base is not in it. What the ranks add (random states, padding, names) stays below a few percent in runs that are
+    large enough to need a forecast.
+    """
+    return parameters.trained * _MASTER_AND_MOMENTS_BYTES
+
+
+def most_checkpoints(config: RunConfig) -> int:
+    """How many lie on the disk at once: the last, those that stay for good, and one that is being written."""
+    for_good = config.schedule.steps // (config.checkpoints.keep_every_steps or config.schedule.steps + 1)
+    return config.checkpoints.keep_last + for_good + 1
+
+
+def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
+    """The room to ask for in all: for the most checkpoints that lie there at once, and the margin."""
+    most = checkpoint_bytes(parameters) * most_checkpoints(config)
+    return int(most * (1 + config.preflight.disk_margin_fraction))
+
+
+def held_bytes(folder: Path) -> int:
+    """What the files in `folder` take already."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
+    """What to tell the user where `folder` has not the room that the checkpoints still need."""
+    return PreflightError(
+        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, found {free_bytes / 1e9:.3g} GB free; make "
+        "room, lower checkpoints.keep_last, or set folder to another disk"
+    )

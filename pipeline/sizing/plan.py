@@ -1,0 +1,343 @@
+"""The plan of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig, learning_rate, load_config
+from pipeline.data.corpora import is_tokenized
+from pipeline.errors import ConfigError, LayoutError
+from pipeline.files import free_bytes
+from pipeline.run_folder.metrics import METRICS, read_metrics
+from pipeline.scale import expansion as expansions
+from pipeline.scale.expansion import open_expansion
+from pipeline.sizing.checks import CorpusPlan, Faults, Opened, open_run, plan_corpora
+from pipeline.sizing.cluster import GIB, Cluster, cluster_of
+from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
+from pipeline.sizing.memory import (
+    Memory,
+    Parameters,
+    checkpoint_bytes,
+    checkpoints_bytes,
+    held_bytes,
+    most_checkpoints,
+    no_room,
+)
+
+# --- When a run does what: the turning points of its learning rate, its checkpoints and validations, its end --------
+
+_LATEST_STEPS = 100
+_SPEED = "tokens_per_second_per_gpu"
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """The learning rate of the step that follows `step` steps already taken."""
+
+    step: int
+    learning_rate: float
+    what: str
+
+
+def milestones(config: RunConfig) -> tuple[Milestone, ...]:
+    """The turning points of the learning rate."""
+    schedule = config.schedule
+    warmup = math.ceil(schedule.warmup_fraction * schedule.steps)
+    falls_at = warmup
+    if schedule.decay == "wsd":
+        falls_at = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
+    points = {0: "first step", warmup: "warm-up ends", falls_at: f"{schedule.decay} decay begins"}
+    if warmup == falls_at:
+        points[warmup] = f"warm-up ends, {schedule.decay} decay begins"
+    points[schedule.steps - 1] = "last step"
+    return tuple(Milestone(step, learning_rate(step, schedule), what) for step, what in sorted(points.items()))
+
+
+def times(config: RunConfig, every_steps: int) -> int:
+    """How often something is done that comes every so many steps and at the end."""
+    return math.ceil(config.schedule.steps / every_steps)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long the steps that are left will take, validations and saves not counted, and what that is said from."""
+
+    steps_done: int
+    step_s: float
+    left_s: float
+    source: str
+
+
+def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Duration | None:
+    """From what the run folder's metrics have measured, else from the estimate; None where there is neither."""
+    lines = [line for line in read_metrics(config.folder / METRICS) if _SPEED in line]
+    steps_done = int(lines[-1]["step"]) if lines else 0
+    left = max(0, config.schedule.steps - steps_done)
+    if lines:
+        speed = statistics.median(line[_SPEED] for line in lines[-_LATEST_STEPS:])
+        tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        step_s = tokens_per_step / (speed * cluster.gpus)
+        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a GPU, measured in {METRICS}")
+    if estimate is None:
+        return None
+    source = f"{cluster.peak_tflops:g} TFLOP/s a GPU at MFU {cluster.mfu:g}, and the estimate's messages"
+    return Duration(0, estimate.step_s, left * estimate.step_s, source)
+
+
+# --- The plan of a run ---
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """How many checkpoints a run writes, how large, and the room for those that lie on the disk at once."""
+
+    folder: str
+    written: int
+    bytes_each: int
+    most_at_once: int
+    needed_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do. What cannot be said, because something is missing, is None; `faults` say what would stop it,
+    `to_make` what the stages before training have yet to make."""
+
+    name: str
+    folder: str
+    steps: int
+    tokens_per_step: int
+    micro_batches: int | None
+    cluster: Cluster
+    choice: Choice | None
+    dp_size: int | None
+    parameters: Parameters | None
+    estimate: Estimate | None
+    corpora: tuple[CorpusPlan, ...]
+    learning_rates: tuple[Milestone, ...]
+    checkpoints: CheckpointPlan | None
+    validations: int
+    duration: Duration | None
+    to_make: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
+    """The plan of `config` on `cluster`; `base_config` stands in for a base that is not here.
+
+    Raises:
+        ConfigError: a figure of the cluster cannot be.
+    """
+    check_cluster(cluster)
+    faults = Faults()
+    opened = open_run(config, cluster.gpus, faults, base_config)
+    estimator, estimate = _estimate(config, opened, cluster, faults)
+    checkpoints = _checkpoints(config, estimator, faults) if estimator else None
+    corpora = plan_corpora(config, opened.tokenizer, faults)
+    to_make = tuple(_to_make(config, faults))
+    return Plan(
+        name=config.name,
+        folder=str(config.folder),
+        steps=config.schedule.steps,
+        tokens_per_step=config.schedule.global_batch_size * config.data.sequence_length,
+        micro_batches=estimate.micro_batches if estimate else None,
+        cluster=cluster,
+        choice=estimator.own_choice if estimator else None,
+        dp_size=opened.layout.dp_size if opened.layout else None,
+        parameters=estimator.parameters if estimator else None,
+        estimate=estimate,
+        corpora=corpora,
+        learning_rates=milestones(config),
+        checkpoints=checkpoints,
+        validations=1 + times(config, config.validation.every_steps),
+        duration=duration_of(config, estimate, cluster),
+        to_make=to_make,
+        faults=tuple(map(str, faults.met)),
+    )
+
+
+def _estimate(
+    config: RunConfig, opened: Opened, cluster: Cluster, faults: Faults
+) -> tuple[Estimator | None, Estimate | None]:
+    """The estimate of the run's own layout, if all that it needs is there; and whether it fits, as a fault if not."""
+    if opened.spec is None or opened.deepspeed is None:
+        return None, None
+    estimator = Estimator(config, opened.spec, opened.deepspeed, cluster)
+    estimate = faults.attempt(lambda: estimator.estimate(estimator.own_choice))
+    if estimate is not None and not estimate.fits(cluster):
+        faults.met.append(
+            LayoutError(
+                f"memory: a GPU needs {estimate.memory.total / GIB:.1f} GiB of the usable "
+                f"{cluster.usable_bytes / GIB:.0f}; tools/estimate.py recommends a layout that fits"
+            )
+        )
+    return estimator, estimate
+
+
+def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> CheckpointPlan:
+    """What the checkpoints take; that the disk lacks the room is a fault."""
+    folder = config.folder / "checkpoints"
+    needed = max(0, checkpoints_bytes(config, estimator.parameters) - held_bytes(folder))
+    free = free_bytes(folder)
+    if free < needed:
+        faults.met.append(no_room(folder, needed, free))
+    return CheckpointPlan(
+        folder=str(folder),
+        written=times(config, config.checkpoints.every_steps),
+        bytes_each=checkpoint_bytes(estimator.parameters),
+        most_at_once=most_checkpoints(config),
+        needed_bytes=needed,
+        free_bytes=free,
+    )
+
+
+def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
+    """What a stage before training has yet to make. An initial expansion that is there must be this run's."""
+    if not is_tokenized(config.data):
+        yield f"{config.data.folder}: the token corpora (tools/preprocess_data.py)"
+    if isinstance(config.method, ScaleMethod):
+        if not (config.upscaled_folder / expansions.MANIFEST).exists():
+            yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"
+        else:
+            faults.attempt(lambda: open_expansion(config.upscaled_folder))
+
+
+# --- The plan, as lines for a person and as JSON values -------------------------------------------------------------
+
+_UNKNOWN = "unknown: see what would stop it"
+
+
+def as_values(plan: Plan, now: datetime) -> dict[str, Any]:
+    """The plan as JSON values: bytes, seconds, tokens; and when it would end if it started `now`."""
+    values = asdict(plan)
+    values["tokens"] = plan.steps * plan.tokens_per_step
+    if plan.estimate is not None:
+        values["estimate"]["memory"]["total"] = plan.estimate.memory.total
+        values["estimate"]["fits"] = plan.estimate.fits(plan.cluster)
+    if plan.choice is not None:
+        values["choice"] = plan.choice._asdict()
+    values["ends_at"] = end_of(plan, now).isoformat(timespec="minutes") if plan.duration else None
+    values["could_start"] = not plan.faults
+    return values
+
+
+def end_of(plan: Plan, now: datetime) -> datetime:
+    """When the last step would be done."""
+    assert plan.duration is not None
+    return now + timedelta(seconds=round(plan.duration.left_s))
+
+
+def as_text(plan: Plan, now: datetime) -> str:
+    """The plan as a few dozen lines, what would stop it at the end."""
+    rows = [("run", f"{plan.name}, in {plan.folder}")]
+    rows += [("layout", _layout(plan)), ("parameters", _parameters(plan)), *_memory(plan)]
+    rows += [("batch", f"{plan.tokens_per_step:,} tokens a step, {plan.micro_batches or '?'} micro-batches a rank")]
+    rows += [("steps", f"{plan.steps:,}, {plan.steps * plan.tokens_per_step:,} tokens in all")]
+    rows += [(f"corpus {one.name}", text) for one, text in zip(plan.corpora, _corpora(plan), strict=True)]
+    rows += [
+        ("learning rate", f"{point.learning_rate:.3g} from step {point.step:,}: {point.what}")
+        for point in plan.learning_rates
+    ]
+    rows += [("checkpoints", line) for line in _checkpoint_lines(plan)]
+    rows += [("validation", _validation(plan)), ("duration", _duration(plan, now))]
+    rows += [("yet to make", line) for line in plan.to_make]
+    rows += [("would stop it", line) for line in plan.faults or ("nothing that can be seen from here",)]
+    return "\n".join(_table(rows))
+
+
+def _table(rows: list[tuple[str, str]]) -> Iterator[str]:
+    width = max(len(name) for name, _ in rows)
+    before = ""
+    for name, text in rows:
+        yield f"{'' if name == before else name:<{width}}  {text}"
+        before = name
+
+
+def _layout(plan: Plan) -> str:
+    nodes = -(-plan.cluster.gpus // plan.cluster.gpus_per_node)
+    gpus = f"{plan.cluster.gpus} GPUs on {nodes} node(s)"
+    return gpus if plan.choice is None else f"{gpus}: dp {plan.dp_size}, {plan.choice}"
+
+
+def _parameters(plan: Plan) -> str:
+    if plan.parameters is None:
+        return _UNKNOWN
+    counts = plan.parameters
+    share = counts.trained / counts.total
+    return f"base {counts.base:,}, expansion {counts.expansion:,}, trained {counts.trained:,} ({share:.1%})"
+
+
+def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.estimate is None:
+        yield "memory a GPU", _UNKNOWN
+        return
+    memory = plan.estimate.memory
+    kinds = ", ".join(f"{kind.name} {getattr(memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
+    yield "memory a GPU", f"{memory.total / GIB:.2f} of {plan.cluster.usable_bytes / GIB:.0f} usable GiB: {kinds}"
+    if plan.estimate.host_bytes:
+        yield "memory a GPU", f"{plan.estimate.host_bytes / GIB:.2f} GiB in its host's memory"
+
+
+def _corpora(plan: Plan) -> Iterator[str]:
+    for corpus in plan.corpora:
+        if corpus.tokens is None:
+            yield f"{corpus.role}, not tokenized yet: how often it will be read is not known"
+        elif corpus.epochs is None:
+            yield f"{corpus.role}, {corpus.tokens:,} tokens, not drawn from"
+        else:
+            yield f"{corpus.role}, {corpus.tokens:,} tokens, {corpus.epochs:.3g} epochs"
+
+
+def _checkpoint_lines(plan: Plan) -> Iterator[str]:
+    checkpoints = plan.checkpoints
+    if checkpoints is None:
+        yield _UNKNOWN
+        return
+    size, most = checkpoints.bytes_each / 1e9, checkpoints.most_at_once
+    yield f"{checkpoints.written:,} of {size:.3g} GB each, at most {most} at once"
+    yield f"{checkpoints.needed_bytes / 1e9:.3g} GB more needed, {checkpoints.free_bytes / 1e9:.3g} GB free"
+
+
+def _validation(plan: Plan) -> str:
+    read = [f"{one.validation_sequences} of {one.name}" for one in plan.corpora if one.validation_sequences is not None]
+    return f"{plan.validations:,} times" + (f", sequences: {', '.join(read)}" if read else "")
+
+
+def _duration(plan: Plan, now: datetime) -> str:
+    if plan.duration is None:
+        return _UNKNOWN
+    duration = plan.duration
+    left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
+    end = end_of(plan, now).strftime("%Y-%m-%d %H:%M")
+    return f"{timedelta(seconds=round(duration.left_s))} for {left}, until {end} if it starts now ({duration.source})"
+
+
+# --- `python -m pipeline.train --dry-run`: prints the plan of a run, and says by its exit code whether it could start
+
+
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of `arguments.config` on the cluster that `arguments` describe. Returns 1 where it could not
+    start.
+
+    Raises:
+        ConfigError: the configuration itself is faulty, or the number of ranks is not given.
+    """
+    if "gpus" not in arguments:
+        raise ConfigError("--dry-run: say for how many ranks, with --gpus")
+    config = load_config(arguments.config)
+    plan = make_plan(config, cluster_of(arguments), arguments.base_config)
+    now = datetime.now().astimezone()
+    text = json.dumps(as_values(plan, now), indent=2) if arguments.json else as_text(plan, now)
+    sys.stdout.write(text + "\n")
+    return 1 if plan.faults else 0

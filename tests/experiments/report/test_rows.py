@@ -1,0 +1,102 @@
+"""Reading what a report is made of: summaries of studies, and the folder of a run that really trained."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from pipeline.errors import RunFolderError
+from pipeline.experiments.report.runs import group, read_runs
+from tests.distributed import run_ranks
+from tests.experiments.report.studies import rows, write_study
+from tests.training.runs import make_run, train
+
+
+def test_a_study_is_its_rows_with_their_metrics(tmp_path):
+    content = rows()
+    runs = read_runs([write_study(tmp_path / "korean", content)])
+    assert [run.row.model_dump(exclude_none=True) for run in runs] == content
+    assert {run.source for run in runs} == {"korean"}
+    assert all(len(run.metrics) == 101 for run in runs)
+    assert read_runs([tmp_path / "korean" / "summary.json"]) == runs
+
+
+def test_what_a_reader_does_not_know_is_passed_over(tmp_path):
+    content = rows((1,))[:1]
+    content[0] |= {"mood": "good", "peak_memory_gib": None}
+    content[0]["after"]["korean"] |= {"verdict": "fine", "right": True, "mauve": 0.5, "perplexity": None}
+    del content[0]["learning_rate"], content[0]["during"]
+    (run,) = read_runs([write_study(tmp_path, content, diagnostics=False)])
+    assert run.row.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
+    assert run.row.after["korean"]["perplexity"] == math.inf  # as orjson writes it
+    assert run.metrics == [] and [validation.step for validation in run.row.validations] == [0, 1000]
+
+
+def test_the_folder_of_a_real_run(tmp_path, tokens):
+    config = make_run(tmp_path / "route", tokens, method__variant="route", schedule__steps=4, validation__every_steps=2)
+    run_ranks(train, 1, config)
+    (run,) = read_runs([tmp_path / "route"])
+    lines = [json.loads(line) for line in (tmp_path / "route" / "metrics.jsonl").read_text().splitlines()]
+    training = json.loads((tmp_path / "route" / "training.json").read_text())
+    assert run.row.label == run.source == "route"
+    assert run.row.roles == {"english": "replay", "korean": "new"}
+    assert [validation.step for validation in run.row.validations] == [0, 2, 4]
+    for validation in run.row.validations:
+        assert validation.figures["korean"] == {
+            "perplexity": lines[validation.step]["perplexity/korean"],
+            "bits_per_byte": lines[validation.step]["bits_per_byte/korean"],
+        }
+    for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
+        assert getattr(run.row, key) == training[key]
+    assert run.row.learning_rate == 2e-3 and run.row.peak_memory_gib > 0
+    assert any("preserved_fraction" in line for line in run.metrics)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda row: row.pop("roles"), r"row 0: roles: Field required"),
+        (lambda row: row.update(steps="many"), r"row 0: steps"),
+        (lambda row: row["before"].update(korean=7), r"row 0: before\.korean"),
+        (lambda row: row.update(folder="../elsewhere"), "lies outside of the study"),
+        (lambda row: row.update(folder="/etc"), "lies outside of the study"),
+    ],
+)
+def test_a_summary_of_another_shape_is_refused(spoil, said, tmp_path):
+    content = rows((1,))[:1]
+    spoil(content[0])
+    write_study(tmp_path, content, diagnostics=False)
+    with pytest.raises(RunFolderError, match=said) as caught:
+        read_runs([tmp_path])
+    assert str(tmp_path / "summary.json") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunFolderError, match="found neither"):
+        read_runs([tmp_path])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(RunFolderError, match="no validation after the first"):
+        read_runs([tmp_path])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "perplexity/korean": 9.5, "perplexity/english": 3}\n')
+    with pytest.raises(RunFolderError, match="no validation after the first"):  # nor does it say what is replayed
+        read_runs([tmp_path])
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: cannot be read"):
+        read_runs([tmp_path])
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "perplexity/korean": 9.5}\n{"step": 2, "perplexity/korean": 9}\n[1]\n{"step": "x"}\n'
+    )
+    (tmp_path / "training.json").write_text('{"trainable_parameters": "many"}')
+    with pytest.raises(RunFolderError, match=r"training\.json: trainable_parameters"):
+        read_runs([tmp_path])
+
+
+def test_folders_of_one_name_are_told_apart_and_one_given_twice_counts_once(tmp_path):
+    content = rows((1,))[:1]
+    first, second = (write_study(tmp_path / one / "korean", content, diagnostics=False) for one in "ab")
+    alone = write_study(tmp_path / "other", content, diagnostics=False)
+    runs = read_runs([first, second, alone, first / "summary.json"])
+    assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
+    assert [len(one.runs) for one in group(runs)] == [1, 1, 1]  # no two seeds of one method

@@ -1,0 +1,121 @@
+"""A small study from its file to its summary, by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.errors import StudyError
+from pipeline.experiments.conduct import conduct, open_study, summarise
+from pipeline.experiments.pending import due, finished_count, run_count
+from tests.experiments.studies import BEYOND, STEPS, let_diverge, study_values, write_study
+from tests.training.runs import metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {**clean, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
+    """The study's folder, and what it printed; it was interrupted before its first run was done, and went on."""
+    folder = tmp_path_factory.mktemp("study")
+    values = study_values(folder, tokens)
+    let_diverge(values)
+    values["methods"]["lora"]["learning_rates"] = [2e-3, 1e-5, BEYOND]
+    path = write_study(folder, {**values, "seeds": [1]})
+    interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
+    log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
+    while not log.exists():
+        assert interrupted.poll() is None, interrupted.communicate()
+        time.sleep(0.05)
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate()
+    assert interrupted.returncode == 130, errors
+    assert "which save first" in errors and errors.splitlines()[-1] == "interrupted"
+
+    process = start("bash", "slurm/run_study.sh", STUDY=str(path))
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return folder / "study", printed
+
+
+def test_a_row_says_what_the_run_of_its_folder_recorded(finished):
+    study, _ = finished
+    rows = json.loads((study / "summary.json").read_text())
+    assert [(row["label"], row["method"], row["seed"]) for row in rows] == [
+        ("SCALE-Adapt", "adapt", 1),
+        ("LoRA", "lora", 1),
+    ]
+    for row in rows:
+        lines = metrics(study / row["folder"])
+        training = json.loads((study / row["folder"] / "training.json").read_text())
+        figures = {0: row["before"], STEPS: row["after"], **{one["step"]: one["figures"] for one in row["during"]}}
+        assert sorted(figures) == list(range(STEPS + 1))
+        for line in lines:
+            for corpus in ("korean", "english"):
+                for figure in ("perplexity", "bits_per_byte"):
+                    assert figures[line["step"]][corpus][figure] == line[f"{figure}/{corpus}"]
+        assert lines[-1]["learning_rate"] <= row["learning_rate"]
+        assert row["roles"] == {"korean": "new", "english": "replay"}
+        assert row["peak_memory_gib"] > 0
+        for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
+            assert row[key] == training[key]
+        assert row["after"]["korean"]["perplexity"] < row["before"]["korean"]["perplexity"]
+    assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # one base
+
+
+def test_the_learning_rate_is_the_one_that_learned_more(finished):
+    study, printed = finished
+    tried = json.loads((study / "learning_rates.json").read_text())
+    at = {one["learning_rate"]: one for one in tried if one["label"] == "LoRA"}
+    assert at[2e-3]["new_perplexity"] < at[1e-5]["new_perplexity"]
+    assert (at[2e-3]["chosen"], at[1e-5]["chosen"], at[BEYOND]["chosen"]) == (True, False, False)
+    assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
+    (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
+    assert line.endswith("diverged") and (study / f"lora.lr_{BEYOND:g}.seed_1" / "divergence.json").exists()
+    assert "chosen" in printed and "SCALE-Adapt" in printed
+
+
+def test_what_is_finished_is_not_done_again(finished, tokens):
+    study, printed = finished
+    path = study.parent / "study.yaml"
+    before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
+    runs = open_study(path, study)
+    assert (finished_count(runs), run_count(runs)) == (4, 4)
+    conduct(runs, jobs=2)
+    assert summarise(runs).as_text() == printed.rstrip("\n")
+    assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
+
+    # Other seeds follow, at the chosen rate only.
+    values = yaml.safe_load(path.read_text())
+    write_study(study.parent, {**values, "seeds": [1, 2]})
+    tasks = due(open_study(path, study))
+    assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
+        ("adapt.lr_0.002.seed_2", ("upscale", "train")),
+        ("lora.lr_0.002.seed_2", ("train",)),
+    ]
+
+
+def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
+    values = study_values(tmp_path, tokens)
+    values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
+    values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "nowhere.jsonl")]
+    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*nowhere.jsonl: .* \(.*/log.txt has all\)"
+    with pytest.raises(StudyError, match=said) as raised:
+        conduct(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
+    assert raised.value.exit_code == 1

@@ -1,0 +1,57 @@
+"""summary.json and learning_rates.json: what was written is read again, and what is no summary is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RunFolderError
+from pipeline.experiments.results import Row, Tried, read_rows, read_tried, write_summary
+from tests.experiments.report.studies import rows
+
+SHIPPED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/summary.json"))
+
+
+def test_what_was_written_is_read_again_and_no_number_is_as_infinite(tmp_path):
+    own = [Row.model_validate(one) for one in rows()]
+    own[0].after["korean"]["perplexity"] = math.inf
+    tried = [
+        Tried(
+            label="LoRA", learning_rate=1e-3, seed=1, new_perplexity=4.5, after=own[0].after, chosen=True,
+            at_the_edge=False,
+        )
+    ]  # fmt: skip
+    write_summary(tmp_path, own, tried)
+    assert read_rows(tmp_path) == own and read_tried(tmp_path) == tried
+    assert json.loads((tmp_path / "summary.json").read_text())[0]["after"]["korean"]["perplexity"] is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_rows_that_studies_wrote_before_stay_as_they_are(path, tmp_path):
+    write_summary(tmp_path, read_rows(path.parent), [])
+    after, before = (json.loads(one.read_text()) for one in (tmp_path / "summary.json", path))
+    assert [{key: value for key, value in row.items() if value is not None} for row in after] == [
+        {key: value for key, value in row.items() if value is not None} for row in before
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", "holds no run"),
+        ("[{", "cannot be read as JSON"),
+        ("{}", "expected a list, a row a run, found dict"),
+        ("[7]", "row 0: Input should be a valid dictionary"),
+        ('[{"label": "LoRA"}]', "row 0: steps: Field required"),
+    ],
+)
+def test_another_file_is_refused(content, said, tmp_path):
+    with pytest.raises(RunFolderError, match=r"summary.json: no such file; tools/run_study.py writes it"):
+        read_rows(tmp_path)
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(RunFolderError, match=said) as raised:
+        read_rows(tmp_path)
+    assert str(tmp_path / "summary.json") in str(raised.value) and "\n" not in str(raised.value)

@@ -1,0 +1,112 @@
+"""What is said of measurements that this machine cannot make: many nodes, GPUs, a network that lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.errors import PreflightError
+from pipeline.health.device_checks import (
+    Fault,
+    Finding,
+    Link,
+    Product,
+    Ranks,
+    describe,
+    host_memory,
+    judge_messages,
+    judge_products,
+    measure_product,
+    refuse_faults,
+    sylvester,
+)
+from pipeline.health.preflight import BLOCK_BYTES, Need, Room, judge_memory, sampled_hash
+from pipeline.parallel.topology import Layout
+from pipeline.sizing.cluster import GIB
+
+EIGHT = Ranks(("a", "a", "a", "a", "b", "b", "b", "b"), 0)
+SOUND = Product(None, 0.010)
+
+
+def faults_of(finding: Finding) -> list[str]:
+    return [fault.text for fault in finding.faults]
+
+
+def test_nodes_that_are_unequal_are_said_so():
+    assert describe(Ranks(("a", "a", "b"), 0)).measured == "3 rank(s), 1 to 2 on each of 2 node(s): a, b"
+
+
+def test_a_node_that_is_slow_as_a_whole_is_compared_with_the_others():
+    products = [SOUND] * 4 + [Product(None, 0.020)] * 4
+    (fault,) = judge_products(products, EIGHT, 1.5).faults
+    assert fault.node == "b"
+    assert "2.0 times as long as elsewhere, expected at most 1.5" in fault.text
+    assert judge_products(products, EIGHT, 2.5).faults == ()
+
+
+def test_two_broken_nodes_are_left_out_by_one_option():
+    products = [Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)]
+    finding = judge_products(products, EIGHT, 1.5)
+    assert [fault.node for fault in finding.faults] == ["a", "b"]
+    with pytest.raises(PreflightError, match=r"^preflight: 2 fault\(s\): .* --exclude=a,b$"):
+        refuse_faults([finding])
+
+
+def test_a_single_rank_is_compared_with_nobody():
+    assert judge_products([SOUND], Ranks(("a",), 0), 1.01).faults == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_comes_out_exactly_in_every_dtype(dtype):
+    assert measure_product(dtype, torch.device("cpu")).wrong is None
+    matrix = sylvester(64, dtype, torch.device("cpu"))
+    assert torch.equal(matrix @ matrix, 64 * torch.eye(64, dtype=dtype))
+    assert set(matrix.unique().tolist()) == {-1.0, 1.0}
+
+
+def test_the_group_whose_sum_is_wrong_or_slow_is_named():
+    groups = Layout(8, 4).dp_groups()
+    links = [Link(None, 20.0)] * 8
+    links[5] = Link("a wrong sum", 20.0)
+    links[2] = Link(None, 0.1)
+    wrong, slow = faults_of(judge_messages("data-parallel", links, groups, EIGHT, 0.5))
+    assert wrong.startswith(
+        "all-reduce over the data-parallel group of ranks 1, 5 (a, b): a wrong sum on rank(s) 5 (b)"
+    )
+    assert slow.startswith(
+        "all-reduce over the data-parallel group of ranks 2, 6 (a, b): 0.1 GB/s, expected at least 0.5"
+    )
+
+
+def test_memory_is_that_of_the_smallest_and_the_fullest_gpu():
+    room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
+    assert judge_memory(Need(60 * GIB, 0), [room] * 8, EIGHT).faults == ()
+    (small,) = faults_of(judge_memory(Need(60 * GIB, 0), [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
+    assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
+    (full,) = judge_memory(Need(60 * GIB, 0), [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
+    assert full == Fault(
+        "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
+        "a",
+        passing=True,
+    )
+    (host,) = faults_of(judge_memory(Need(GIB, 200 * GIB), [room] * 8, EIGHT))
+    assert "needs 200.00 GiB of host memory, found 100.00" in host
+
+
+def test_the_memory_of_this_machine_is_believable():
+    assert 0 < host_memory() < 2**50
+
+
+def test_samples_of_a_file_tell_its_size_its_ends_and_its_blocks(tmp_path):
+    file, content = tmp_path / "weights", bytearray(100 * BLOCK_BYTES)
+    file.write_bytes(content)
+    whole = sampled_hash(file, 8)
+    for at in (0, len(content) - 1, 14 * BLOCK_BYTES + 600):
+        changed = content.copy()
+        changed[at] = 1
+        file.write_bytes(changed)
+        assert sampled_hash(file, 8) != whole
+    file.write_bytes(content[:-1])
+    assert sampled_hash(file, 8) != whole
+    file.write_bytes(content)
+    assert sampled_hash(file, 8) == whole

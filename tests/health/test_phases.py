@@ -1,0 +1,69 @@
+"""Where a rank is, and how its time divides."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from pipeline.health.liveness import Phases
+
+
+@pytest.fixture
+def phases():
+    return Phases(torch.device("cpu"))
+
+
+def test_a_phase_knows_its_step_and_since_when(phases):
+    before = time.monotonic()
+    phases.finished(3)
+    with phases("forward"):
+        place = phases.place
+        assert (place.step, place.phase) == (3, "forward")
+        assert before <= place.since <= time.monotonic()
+    assert phases.place.phase == "other"
+
+
+def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
+    before = time.perf_counter()
+    phases.seconds()
+    begin = time.perf_counter()
+    with phases("step"):
+        time.sleep(0.02)
+        with phases("communication"):
+            time.sleep(0.03)
+        assert phases.place.phase == "step"
+        time.sleep(0.02)
+    end = time.perf_counter()
+    spent = phases.seconds()
+    after = time.perf_counter()
+    assert spent["step"] >= 0.04
+    assert spent["communication"] >= 0.03
+    assert end - begin <= sum(spent.values()) <= after - before
+
+
+def test_seconds_begin_anew_each_time_they_are_asked_for(phases):
+    with phases("data"):
+        time.sleep(0.02)
+    assert phases.seconds()["data"] >= 0.02
+    assert "data" not in phases.seconds()
+
+
+def test_after_an_exception_the_place_is_where_it_arose(phases):
+    with pytest.raises(ValueError, match="here"), phases("backward"):
+        raise ValueError("here")
+    assert phases.place.phase == "backward"
+
+
+def test_ranks_at_the_same_point_have_entered_as_many_phases():
+    counts = set()
+    for _ in range(2):
+        phases = Phases(torch.device("cpu"))
+        for step in range(3):
+            for phase in ("data", "forward", "backward", "step"):
+                with phases(phase):
+                    pass
+            phases.finished(step + 1)
+        counts.add(phases.place.entered)
+    assert len(counts) == 1

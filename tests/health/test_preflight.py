@@ -1,0 +1,212 @@
+"""What is wrong with an allocation is found before the first step, said in one line, and by one rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from pipeline.config.run import load_config
+from pipeline.deepspeed_config import load_deepspeed_config
+from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
+from pipeline.health import preflight as disk
+from pipeline.health.preflight import check_allocation
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.topology import Layout, ProcessGroups
+from tests.bases import STORIES
+from tests.distributed import run_ranks
+from tests.training.runs import make_run, make_tokens, metrics, train, write_config
+
+
+def on_rank(config_path: Path, prepare: Callable[..., Any] | None = None, *arguments: Any) -> str | list[str]:
+    """Checks the allocation as a rank of a node of its own pair: the lines that it logs, or how it ends."""
+    rank = dist.get_rank()
+    os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
+    with lines_of("pipeline.health.preflight") as lines, prepared(prepare, *arguments):
+        config = load_config(config_path)
+        groups = ProcessGroups(Layout(dist.get_world_size(), config.parallel.tp_size))
+        deepspeed = load_deepspeed_config(config.deepspeed, groups.layout)
+        try:
+            check_allocation(config, deepspeed, open_base(config.base), groups, torch.device("cpu"))
+        except UserError as error:
+            return f"error: {error}"
+        except SystemExit as end:
+            return f"silent exit {end.code}"
+    return lines
+
+
+@contextmanager
+def prepared(prepare: Callable[..., Any] | None, *arguments: Any) -> Iterator[None]:
+    undo = prepare(*arguments) if prepare else None
+    try:
+        yield
+    finally:
+        if undo:
+            undo()
+
+
+@contextmanager
+def lines_of(name: str) -> Iterator[list[str]]:
+    """What the logger `name` says."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def configured(run: Path, **changes: Any) -> Path:
+    # How fast a machine is that others use as well is nobody's fault, except where a test looks at that.
+    unhurried = {"preflight__slow_factor": 1e6, "preflight__min_gb_per_s": 0}
+    return write_config(run, run / "tokens", **{"zero": 2, "preflight__enabled": True, **unhurried, **changes})
+
+
+def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USER_ERROR) -> str:
+    """The one line; all ranks but the first must leave without a word."""
+    first, *others = run_ranks(on_rank, world_size, config, *arguments)
+    assert others == [f"silent exit {exit_code}"] * (world_size - 1)
+    assert first.startswith("error: preflight: ")
+    assert "\n" not in first
+    return first
+
+
+def test_a_sound_allocation_is_described(tmp_path):
+    config = configured(tmp_path, parallel__tp_size=2)
+    lines, *_ = run_ranks(on_rank, 4, config)
+    text = "\n".join(lines)
+    assert "4 rank(s), 2 on each of 2 node(s): n1, n2" in text
+    assert re.search(r"tensor-parallel all-reduce over 2 ranks within a node: [\d.]+ GB/s", text)
+    assert re.search(r"data-parallel all-reduce over 2 ranks across nodes: [\d.]+ GB/s", text)
+    assert "matrix products right on every rank" in text
+    assert "are the same on 2 node(s)" in text
+    assert re.search(r"needs [\d.]+ of [\d.]+ GiB of host memory", text)
+    assert re.search(r"[\d.e+]+ GB free, checkpoints need [\d.e+-]+ GB more", text)
+    assert (seconds := re.search(r"all is well, after ([\d.]+) s", text))
+    assert float(seconds[1]) < 120  # a second or two, where nobody else wants the machine
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_it_can_be_left_out(tmp_path):
+    assert run_ranks(on_rank, 1, configured(tmp_path, preflight__enabled=False)) == [[]]
+
+
+def test_all_faults_are_said_at_once(tmp_path):
+    config = configured(tmp_path, preflight__min_gb_per_s=1e6)
+    (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e15}}')
+    message = refusal(config, 2)
+    assert message.startswith("error: preflight: 2 fault(s): ")
+    assert "all-reduce over the data-parallel group of ranks 0, 1 (n1): " in message
+    assert "expected at least 1e+06 (preflight.min_gb_per_s)" in message
+    assert "GiB of host memory, found" in message
+
+
+def flip_a_bit() -> Callable[[], None] | None:
+    """On the last rank every matrix product comes out with one bit of one element flipped."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return None
+    multiply = torch.mm
+
+    def corrupted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = multiply(left, right)
+        product.view(torch.int32)[7, 7] ^= 1
+        return product
+
+    torch.mm = corrupted
+    return lambda: setattr(torch, "mm", multiply)
+
+
+def test_a_rank_that_multiplies_wrong_is_named_and_so_is_its_node(tmp_path):
+    message = refusal(configured(tmp_path), 3, flip_a_bit, exit_code=PASSING_FAULT)
+    assert "rank 2 on n2: a matrix product has 1 wrong elements of 262144" in message
+    assert message.endswith("--exclude=n2")
+
+
+def multiply_slowly() -> Callable[[], None] | None:
+    """The last rank works fifty times as long at every matrix product."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return None
+    multiply = torch.mm
+
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            product = multiply(left, right)
+        return product
+
+    torch.mm = slow
+    return lambda: setattr(torch, "mm", multiply)
+
+
+def test_a_rank_that_is_slow_is_named_and_so_is_its_node(tmp_path):
+    message = refusal(configured(tmp_path, preflight__slow_factor=3), 3, multiply_slowly, exit_code=PASSING_FAULT)
+    assert re.search(
+        r"rank 2 on n2: a matrix product takes [\d.]+ times as long as elsewhere, expected at most 3 ", message
+    )
+    assert message.endswith("--exclude=n2")
+
+
+def own_folder(folder: Path) -> None:
+    """Each node works in a folder of its own, and so finds a base of its own."""
+    disk.PATIENCE_S = 1.0
+    os.chdir(folder / os.environ["SLURMD_NODENAME"])
+
+
+def test_another_base_on_one_node(tmp_path):
+    for node in ("n1", "n2"):
+        shutil.copytree(STORIES, tmp_path / node / "base")
+    file = tmp_path / "n2" / "base" / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    config = configured(tmp_path, base="base")
+    message = refusal(config, 3, own_folder, tmp_path)
+    assert "base/model.safetensors: n2 sees another one than n1" in message
+    assert "tokenizer.json" not in message
+
+
+def test_a_node_that_lacks_the_tokenizer(tmp_path):
+    for node in ("n1", "n2"):
+        shutil.copytree(STORIES, tmp_path / node / "base")
+    (tmp_path / "n2" / "base" / "tokenizer.json").unlink()
+    told = run_ranks(on_rank, 3, configured(tmp_path, base="base"), own_folder, tmp_path)
+    assert told[:2] == [f"silent exit {USER_ERROR}"] * 2
+    assert "base: expected tokenizer.json or tokenizer.model in this folder, found neither" in told[2]
+
+
+def test_a_folder_that_the_nodes_do_not_share(tmp_path):
+    for node in ("n1", "n2"):
+        shutil.copytree(STORIES, tmp_path / node / "base")
+    config = configured(tmp_path, base="base", folder="run")
+    message = refusal(config, 3, own_folder, tmp_path)
+    assert "run/checkpoints: n1 does not see what n2 wrote there" in message
+    assert "run/checkpoints: n2 does not see what n1 wrote there" in message
+
+
+def test_a_disk_without_room(small_disk, tmp_path):
+    disk = small_disk(mib=1)
+    config = configured(tmp_path, folder=str(disk.path / "run"))
+    message = refusal(config, 1)
+    assert re.search(r"the checkpoints need 0\.00\d+ GB more, found 0\.00\d+ GB free", message)
+    disk.fill()
+    assert re.search(r"checkpoints: (n1 cannot write there: No space|the checkpoints need)", refusal(config, 1))
+
+
+def test_it_changes_no_number_of_the_training(tmp_path):
+    tokens = make_tokens(tmp_path / "tokens")
+    for enabled in (True, False):
+        run = tmp_path / str(enabled)
+        assert run_ranks(train, 1, make_run(run, tokens, preflight__enabled=enabled, schedule__steps=2)) == [0]
+    assert metrics(tmp_path / "True") == metrics(tmp_path / "False") != []

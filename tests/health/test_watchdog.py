@@ -1,0 +1,225 @@
+"""Ranks that are killed, stopped, hung or at fault: the others find out who it was, and end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline import log
+from pipeline.config.run import Watchdog as Settings
+from pipeline.errors import INTERNAL_FAULT, LOST_RANK, DataError
+from pipeline.health.liveness import Phases
+from pipeline.health.watchdog import Watchdog
+from pipeline.parallel.ranks import run_on_all_ranks
+from tests.distributed import processes
+from tests.waiting import PATIENCE_S, wait_until
+
+RANKS = 3
+# A busy machine holds a rank up for seconds: only what a scenario waits for comes soon.
+PATIENT = Settings(beat_every_s=0.2, dead_after_s=300, hung_after_s=300, slow_after_s=300)
+SOON_DEAD = PATIENT.model_copy(update={"dead_after_s": 6})
+SOON_HUNG = PATIENT.model_copy(update={"hung_after_s": 5})
+SAVE_S = 7.0
+
+
+class End(NamedTuple):
+    code: int
+    lines: list[str]
+    """what the rank wrote to stderr"""
+
+    @property
+    def errors(self) -> list[str]:
+        """The error lines, without their time."""
+        return [line.split(" ", 1)[1] for line in self.lines if " E " in line]
+
+
+def watched(
+    scenario: Callable[[Phases], None], folder: Path, limits: Settings = PATIENT, stopped: int | None = None
+) -> list[End]:
+    """Three ranks whose steps are `scenario`; one that is stopped is killed when the others have ended."""
+    ranks = [
+        processes.Process(target=_rank, args=(scenario, folder, limits, rank), daemon=True) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for rank, process in enumerate(ranks):
+        if rank != stopped:
+            process.join(timeout=PATIENCE_S)
+    for process in ranks:
+        process.kill()
+        process.join()
+    logs = [(folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in range(RANKS)]
+    return [End(process.exitcode or 0, lines) for process, lines in zip(ranks, logs, strict=True)]
+
+
+def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, rank: int) -> None:
+    descriptor = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), SLURMD_NODENAME=f"n{rank}")
+    torch.set_num_threads(1)
+    log.configure()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+    phases = Phases(torch.device("cpu"))
+    with Watchdog(limits, phases, folder / "stacks") as watchdog:
+        heard = watchdog._roll
+        assert wait_until(lambda: heard._reports.keys() == heard._heard.keys(), every_s=0.01)
+        scenario(phases)
+    dist.destroy_process_group()
+
+
+def steps(phases: Phases, disturb: Callable[[], None], *, count: int = 8) -> None:
+    """Steps of a tenth of a second; `disturb` comes in the data of the third."""
+    for step in range(count):
+        with phases("data"):
+            if step == 2:
+                disturb()
+            time.sleep(0.1)
+        with phases("forward"):
+            dist.all_reduce(torch.ones(1))
+        phases.finished(step + 1)
+
+
+# --- what befalls them -----------------------------------------------------------------------------------------------
+
+
+def nothing(phases: Phases) -> None:
+    steps(phases, lambda: None)
+
+
+def killed(rank: int, how: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), how) if dist.get_rank() == rank else None
+
+
+def last_killed(phases: Phases) -> None:
+    steps(phases, killed(2, signal.SIGKILL))
+
+
+def first_killed(phases: Phases) -> None:
+    steps(phases, killed(0, signal.SIGKILL))
+
+
+def last_stopped(phases: Phases) -> None:
+    steps(phases, killed(2, signal.SIGSTOP))
+
+
+def first_stopped(phases: Phases) -> None:
+    steps(phases, killed(0, signal.SIGSTOP))
+
+
+def last_hangs(phases: Phases) -> None:
+    steps(phases, lambda: time.sleep(PATIENCE_S) if dist.get_rank() == 2 else None)
+
+
+def first_hangs(phases: Phases) -> None:
+    steps(phases, lambda: time.sleep(PATIENCE_S) if dist.get_rank() == 0 else None)
+
+
+def last_fails(phases: Phases) -> None:
+    steps(phases, _fail)
+
+
+def _fail() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("no such sample")
+
+
+def users_fault(phases: Phases) -> None:
+    steps(phases, _user_fault)
+
+
+def _user_fault() -> None:
+    if dist.get_rank() == 2:
+        raise DataError("corpus: gone")
+
+
+def agreed_fault(phases: Phases) -> None:
+    steps(phases, lambda: run_on_all_ranks(_user_fault))
+
+
+def all_slow(phases: Phases) -> None:
+    """A save longer than any step may be, and then work again."""
+    with phases("checkpoint"):
+        time.sleep(SAVE_S)
+    steps(phases, lambda: None)
+
+
+def leaves_early(phases: Phases) -> None:
+    if dist.get_rank() != 2:
+        time.sleep(1)
+
+
+@pytest.mark.parametrize(("scenario", "limits"), [(nothing, PATIENT), (all_slow, SOON_HUNG), (leaves_early, PATIENT)])
+def test_ranks_that_work_are_left_alone(scenario, limits, tmp_path):
+    ends = watched(scenario, tmp_path, limits)
+    assert [end.code for end in ends] == [0] * RANKS
+    assert [end.errors for end in ends] == [[]] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("scenario", "limits", "culprit", "said"),
+    [
+        (last_killed, PATIENT, 2, r"was lost: its process ended or was cut off"),
+        (first_killed, PATIENT, 0, r"was lost: its process ended or was cut off"),
+        (last_stopped, SOON_DEAD, 2, r"was lost: no sign of life for \d+ s"),
+        (first_stopped, SOON_DEAD, 0, r"was lost: no sign of life for \d+ s"),
+    ],
+)
+def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, limits, culprit, said, tmp_path):
+    ends = watched(scenario, tmp_path, limits, stopped=culprit)
+    assert ends[culprit].code == -signal.SIGKILL
+    line = re.compile(rf"rank {culprit} on n{culprit} \(\d step\(s\) done, in phase \w+\) {said}$")
+    for rank in {0, 1, 2} - {culprit}:
+        end = ends[rank]
+        assert end.code == LOST_RANK, end
+        assert len(end.errors) == 1 and line.search(end.errors[0]), end
+        assert end.errors[0].startswith(f"[{rank}@n{rank}]")
+        assert not [text for text in end.lines if "Traceback" in text], end
+        # In a step still, or on its way out of one that a broken connection ended.
+        assert re.search("in (steps|__exit__)", (tmp_path / "stacks" / f"rank_0000{rank}.txt").read_text())
+
+
+@pytest.mark.parametrize(("scenario", "culprit"), [(last_hangs, 2), (first_hangs, 0)])
+def test_a_hung_rank_is_told_from_those_that_wait(scenario, culprit, tmp_path):
+    ends = watched(scenario, tmp_path, SOON_HUNG)
+    assert [end.code for end in ends] == [LOST_RANK] * RANKS
+    for end in ends:
+        assert f"rank {culprit} on n{culprit} (2 step(s) done, in phase data) hangs at" in end.errors[0]
+        assert "the others wait" in end.errors[0] and len(end.errors) == 1
+    assert f"in {scenario.__name__}" in (tmp_path / "stacks" / f"rank_0000{culprit}.txt").read_text()
+
+
+def test_a_rank_that_fails_says_so_and_the_others_repeat_it_in_a_line(tmp_path):
+    ends = watched(last_fails, tmp_path)
+    assert [end.code for end in ends] == [INTERNAL_FAULT, INTERNAL_FAULT, 1]  # multiprocessing's own 1
+    assert "ValueError: no such sample" in ends[2].lines[-1], "the traceback is its own"
+    for end in ends[:2]:
+        assert end.errors[0].endswith("failed: ValueError: no such sample")
+        assert not [text for text in end.lines if "Traceback" in text]
+
+
+def test_a_users_fault_on_one_rank_is_the_users_fault_on_all(tmp_path):
+    ends = watched(users_fault, tmp_path)
+    assert [end.code for end in ends] == [1, 1, 1]
+    assert ends[0].errors[0].endswith("failed: corpus: gone")
+
+
+def test_a_fault_that_all_agreed_on_is_not_repeated(tmp_path):
+    ends = watched(agreed_fault, tmp_path)
+    assert [end.code for end in ends] == [1, 1, 1]
+    assert [end.errors for end in ends] == [[], [], []]

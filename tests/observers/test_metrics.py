@@ -1,0 +1,67 @@
+"""metrics.jsonl and TensorBoard hold each step once, whatever happened to earlier attempts."""
+
+from __future__ import annotations
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.observers.metrics import BOARD, MetricsFiles
+from pipeline.run_folder.metrics import METRICS, read_metrics
+from pipeline.training.observer import StepEvent
+
+
+def write(folder, resumed_from, values):
+    metrics = MetricsFiles(folder, resumed_from)
+    for step, value in values.items():
+        metrics.on_step(StepEvent(step, 0, None, {"loss": value}))
+    metrics.on_end(finished=True)
+
+
+def test_steps_after_the_checkpoint_are_written_anew(tmp_path):
+    write(tmp_path, 0, {0: 9.0, 1: 5.0, 2: 4.0, 3: 3.0})
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while it wrote
+    write(tmp_path, 2, {3: 2.5, 4: 2.0})
+
+    expected = {0: 9.0, 1: 5.0, 2: 4.0, 3: 2.5, 4: 2.0}
+    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
+
+
+def test_a_run_that_never_saved_begins_anew(tmp_path):
+    write(tmp_path, 0, {0: 9.0, 1: 5.0})
+    write(tmp_path, 0, {0: 9.0, 1: 4.0})
+    assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}, {"step": 1, "loss": 4.0}]
+
+
+def test_going_back_drops_what_came_after(tmp_path):
+    metrics = MetricsFiles(tmp_path, 0)
+    for step in range(5):
+        metrics.on_step(StepEvent(step, 0, None, {"loss": float(step)}))
+    metrics.on_rollback(2)
+    metrics.on_step(StepEvent(3, 0, None, {"loss": 9.0}))
+    metrics.on_end(finished=True)
+    expected = {0: 0.0, 1: 1.0, 2: 2.0, 3: 9.0}
+    assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
+    events = EventAccumulator(str(tmp_path / BOARD)).Reload()
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
+
+
+def test_a_full_disk_loses_no_line(small_disk, caplog):
+    disk = small_disk(mib=1)
+    metrics = MetricsFiles(disk.path, 0)
+    figures = {f"figure/{number}": number / 7 for number in range(40)}  # a line longer than what the disk gives out
+    for step in range(8):
+        if step == 2:
+            disk.fill()
+        if step == 6:
+            disk.free()
+        metrics.on_step(StepEvent(step, 0, None, figures))
+        if step == 5:
+            assert len(read_metrics(disk.path / METRICS)) < 6
+    metrics.on_end(finished=True)
+    assert [line["step"] for line in read_metrics(disk.path / METRICS)] == list(range(8))
+    events = EventAccumulator(str(disk.path / BOARD)).Reload()
+    assert [event.step for event in events.Scalars("figure/7")] == list(range(8))
+    assert [record.message.count("No space left on device") for record in caplog.records] == [1, 1]

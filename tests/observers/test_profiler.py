@@ -1,0 +1,52 @@
+"""Traces: of the steps and ranks that were asked for, and at no cost to the numbers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from pipeline.observers.performance import PROFILE
+from tests.distributed import RankError, run_ranks
+from tests.training.runs import make_run, metrics, train
+
+EVENTS = {"schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
+
+
+def test_a_trace_has_the_steps_that_were_asked_for_and_changes_no_figure(tokens, tmp_path):
+    plain = make_run(tmp_path / "plain", tokens, **EVENTS)
+    config = make_run(tmp_path / "traced", tokens, profile={"steps": [2, 3], "ranks": [1]}, **EVENTS)
+    for one in (plain, config):
+        assert run_ranks(train, 2, one) == [0, 0]
+    assert metrics(config.parent) == metrics(plain.parent)
+    assert not (plain.parent / PROFILE).exists()
+
+    (trace,) = (config.parent / PROFILE).iterdir()
+    assert re.fullmatch(r"step_00000002\.rank_00001\.\d+\.pt\.trace\.json\.gz", trace.name)
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] > 0 for event in spans)
+    names = Counter(event["name"] for event in spans)
+    assert [names[f"step {step}"] for step in (1, 2, 3, 4)] == [0, 1, 1, 0]
+    assert names["forward"] == names["backward"] == 2 * 2  # steps and micro-batches
+    assert any("gloo" in name for name in names)
+
+
+def test_a_rank_that_is_not_there_cannot_be_traced(tokens, tmp_path):
+    config = make_run(tmp_path, tokens, profile={"steps": [1, 1], "ranks": [0, 1]})
+    with pytest.raises(RankError, match=r"ConfigError: profile.ranks: rank 1 of 1 ranks"):
+        run_ranks(train, 1, config)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_stopped_run_writes_what_it_traced(tokens, tmp_path):
+    config = make_run(tmp_path, tokens, profile={"steps": [1, 100]})
+    assert run_ranks(_stopped, 1, config) == [75]
+    assert len(list((tmp_path / PROFILE).iterdir())) == 1
+
+
+def _stopped(config):
+    return train(config, stop=True)

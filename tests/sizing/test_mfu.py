@@ -1,0 +1,66 @@
+"""MFU: the peak of a device, and what of a model's operations is held against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.config.run import load_config
+from pipeline.model.decoder import Decoder
+from pipeline.sizing.flops import count_flops, dense_tflops, mfu_per_token_rate, peak_flops
+from tests.training.runs import write_config
+
+PRESERVE = {
+    "name": "scale",
+    "variant": "preserve",
+    "expansion": {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_gpus_are_known_by_their_names_and_no_other_gets_a_figure(name, tflops):
+    assert dense_tflops(name) == tflops
+
+
+def test_a_peak_is_the_settings_else_unknown_on_a_cpu(tmp_path):
+    cpu = torch.device("cpu")
+    assert peak_flops(load_config(write_config(tmp_path, tmp_path)), torch.bfloat16, cpu) is None
+    told = load_config(write_config(tmp_path, tmp_path, metrics__peak_tflops=0.5))
+    assert peak_flops(told, torch.float32, cpu) == 5e11
+
+
+def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
+    spec = base("stories260K").spec
+
+    def rate(**changes):
+        return mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path, **changes)), spec, 1e12)
+
+    with torch.device("meta"):
+        model = Decoder(spec)
+        flops = count_flops(model, 32)
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)  # the embedding is the output's too
+    assert flops.matrix == 6 * matrices
+    full, preserve = rate(method={"name": "fft"}), rate(method=PRESERVE)
+    assert full == pytest.approx(flops.total / 1e12)
+    assert preserve < full  # at the same speed: the base, most of the model, is passed through forwards only
+    assert rate(method=PRESERVE, activation_checkpointing="all") == preserve
+    assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None

@@ -1,0 +1,130 @@
+"""A micro-batch on tensors without data costs what it costs with data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import LayoutError
+from pipeline.model.from_hf import read_spec
+from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
+from tests.distributed import run_ranks
+from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def of(method, layout=Layout(1), **changes):  # noqa: B008
+        return run_config(tmp_path, "zero1", method, layout, **changes)
+
+    return of
+
+
+def estimated(config):
+    tp_size, checkpointing = config.parallel.tp_size, config.activation_checkpointing
+    return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
+
+
+def saved_bytes(model, batch):
+    """What autograd saves of a real forward pass, each storage once, parameters aside."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(*batch)[0]
+    assert loss.requires_grad
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in batch}
+    return sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in inputs)
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_are_what_autograd_saves(config_of, method, mask):
+    config = config_of(method, data__document_mask=mask)
+    tokens, targets, positions, document_ids = real_batch(config)
+    batch = (tokens, targets, positions, document_ids) if mask else (tokens, targets, positions)
+    saved = saved_bytes(real_model(config, DTYPE), batch)
+    assert saved > 0
+    assert estimated(config).activation_bytes == pytest.approx(saved, rel=0.05)
+
+
+def saved_bytes_of_rank(config):
+    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
+    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), real_batch(config))
+
+
+@pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
+def test_sequence_parallel_ranks_save_less(config_of, method):
+    """Of what norms save, half on two ranks: their input in fp32, the normalised one in bf16, and one number a token.
+
+    Frozen gains need no normalised input, and Preserve's base stream nothing at all.
+    """
+    whole, split = [], []
+    for saved, choice in ((whole, False), (split, True)):
+        config = config_of(method, Layout(2, 2), parallel__sequence_parallel=choice)
+        saved += run_ranks(saved_bytes_of_rank, 2, config)
+        assert estimated(config).activation_bytes == pytest.approx(saved[0], rel=0.05)
+        assert saved[0] == saved[1]
+    hidden_size, expansion, norms, tokens = 64, SCALE["expansion"]["hidden_size"], 2 * 5 + 1, 2 * 32
+    trained = hidden_size if method == "fft" else expansion
+    saved_by_norms = norms * tokens * (trained * (4 + 2) + 4)
+    assert whole[0] - split[0] >= saved_by_norms // 2
+    if method != "adapt":
+        assert whole[0] - split[0] == saved_by_norms // 2
+
+
+def test_positions_that_ranks_cannot_share_are_refused(config_of):
+    config = config_of("adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30)
+    with pytest.raises(LayoutError, match=r"data.sequence_length: 30 .* parallel.tp_size 4"):
+        estimated(config)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "collaborative", "all"])
+@pytest.mark.parametrize("method", ["adapt", "route", "fft"])
+def test_the_largest_moment_is_that_of_a_real_pass(config_of, method, checkpointing):
+    config = config_of(method, activation_checkpointing=checkpointing)
+    model, batch = real_model(config, DTYPE), real_batch(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with LiveMemory(*model.parameters()) as live:
+        total, *_ = model(*batch)
+        total.backward()
+    costs = estimated(config)
+    assert costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes == live.peak
+
+
+def test_checkpointing_keeps_less_and_recomputes_more(config_of):
+    none, every = (estimated(config_of("adapt", activation_checkpointing=one)) for one in ("none", "all"))
+    assert every.activation_bytes < none.activation_bytes / 2
+    assert every.temporary_bytes > none.temporary_bytes
+    assert len(every.fetches) > len(none.fetches)
+
+
+def test_live_memory_counts_storages_once_and_lets_them_go():
+    before = torch.ones(100)
+    with LiveMemory(before) as live:
+        first = torch.ones(1000)
+        view = first[:10].view(2, 5)
+        before.add_(1)
+        assert live.now == 4000
+        second = first + 1
+        assert live.now == live.peak == 8000
+        del first
+        assert live.now == 8000  # the view holds it
+        del view, second
+        assert live.now == 0
+        live.restart_peak()
+        assert live.peak == 0

@@ -1,0 +1,176 @@
+"""What is recommended, and the command that says it, for the sizes that the method was made for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.run import parse_config
+from pipeline.errors import BaseModelError, ConfigError, LayoutError
+from pipeline.parallel.topology import Layout
+from pipeline.sizing.cluster import GIB, Cluster
+from pipeline.sizing.estimate import Choice, Estimator, open_estimator
+from pipeline.sizing.table import recommend
+from pipeline.sizing.traffic import GATHER
+from tests.bases import STORIES
+from tests.sizing.real_runs import run_config
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = {  # a tenth on top of the base, and where W12 begins
+    "llama-3.2-1b": ({"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}, 3),
+    "llama-3.1-70b": ({"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8}, 16),
+}
+
+
+def run_of(base: str, method: dict[str, object] | None = None, deepspeed: str = "zero3.json", **schedule: int):
+    widths, l_fp = WIDTHS[base]
+    scale = {"name": "scale", "variant": "adapt", "expansion": widths, "l_fp": l_fp}
+    sizes = {"steps": 1000, "global_batch_size": 256, "micro_batch_size": 1, "learning_rate": 1e-3, **schedule}
+    data = {"folder": "tokens", "sequence_length": 2048, "corpora": {"new": {"input": ["a"]}}, "document_mask": False}
+    values = {"name": base, "folder": "runs/x", "base": "elsewhere", "method": method or scale, "data": data}
+    values |= {"schedule": sizes, "deepspeed": str(ROOT / "ds_configs" / deepspeed)}
+    return parse_config(values, source="test")
+
+
+@cache
+def estimator(base: str, gpus: int, fft: bool = False) -> Estimator:
+    config = run_of(base, {"name": "fft"} if fft else None)
+    return open_estimator(config, Cluster(gpus), base_config=ROOT / "configs" / "bases" / f"{base}.json")
+
+
+@pytest.mark.parametrize(("base", "billions"), [("llama-3.2-1b", 1.2358), ("llama-3.1-70b", 70.554)])
+def test_parameters_of_the_published_models(base, billions):
+    parameters = estimator(base, 8).parameters
+    assert parameters.base == pytest.approx(billions * 1e9, rel=1e-3)
+    assert parameters.trained == parameters.expansion
+    assert 0.08 < parameters.trained / parameters.base < 0.2
+
+
+def states_gib(base: str, gpus: int, choice: Choice) -> float:
+    """Weights, gradients and optimizer of a rank."""
+    memory = estimator(base, gpus).estimate(choice).memory
+    return (memory.weights + memory.gradients + memory.optimizer) / GIB
+
+
+def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
+    """Beside 80 GiB: 2.2 N bytes replicated; over 64 ranks a few GiB; over 8 tensor-parallel ranks some twenty."""
+    choices = {stage: Choice(stage, 1, "none") for stage in (1, 3)}
+    assert states_gib("llama-3.1-70b", 64, choices[1]) > 150
+    assert 3 < states_gib("llama-3.1-70b", 64, choices[3]) < 6
+    assert 20 < states_gib("llama-3.1-70b", 64, Choice(1, 8, "none")) < 30
+    estimates = [estimator("llama-3.1-70b", 64).estimate(choice) for choice in choices.values()]
+    recommended = recommend(estimates, Cluster(64))
+    assert recommended.choice == choices[3]
+    assert "ZeRO-1 x tp 1 would need" in recommended.reason
+
+
+def test_a_1b_base_is_replicated_and_what_it_saves_is_said():
+    estimates = [estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2, 3)]
+    recommended = recommend(estimates, Cluster(8))
+    assert recommended.choice == Choice(1, 1, "none")
+    assert "ZeRO-3 would send" in recommended.reason
+    gathers = {
+        one.choice.zero_stage: next(traffic.payload_bytes for traffic in one.traffic if traffic.purpose == GATHER)
+        for one in estimates
+    }
+    assert gathers[1] == gathers[2]
+    # 32 micro-batches gather the whole model, and its lower half again: that is past DeepSpeed's reuse distance of 1e9.
+    whole = estimator("llama-3.2-1b", 8).parameters.total * 2
+    assert 32 * whole < gathers[3] < 1.5 * 32 * whole
+
+
+def test_full_fine_tuning_holds_states_for_all_of_it():
+    scale, fft = (
+        estimator("llama-3.2-1b", 8, fft).estimate(Choice(1, 1, "none")).memory.optimizer for fft in (False, True)
+    )
+    assert fft == pytest.approx(12 * 1.2358e9 / 8, rel=0.01)
+    assert scale < fft / 5
+
+
+def test_only_messages_between_nodes_cross_the_network():
+    one_node, many = (estimator("llama-3.2-1b", gpus).estimate(Choice(3, 1, "none")) for gpus in (8, 256))
+    assert one_node.between_bytes == 0 < one_node.inside_bytes
+    assert many.between_bytes > 0
+    # Of a ring over nodes of eight, one edge in eight leaves the node.
+    assert many.between_bytes == pytest.approx(many.inside_bytes / 7)
+    assert many.compute_s == pytest.approx(one_node.compute_s / 32)
+    halved = estimator("llama-3.2-1b", 8).estimate(Choice(1, 2, "none"))
+    assert halved.between_bytes == 0
+    assert halved.memory.weights == pytest.approx(one_node_weights() / 2, rel=0.01)
+
+
+def one_node_weights() -> int:
+    return estimator("llama-3.2-1b", 8).estimate(Choice(1, 1, "none")).memory.weights
+
+
+def test_nothing_fits_is_said_with_what_is_needed():
+    estimates = [estimator("llama-3.1-70b", 64).estimate(Choice(1, 1, "none"))]
+    recommended = recommend(estimates, Cluster(64))
+    assert recommended.choice is None
+    assert recommended.reason.startswith("nothing fits: ZeRO-1 x tp 1 needs")
+
+
+def test_a_batch_that_cannot_be_spread_is_refused():
+    with pytest.raises(LayoutError, match="global_batch_size"):
+        estimator("llama-3.2-1b", 512).estimate(Choice(1, 1, "none"))
+
+
+def test_offloading_moves_states_to_the_host():
+    config = run_of("llama-3.2-1b", deepspeed="zero3_offload.json")
+    source = ROOT / "configs" / "bases" / "llama-3.2-1b.json"
+    offloaded = open_estimator(config, Cluster(8), base_config=source).estimate(Choice(3, 1, "none"))
+    kept = estimator("llama-3.2-1b", 8).estimate(Choice(3, 1, "none"))
+    assert offloaded.memory.weights == offloaded.memory.optimizer == 0
+    assert offloaded.host_bytes >= kept.memory.weights + kept.memory.optimizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cluster": Cluster(0)}, ConfigError, "--gpus"),
+        ({"cluster": Cluster(8, mfu=1.5)}, ConfigError, "--mfu"),
+        ({"tp_size": 0}, ConfigError, "--tp"),
+        ({"tp_size": 3}, LayoutError, "tp_size 3"),
+        ({"base_config": None}, BaseModelError, "--base-config"),
+    ],
+)
+def test_faults_are_one_line(changes, error, message):
+    values = {"cluster": Cluster(8), "base_config": ROOT / "configs" / "bases" / "llama-3.2-1b.json", **changes}
+    with pytest.raises(error, match=message) as raised:
+        open_estimator(run_of("llama-3.2-1b"), **values)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_prints_a_table_and_json(tmp_path):
+    run_config(tmp_path, "zero1", "adapt", Layout(2))
+    config = tmp_path / "run.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["base"] = "not/here"
+    config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "tools/estimate.py", "--config", str(config), "--gpus", "2"]
+
+    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert missing.returncode == 1
+    assert missing.stderr.count("\n") == 1
+    assert "--base-config" in missing.stderr
+
+    command += ["--base-config", str(STORIES / "config.json"), "--tp", "2"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "ZeRO-1 x tp 2 (this run's)" in text
+    assert "\nrecommended: ZeRO-1 x tp 1: " in text
+    found = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True).stdout)
+    assert found["parameters"]["base"] == 260032
+    assert found["recommended"] == {"zero_stage": 1, "tp_size": 1, "activation_checkpointing": "none"}
+    assert {layout["tp_size"] for layout in found["layouts"]} == {1, 2}
+    assert found["flops_per_token"]["total"] > 0
+
+    command = [*command[:-2], "--gpus", "64"]  # more ranks than sequences in a batch
+    nothing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert nothing.returncode == 1
+    assert "no layout is possible" in nothing.stdout

@@ -1,0 +1,180 @@
+"""After a fault that is not the user's a job has another turn, or a stage without Slurm; but not without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import worth_another_attempt
+from pipeline.run_folder.attempts import read_attempts
+from tests.slurm.cluster import Cluster
+from tests.slurm.daemons import MESSAGE_TIMEOUT
+from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+from tests.waiting import wait_until
+
+# A stage whose first attempt lasts until something befalls it; what else is in $FOLDER says whom to hurt.
+LASTING = """\
+run_stage train on_every_rank bash -c '
+    [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
+    trap "exit 75" TERM
+    echo $$ > $FOLDER/written.$RANK; mv $FOLDER/written.$RANK $FOLDER/rank.$RANK.pid
+    if [[ ${STOPPED:-} == $RANK ]]; then kill -STOP $$; fi
+    if [[ -n ${STOPPED:-} ]]; then sleep 1; exit 69; fi
+    sleep 200 & wait'
+echo "the stage is done"
+"""
+
+
+def launcher(job_script: psutil.Process) -> psutil.Process:
+    return next(child for child in job_script.children() if child.name() == "srun")
+
+
+def kill_rank(folder: Path) -> None:
+    psutil.Process(int((folder / "rank.1.pid").read_text())).kill()
+
+
+def kill_launcher(folder: Path) -> None:
+    launcher(psutil.Process(int((folder / "batch.pid").read_text()))).kill()
+
+
+def kill_batch_script(folder: Path) -> None:
+    psutil.Process(int((folder / "batch.pid").read_text())).kill()
+
+
+def leave_one_stopped(folder: Path) -> None:
+    """Rank 1 is stopped already, and rank 0 has left."""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("disturb", [kill_rank, kill_launcher, kill_batch_script, leave_one_stopped])
+def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, disturb: Callable[[Path], None]):
+    env = {"FOLDER": str(tmp_path), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(tmp_path))}
+    if disturb is leave_one_stopped:
+        env["STOPPED"] = "1"
+    body = f"echo $$ > {tmp_path}/batch.pid\n{LASTING}"
+    script = stage_script(tmp_path, body, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
+    after = ("--parsable", f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true")
+    following = int(slurm_cluster.run("sbatch", *after, cwd=tmp_path))
+    slurm_cluster.wait_for(job, lambda _: len(list(tmp_path.glob("rank.*.pid"))) == 2)
+    first = [int(path.read_text()) for path in tmp_path.glob("rank.*.pid")]
+    disturb(tmp_path)
+    slurm_cluster.start_now(job)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+    lines = slurm_cluster.output(job).splitlines()
+    assert {"rank 0 went on", "rank 1 went on", "the stage is done"} <= set(lines)
+    assert not [pid for pid in first if psutil.pid_exists(pid)], "ranks of the first attempt live on"
+    assert slurm_cluster.wait(following).state == "COMPLETED"
+    assert slurm_cluster.job(following)["StartTime"] >= slurm_cluster.job(job)["EndTime"], "it waits through requeues"
+
+
+@pytest.mark.slurm
+def test_one_task_of_an_array_is_queued_again_alone(slurm_cluster: Cluster, tmp_path: Path):
+    """Its number, where it is the last task's, is the whole array's too."""
+    body = f"""\
+work() {{
+    while [[ $SLURM_ARRAY_TASK_ID == 0 && ! -e {tmp_path}/done ]]; do sleep 0.2; done
+    [[ $SLURM_ARRAY_TASK_ID == 0 || ${{SLURM_RESTART_COUNT:-0}} == 1 ]] || exit 75
+    touch {tmp_path}/done
+}}
+run_stage tokenize work"""
+    options = ("--array=0-1", "--requeue", "--open-mode=append", f"--output={tmp_path}/%a.out")
+    env = {"CONFIG": str(run_config(tmp_path))}
+    array = slurm_cluster.sbatch(stage_script(tmp_path, body, *options), env=env, cwd=tmp_path)
+
+    def task(number: int) -> str:
+        return slurm_cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
+
+    assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1)), task(1)
+    slurm_cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
+    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), task(0) + task(1)
+    assert "Restarts=0" in task(0)
+
+
+@pytest.mark.slurm
+def test_a_job_outlives_the_controllers_absence(slurm_cluster: Cluster, tmp_path: Path):
+    """It wants another turn while slurmctld is away, and queues itself again when that is back."""
+    body = f"""\
+go_on() {{
+    [[ ${{SLURM_RESTART_COUNT:-0}} == 0 ]] || exit 0
+    echo $$ > {tmp_path}/begun
+    while [[ ! -e {tmp_path}/away ]]; do sleep 0.1; done
+    exit 75
+}}
+export SLURM_CONF={tmp_path}/slurm.conf
+run_stage train go_on"""
+    impatient = tmp_path / "slurm.conf"
+    impatient.write_text(slurm_cluster.daemons.conf.read_text().replace(MESSAGE_TIMEOUT, "MessageTimeout=2"))
+    script = stage_script(tmp_path, body, "--requeue", "--open-mode=append", f"--output={tmp_path}/out")
+    env = {"CONFIG": str(run_config(tmp_path))}
+    job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
+    assert wait_until(lambda: (tmp_path / "begun").exists()), slurm_cluster.evidence(job)
+    slurm_cluster.stop_controller()
+    try:
+        (tmp_path / "away").touch()
+        assert wait_until(lambda: "; asking again for 300 s" in (tmp_path / "out").read_text())
+    finally:
+        slurm_cluster.start_controller()
+    slurm_cluster.start_now(job)
+    end = slurm_cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+
+
+# The first attempt of a stage of two ranks meets a fault, the second one comes to its end.
+SECOND_TIME_LUCKY = """\
+import os, signal, time
+os.write(1, f"rank {os.environ['RANK']} in {os.environ['ATTEMPT']}\\n".encode())
+if os.environ["ATTEMPT"].endswith(".0"):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.FAULT)
+        time.sleep(100)
+    raise SystemExit(69)
+"""
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_without_slurm_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
+    program = tmp_path / "program.py"
+    program.write_text(SECOND_TIME_LUCKY.replace("FAULT", fault), encoding="utf-8")
+    body = f"run_stage train on_every_rank python {program}; echo went on"
+    env = {"NPROC": "2", "EXIT_GRACE_S": "5", "CONFIG": str(run_config(tmp_path))}
+    result = bash(stage_script(tmp_path, body), **env)
+    assert result.returncode == 0, result.stderr
+    assert "another attempt at train: restart 1, 1 of at most 3 without progress" in result.stdout
+    assert result.stdout.splitlines()[-1] == "went on"
+    [ended] = [one.ended for one in read_attempts(tmp_path / "run")]
+    assert ended is not None and ended.exit_code in (69, 137)
+
+
+def test_without_slurm_a_stage_that_gets_no_further_is_given_up(tmp_path: Path):
+    body = "run_stage train here bash -c 'exit 70'"
+    env = {"MAX_RESTARTS_WITHOUT_PROGRESS": "2", "CONFIG": str(run_config(tmp_path))}
+    result = bash(stage_script(tmp_path, body), **env)
+    assert result.returncode == 70
+    assert result.stdout.count("another attempt") == 2
+    assert "no further attempt at train: 3 attempt(s) in a row brought no newer checkpoint" in result.stdout
+
+
+def test_a_users_fault_is_not_tried_again(tmp_path: Path):
+    result = bash(stage_script(tmp_path, "run_stage train here bash -c 'exit 1'"), CONFIG=str(run_config(tmp_path)))
+    assert result.returncode == 1
+    assert "another attempt" not in result.stdout
+
+
+def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
+    """The run's configuration cannot be read when tools/may_retry.py wants to."""
+    body = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }\nrun_stage train fail_once"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert "No such file" in result.stderr
+    assert "another attempt at train: tools/may_retry.py itself ended with exit code 70" in result.stdout
+
+
+def test_without_python_the_scripts_themselves_know_what_is_worth_another_attempt(tmp_path: Path):
+    body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr

@@ -77,7 +77,7 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
     )
     phases = Phases(torch.device("cpu"))
     with Watchdog(limits, phases, folder / "stacks") as watchdog:
-        heard = watchdog._roll
+        heard = watchdog._health
         assert wait_until(lambda: heard._reports.keys() == heard._heard.keys(), every_s=0.01)
         scenario(phases)
     dist.destroy_process_group()

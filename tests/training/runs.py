@@ -171,8 +171,8 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "while DeepSpeed writes": ("training.saved_files", "write_torch_file"),
-    "before the files are hashed": ("training.checkpoint", "file_hash"),
+    "while DeepSpeed writes": ("training.checkpointing", "write_torch_file"),
+    "before the files are hashed": ("training.checkpointing", "file_hash"),
     "before the folder is renamed": ("checkpoint.manifest", "write_json"),
     "before latest names it": ("checkpoint.folder", "write_text"),
     "before the old one is removed": ("checkpoint.folder", "discard"),

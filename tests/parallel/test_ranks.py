@@ -76,4 +76,4 @@ def _place_while_others_come() -> tuple[str, bool]:
 
 def test_a_wait_for_a_gpu_is_a_wait_for_the_others():
     (place,) = run_ranks(_place_while_others_come, 1)
-    assert place[0].startswith("summed (unison.py:") and place[1]
+    assert place[0].startswith("summed (ranks.py:") and place[1]

@@ -1,4 +1,4 @@
-"""What a run reads, opened and checked before any rank holds anything; nothing here needs the other ranks' answers."""
+"""What a run reads, checked before any rank holds anything; nothing here needs the other ranks."""
 
 from __future__ import annotations
 
@@ -6,35 +6,64 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.config.run import Profile, RunConfig
+from pipeline import log
+from pipeline.checkpoint.folder import candidates
+from pipeline.checkpoint.manifest import check_same_model, load_manifest
+from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
-from pipeline.errors import BaseModelError, ConfigError, DataError
+from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError
 from pipeline.methods import training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout, TensorParallel, check_sequence_length
+from pipeline.run_folder.status import TRAINING
+
+_logger = log.get_logger(__name__)
 
 
 class Samples(NamedTuple):
-    """What a run learns from, and what it is tested on."""
+    """What a run learns from, and what it is tested on. Each rank opens its own: they hold mapped files."""
 
     training: TrainingSamples
     heldout: dict[str, HeldoutSamples]
 
 
 class Inputs(NamedTuple):
-    """Everything that a run reads, except for the weights themselves."""
+    """What rank 0 found in the files that a run names; picklable, for all ranks.
+
+    Attributes:
+        starts_at_base: whether the model's logits must equal the base's before the first step.
+        finished: whether an earlier attempt came to the run's end. Then nothing beyond the corpora was checked.
+    """
 
     config: RunConfig
     deepspeed_config: DeepSpeedConfig
     layout: Layout
     base: BaseFolder
     tokenizer_fingerprint: str
-    training: TrainingSamples
-    heldout: dict[str, HeldoutSamples]
+    starts_at_base: bool = True
+    finished: bool = False
+
+
+def read_inputs(config: RunConfig, world_size: int) -> Inputs:
+    """Reads and checks everything that a run names, except for the weights and checkpoints themselves.
+
+    Raises:
+        UserError: the first fault that was found; see the functions below.
+    """
+    layout, deepspeed_config = open_layout(config, world_size)
+    base = open_base(config.base)
+    check_context(config, base.spec)
+    tokenizer = load_tokenizer(config.base)
+    check_vocabulary(tokenizer, base.spec)
+    open_samples(config, tokenizer.fingerprint)
+    inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
+    if is_finished(config, base):
+        return inputs._replace(finished=True)
+    return inputs._replace(starts_at_base=training_method(config).starts_at_base())
 
 
 def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:
@@ -42,36 +71,38 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
 
     Raises:
         LayoutError: the ranks, or the batch, do not divide.
-        ConfigError: the DeepSpeed file is missing or asks for what does not work, or a rank to be traced is not there.
+        ConfigError: the DeepSpeed file is missing or asks for what does not work, or a rank to be traced does not
+            exist.
     """
     layout = Layout(world_size, config.parallel.tp_size)
     accumulation_steps(config.schedule, layout.dp_size)
-    check_traced_ranks(config.profile, world_size)
+    profile = config.profile
+    if profile.steps is not None and max(profile.ranks, default=0) >= world_size:
+        raise ConfigError(
+            f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
+        )
     return layout, load_deepspeed_config(config.deepspeed, layout)
 
 
-def open_fitting_base(config: RunConfig) -> BaseFolder:
-    """The base, whose context is long enough for the run's samples.
-
-    Raises:
-        BaseModelError: it is missing, damaged, or of an architecture that we do not know.
-        ConfigError: its context is too short.
-    """
-    base = open_base(config.base)
-    check_context(config, base.spec)
-    return base
+def check_context(config: RunConfig, spec: DecoderSpec) -> None:
+    """Raises ConfigError where samples are longer than what the base was made for."""
+    longest = spec.max_position_embeddings
+    if config.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
+            f"use at most {longest}"
+        )
 
 
-def open_fitting_tokenizer(config: RunConfig, spec: DecoderSpec) -> Tokenizer:
-    """The base's tokenizer, for each of whose ids the base has a row.
-
-    Raises:
-        DataError: it is missing or damaged.
-        BaseModelError: it has more ids than the base has rows.
-    """
-    tokenizer = load_tokenizer(config.base)
-    check_vocabulary(tokenizer, spec)
-    return tokenizer
+def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Raises BaseModelError where some ids have no row in the embedding: tensor-parallel ranks would silently read such
+    a token as zeros, and a GPU alone would stop at it."""
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise BaseModelError(
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
+            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or take the "
+            "tokens beyond out of the tokenizer"
+        )
 
 
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
@@ -91,27 +122,6 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
     return Samples(training, load_heldout(config.data, tokenizer_fingerprint=tokenizer_fingerprint))
 
 
-def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Raises BaseModelError where some ids have no row in the embedding: tensor-parallel ranks would take such a token
-    for zeros without a word, and a GPU alone would stop at it."""
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise BaseModelError(
-            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or take the "
-            "tokens beyond out of the tokenizer"
-        )
-
-
-def check_context(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where samples are longer than what the base was made for."""
-    longest = spec.max_position_embeddings
-    if config.data.sequence_length > longest:
-        raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
-            f"use at most {longest}"
-        )
-
-
 def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
     """Raises what building the model would, without any memory or message."""
     check_sequence_length(config.data.sequence_length, tp)
@@ -119,9 +129,23 @@ def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> Non
         training_method(config).build(spec, tp, config.activation_checkpointing)
 
 
-def check_traced_ranks(profile: Profile, world_size: int) -> None:
-    """Raises ConfigError where a rank that is to be traced does not exist."""
-    if profile.steps is not None and max(profile.ranks, default=0) >= world_size:
-        raise ConfigError(
-            f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
-        )
+def is_finished(config: RunConfig, base: BaseFolder) -> bool:
+    """Whether an earlier attempt came to the run's end; logs it if so.
+
+    Raises:
+        CheckpointError: it did, but with another base or method than the configuration now has.
+    """
+    found = candidates(config.folder / "checkpoints") if (config.folder / TRAINING).exists() else []
+    if not found:
+        return False
+    try:
+        manifest = load_manifest(found[0])
+    except DamagedCheckpointError:
+        return False  # resuming says so, and takes the one before
+    if manifest.position.step < config.schedule.steps:
+        return False
+    check_same_model(manifest, found[0], base.hashes(), config.method)
+    _logger.info(
+        "%s is already at step %d of %d: nothing to train", config.folder, manifest.position.step, config.schedule.steps
+    )
+    return True

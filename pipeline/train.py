@@ -7,8 +7,8 @@ where nothing would:
 
     python -m pipeline.train --dry-run --gpus 16 configs/demo.yaml
 
-Training goes on from the run's newest checkpoint, and does nothing where the run is finished. A signal (SIGTERM,
-SIGUSR1, Ctrl-C) makes it save once more and leave with exit code 75.
+Training resumes from the run's newest checkpoint, and does nothing where the run is finished. A signal (SIGTERM,
+SIGUSR1, Ctrl-C) makes it save once more and exit with code 75.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def main() -> int:
 
         return dry_run(arguments)
     if arguments != parser.parse_args([str(arguments.config)]):
-        parser.error("only --dry-run takes options: training has its ranks from the launcher")
+        parser.error("only --dry-run takes options: training gets its ranks from the launcher")
 
     device = launch.initialise(launch.read_launch(os.environ))
-    log.configure()  # once more: now the environment says which rank this is, whoever started it
+    log.configure()  # again: now the environment says which rank this is, whatever launcher started it
     from pipeline.observers import make_observers
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 

@@ -130,7 +130,7 @@ def block_norms(squares: Mapping[str, float]) -> dict[str, float]:
 
 def make_diagnostics(context: RunContext) -> Diagnostics:
     """On the first held-out samples of the base's own domain, or, where the run has none, on a training batch."""
-    config, heldout = context.inputs.config, context.inputs.heldout
+    config, heldout = context.inputs.config, context.heldout
     replayed = [name for name in heldout if config.data.corpora[name].role == "replay"]
     if not replayed:
         return Diagnostics(context.engine, context.probe, "training")

@@ -1,4 +1,4 @@
-"""What every rank does for itself, and any may fail at: all go on, or all stop and one says why."""
+"""What the ranks must agree on: after work that any rank may fail at, all go on, or all stop and one says why."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Result = TypeVar("Result")
 
 
 def run_on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Runs `work`, which must contain no collective, on every rank.
+    """Runs `work`, which must contain no collective, on every rank, and returns this rank's result.
 
     Raises:
-        Exception: whatever `work` raised, on the first rank where it did.
-        SystemExit: on the others, without a word, so that the user reads one line and no rank waits for another.
+        Exception: whatever `work` raised, on the first rank where it did. Where other ranks succeeded, the message of a
+            UserError names the rank and its node.
+        SystemExit: on the other ranks, with the same exit code: the user reads one line, and no rank waits.
     """
-    result: list[Result] = []
+    result: Result | None = None
     error: Exception | None = None
     try:
-        result.append(work())
-    except Exception as fault:  # noqa: BLE001  # raised again below, when the others know of it
+        result = work()
+    except Exception as fault:  # noqa: BLE001  # raised again below, when the other ranks know of it
         error = fault
-    exit_codes: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(exit_codes, exit_code_of(error) if error else None)
+    exit_codes = all_gathered(exit_code_of(error) if error else None)
     failed = [rank for rank, code in enumerate(exit_codes) if code is not None]
     if not failed:
-        return result[0]
+        return cast(Result, result)
     if error is None or dist.get_rank() != failed[0]:
         raise SystemExit(exit_codes[failed[0]])
     if isinstance(error, UserError) and len(failed) < len(exit_codes):
@@ -41,24 +41,29 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
 
 
 def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
-    """Runs `work` on the first rank, and gives its result to all: file systems may show ranks different things.
+    """Runs `work` on rank 0 alone and returns its result, which must be picklable, on every rank.
 
     Raises:
-        Exception, SystemExit: as `run_on_all_ranks`.
+        Exception: whatever `work` raised, on rank 0.
+        SystemExit: on the other ranks, with the same exit code.
     """
-    own = run_on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)
-    results = [own]
-    dist.broadcast_object_list(results, src=0)
-    return cast(Result, results[0])
+    answer: list[object] = [None, None]  # the result, and the exit code of a fault
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = work()
+        except Exception as fault:  # noqa: BLE001  # raised again below, when the other ranks know of it
+            error, answer[1] = fault, exit_code_of(fault)
+    dist.broadcast_object_list(answer, src=0)
+    if error is not None:
+        raise error
+    if answer[1] is not None:
+        raise SystemExit(answer[1])
+    return cast(Result, answer[0])
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Ends the run for a reason that every rank has found.
-
-    Raises:
-        UserError: `error`, on rank 0.
-        SystemExit: on the others.
-    """
+    """Ends the run for a reason that every rank has found: rank 0 raises `error`, the others SystemExit."""
 
     def fail() -> NoReturn:
         raise error
@@ -67,17 +72,24 @@ def raise_on_all_ranks(error: UserError) -> NoReturn:
     raise AssertionError("unreachable: run_on_all_ranks raises what every rank raised")
 
 
-def summed(values: Tensor) -> Tensor:
-    """The sum of all ranks' `values`, on the host; every rank must call it, and `values` are the sum too.
+def all_gathered(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Every rank's `value`, in the order of the ranks of `group` (None: all ranks)."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
-    NCCL's messages return before they are done, so a rank waits for the others in the copy: here, where the watchdog
-    knows it for waiting.
+
+def summed(values: Tensor) -> Tensor:
+    """The sum of all ranks' `values`, on the host; every rank must call it. `values` become the sum too.
+
+    An NCCL collective returns before it is done. The wait for the other ranks happens in the copy to the host, inside
+    this function, which the watchdog knows as one that waits.
     """
     dist.all_reduce(values)
     return values.cpu()
 
 
 def warn_on_rank0(logger: logging.Logger, message: str, *values: object) -> None:
-    """Warns of what every rank has seen, in one line instead of one a rank."""
+    """Logs, once instead of on each rank, a warning of what every rank has seen."""
     if dist.get_rank() == 0:
         logger.warning(message, *values)

@@ -12,7 +12,6 @@ from math import prod
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import sum_gradient
@@ -176,30 +175,45 @@ def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parame
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
+@dataclass(frozen=True)
+class ZeroPartition:
+    """The run of a flattened shard that this data-parallel rank holds: `length` elements, from element `first` on.
+
+    Under ZeRO-3 every parameter carries one as `zero_partition`; `pipeline.training` puts it there. `values` are
+    equally long on all ranks, so those of the last ranks end in padding, or are nothing else.
+    """
+
+    values: Tensor
+    first: int
+    length: int
+
+
+def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
+    """This rank's run of the shard; None where it holds the whole shard."""
+    partition: ZeroPartition | None = getattr(parameter, "zero_partition", None)
+    return partition
+
+
 def held_values(parameter: Tensor) -> Tensor:
-    """What this rank holds of `parameter`: the shard, or, once ZeRO-3 has partitioned that, a flat piece of it."""
-    values: Tensor = getattr(parameter, "ds_tensor", parameter)
-    return values
+    """What this rank holds of `parameter`: the shard, or, once ZeRO-3 has partitioned that, a flat run of it."""
+    partition = zero_partition_of(parameter)
+    return parameter if partition is None else partition.values
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets what this rank holds of `parameter`. `read` gives rows of its shard: no more are asked for than that takes.
-
-    ZeRO-3 flattens a shard and cuts it into equal pieces, one a data-parallel rank; the last ones end in padding.
-    """
+    """Sets what this rank holds of `parameter`. `read` gives rows of its shard: no more than that takes are read."""
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
-    held = held_values(parameter)
-    if held is parameter:
-        held.copy_(read((0, shape[0])))
+    held = zero_partition_of(parameter)
+    if held is None:
+        parameter.copy_(read((0, shape[0])))
         return
-    row = prod(shape[1:])
-    first = min(prod(shape), held.numel() * dist.get_rank(parameter.ds_process_group))  # type: ignore[attr-defined]
-    stop = min(prod(shape), first + held.numel())
-    held[stop - first :].zero_()
-    if first < stop:
-        rows = first // row, -(-stop // row)
-        held[: stop - first].copy_(read(rows).flatten()[first - rows[0] * row : stop - rows[0] * row])
+    held.values[held.length :].zero_()
+    if held.length:
+        row, stop = prod(shape[1:]), held.first + held.length
+        rows = held.first // row, -(-stop // row)
+        read_values = read(rows).flatten()
+        held.values[: held.length].copy_(read_values[held.first - rows[0] * row : stop - rows[0] * row])
 
 
 @contextmanager

@@ -1,15 +1,14 @@
-"""What a rank reads in a step: pure arithmetic on sample indices, then tensors on its device.
+"""The micro-batches of one rank: which samples a step reads follows from its number alone.
 
-Every rank of a tensor-parallel group reads the same samples. Which ones a step is made of depends on its number only.
+Every rank of a tensor-parallel group reads the same samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ class MicroBatch(NamedTuple):
 
 
 class TrainingBatches:
-    """The micro-batches of one rank."""
+    """The micro-batches of one rank, on its device."""
 
     def __init__(
         self, samples: TrainingSamples, config: RunConfig, layout: Layout, rank: int, device: torch.device
@@ -40,7 +39,7 @@ class TrainingBatches:
         self.device = device
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """Those that this rank adds up for the optimizer step that follows `step` steps."""
+        """Those that this rank accumulates for the optimizer step that follows `step` steps."""
         batch_size = self.schedule.global_batch_size
         for indices in rank_indices(
             step * batch_size,
@@ -53,21 +52,21 @@ class TrainingBatches:
 
 
 def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device) -> MicroBatch:
-    """Samples side by side.
+    """Joins samples of S tokens each into a micro-batch of [B, S] on `device`.
 
-    Without `document_mask` only padding would be set apart, and that comes after all it could disturb.
+    Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
     """
+
+    def stacked(field: str) -> Tensor:
+        values = torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+        if device.type != "cuda":
+            return values.to(device)
+        # From pinned memory: a copy from other memory makes the host wait until the GPU has come to it.
+        return values.pin_memory().to(device, non_blocking=True)
+
     return MicroBatch(
-        tokens=_stacked((sample.tokens for sample in samples), device),
-        targets=_stacked((sample.targets for sample in samples), device),
-        positions=_stacked((sample.positions for sample in samples), device),
-        document_ids=_stacked((sample.document_ids for sample in samples), device) if document_mask else None,
+        tokens=stacked("tokens"),
+        targets=stacked("targets"),
+        positions=stacked("positions"),
+        document_ids=stacked("document_ids") if document_mask else None,
     )
-
-
-def _stacked(rows: Iterable[npt.NDArray[np.int64]], device: torch.device) -> Tensor:
-    stacked = torch.from_numpy(np.stack(list(rows)))
-    if device.type != "cuda":
-        return stacked.to(device)
-    # From pinned memory: a copy of other memory makes the host wait until the GPU has come to it.
-    return stacked.pin_memory().to(device, non_blocking=True)

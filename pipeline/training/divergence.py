@@ -1,13 +1,13 @@
-"""When training leaves the road: what is a spike, what is borne, and the report of what was not.
+"""When training diverges: what counts as a spike, how many steps may be skipped, and the report of a run that ends.
 
-All of it is a function of the run's position, so that a run that goes on decides as one that never stopped.
+Everything here follows from the run's position, so that a resumed run decides as one that never stopped.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from statistics import median
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -21,70 +21,70 @@ REPORT = "divergence.json"
 
 
 def remembered(recent: Sequence[StepRecord], record: StepRecord, stability: Stability) -> tuple[StepRecord, ...]:
-    """`recent` and `record`: what of them the rule for spikes may still need."""
+    """`recent` and `record`, as far back as `find_spike` may need them."""
     return (*recent, record)[-(stability.window + stability.spike_steps) :]
 
 
 def find_spike(recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float) -> list[StepRecord]:
-    """The last `spike_steps` steps, if each of them is beyond what the `window` before them leads to expect.
+    """The last `spike_steps` steps, if each is a spike against the `window` steps before them; else none.
 
-    Beyond is a loss `loss_increase` nats above their median, or a gradient norm that is clipped and
-    `gradient_norm_factor` times theirs. A single bad batch is not a spike: the steps after it are like those before.
+    That is a loss `loss_increase` nats above their median, or a gradient norm that is clipped and
+    `gradient_norm_factor` times their median. A single bad batch is not a spike: the steps after it are as before.
     """
     before, last = recent[: -stability.spike_steps], list(recent[-stability.spike_steps :])
     if len(before) < stability.window:
         return []
-    median = statistics.median
     highest_loss = highest_norm = float("inf")
     if stability.loss_increase is not None:
         highest_loss = median(record.loss for record in before) + stability.loss_increase
     if stability.gradient_norm_factor is not None:
         norm = median(record.gradient_norm for record in before)
         highest_norm = max(gradient_clipping, norm * stability.gradient_norm_factor)
-    return last if all(one.loss > highest_loss or one.gradient_norm > highest_norm for one in last) else []
+    is_spike = all(record.loss > highest_loss or record.gradient_norm > highest_norm for record in last)
+    return last if is_spike else []
 
 
-def set_aside(spike: Sequence[StepRecord]) -> range:
-    """The steps whose samples are not to be drawn again: those of the spike, and the one whose update began it."""
+def steps_to_skip(spike: Sequence[StepRecord]) -> range:
+    """The steps whose samples are not drawn again: those of the spike, and the one whose update began it."""
     return range(spike[0].step - 1, spike[-1].step + 1)
 
 
-def check_skips(config: RunConfig, position: Position) -> None:
-    """Ends a run that skipped more steps than its configuration bears; every rank must call it.
+def check_skipped_steps(config: RunConfig, position: Position) -> None:
+    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it.
 
     Raises:
-        DivergenceError: on the first rank; the others leave without a word.
+        DivergenceError: on rank 0; SystemExit on the others.
     """
     skipped, most = len(position.skipped_steps), config.stability.max_skipped_steps
     if skipped > most:
         end_diverged(config, position, f"{skipped} steps were skipped, more than stability.max_skipped_steps {most}")
 
 
-def end_diverged(config: RunConfig, position: Position, reason: str) -> None:
-    """Raises DivergenceError on the first rank, once the figures of the last steps are in the run folder."""
+def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn:
+    """Writes divergence.json into the run folder and ends the run; every rank must call it.
 
-    def report() -> None:
-        path = config.folder / REPORT
+    Raises:
+        DivergenceError: on rank 0; SystemExit on the others.
+    """
+    path = config.folder / REPORT
+
+    def report() -> NoReturn:
         if dist.get_rank() == 0:
-            write_report(path, config, position, reason)
+            values = {
+                "step": position.step,
+                "reason": reason,
+                "skipped_steps": list(position.skipped_steps),
+                "recomputed_steps": position.recomputed_steps,
+                "rollbacks": position.rollbacks,
+                "learning_rate_factor": position.learning_rate_factor,
+                "settings": config.stability.model_dump(mode="json"),
+                "recent": [record._asdict() for record in position.recent],
+            }
+            write_json(path, values)
         raise DivergenceError(
             f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from which the same command "
-            f"goes on; lower schedule.learning_rate, or look at these steps' samples: {path} has the figures"
+            f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has the figures"
         )
 
     run_on_all_ranks(report)
-
-
-def write_report(path: Path, config: RunConfig, position: Position, reason: str) -> None:
-    """What a person needs who asks why the run ended."""
-    values = {
-        "step": position.step,
-        "reason": reason,
-        "skipped_steps": list(position.skipped_steps),
-        "recomputed_steps": position.recomputed_steps,
-        "rollbacks": position.rollbacks,
-        "learning_rate_factor": position.learning_rate_factor,
-        "settings": config.stability.model_dump(mode="json"),
-        "recent": [record._asdict() for record in position.recent],
-    }
-    write_json(path, values)
+    raise AssertionError("unreachable: run_on_all_ranks raises what every rank raised")

@@ -1,4 +1,4 @@
-"""How a process learns its place among the ranks, and joins them.
+"""How a process finds its place among the ranks, joins them, hears signals that ask it to stop, and leaves.
 
 `read_launch` only reads an environment and checks it; `initialise` acts on the result.
 """
@@ -20,15 +20,17 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 import torch
+
+# Imported before there is a process group: its functions take the default group of their import as a default argument,
+# and a group that is still referred to after `finish` keeps gloo's threads, which now and then abort the process.
 import torch.distributed.nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pipeline.config.run import Watchdog
 from pipeline.errors import INTERRUPTED, LayoutError, RendezvousError
 
-# Before there is a group: its functions take the default group of their import as a default argument, and a group that
-# is still referred to after `finish` keeps gloo's threads, which now and then abort the process at its end.
-
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in a collective, until the run's configuration is read."""
 
 # Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before
 # Slurm, because its mpirun starts its own daemons with srun and their variables reach the processes too.
@@ -37,14 +39,13 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
 )
+_HOST_COUNTS = ("HOST_COUNT", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = 0  # torch's store takes a free one
+_SAME_KEYSTROKE_S = 0.5
+"""A launcher may pass on a Ctrl-C that the terminal has sent to every process."""
 
 Resolve = Callable[[str], str]
-
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in a collective, until the run's configuration is read."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,80 @@ def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> L
     _check_world(environment, rank, world_size)
     if world_size == 1:
         return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_ANY_PORT))
-    launch = Launch(rank, local_rank, world_size, *_rendezvous(environment, world_size))
-    hosts = _host_count(environment)
-    _check_address(launch.master_addr, hosts, resolve)
-    if "GLOO_SOCKET_IFNAME" not in environment:
-        _check_own_address(hosts, resolve)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:
+        raise LayoutError(
+            f"{' and '.join(missing)} not set, and {world_size} processes need a place to meet; start them with "
+            "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
+        )
+    launch = Launch(rank, local_rank, world_size, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
+    _check_addresses(environment, launch.master_addr, resolve)
     return launch
+
+
+def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, local rank and world size."""
+    for names in _LAUNCHERS:
+        if names[2] in environment:
+            rank, local_rank, world_size = (_number(environment, name) for name in names)
+            if rank >= world_size:
+                raise LayoutError(f"{names[0]} is {rank}, but {names[2]} is {world_size}; ranks count from 0")
+            return rank, local_rank, world_size
+    return 0, 0, 1
+
+
+def _check_world(environment: Mapping[str, str], rank: int, world_size: int) -> None:
+    """A process started without its launcher would train alone, or wait for ranks that nobody starts."""
+    expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
+    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
+    if (expected and world_size != expected) or (not expected and world_size < tasks):
+        raise LayoutError(
+            f"rank {rank} on {socket.gethostname()} is one of {world_size} process(es), but {expected or tasks} were "
+            "allocated; start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
+        )
+
+
+def _check_addresses(environment: Mapping[str, str], master_addr: str, resolve: Resolve) -> None:
+    """Checks that the ranks can reach the master's address and, unless GLOO_SOCKET_IFNAME is set, this node's."""
+    here = socket.gethostname()
+    hosts = next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1)
+    try:
+        address = resolve(master_addr)
+    except OSError as error:
+        raise LayoutError(
+            f"MASTER_ADDR {master_addr} does not resolve on {here} ({error}); "
+            "set MASTER_ADDR to the first node's address"
+        ) from None
+    if hosts > 1 and _is_loopback(address):
+        raise LayoutError(
+            f"MASTER_ADDR {master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set MASTER_ADDR "
+            "to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
+        )
+    if "GLOO_SOCKET_IFNAME" in environment:
+        return
+    # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
+    try:
+        address = resolve(here)
+    except OSError:
+        address = _LOOPBACK  # what gloo falls back to
+    if hosts > 1 and _is_loopback(address):
+        raise LayoutError(
+            f"{here}: its own name resolves to {address}, where no other host can reach it; set NETWORK_INTERFACE in "
+            "slurm/site.env (or GLOO_SOCKET_IFNAME), or correct this node's /etc/hosts"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise LayoutError(f"{name}: expected a whole number, found {text or 'nothing'!r}")
+    return int(text)
 
 
 def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
@@ -109,21 +178,16 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
-    import deepspeed  # it chooses its accelerator when it is imported
+    from pipeline.training import deepspeed_internals  # DeepSpeed chooses its accelerator when it is imported
 
-    if not on_gpu:
-        # Else its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        device = torch.device("cpu")
-    else:
+    device = torch.device("cpu")
+    if on_gpu:
         bound = "SLURM_GPUS_PER_TASK" in os.environ
         device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
     try:
-        deepspeed.init_distributed(
-            dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout
-        )
+        deepspeed_internals.init_distributed("nccl" if on_gpu else "gloo", timeout)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         raise RendezvousError(
             f"rank {launch.rank} on {socket.gethostname()} could not meet the others at "
@@ -131,43 +195,6 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
             "port: a job that is queued again takes another one, or set MASTER_PORT"
         ) from None
     return device
-
-
-def collective_timeout(limits: Watchdog) -> timedelta:
-    """How long a collective may take in a run: longer than the watchdog bears anything.
-
-    The watchdog is to say which rank is missing, before gloo or NCCL end the processes that wait for it.
-    """
-    return max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
-
-
-def wait_at_most(timeout: timedelta) -> None:
-    """Sets how long this rank waits for the others in a collective over all ranks."""
-    _set_pg_timeout(timeout)
-
-
-def finish() -> None:
-    """Leaves the ranks; a process that ends without it may abort."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def leave_after(program: Callable[[], None]) -> NoReturn:
-    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up.
-
-    DeepSpeed holds its process groups for good, and their threads now and then abort a process during that clean-up
-    ("terminate called without an active exception"): a finished run would count as failed.
-    """
-    try:
-        program()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    else:
-        code = 0
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
@@ -186,98 +213,44 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
     return local_rank
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    for names in _LAUNCHERS:
-        if names[2] in environment:
-            rank, local_rank, world_size = (_number(environment, name) for name in names)
-            if rank >= world_size:
-                raise LayoutError(f"{names[0]} is {rank}, but {names[2]} is {world_size}; ranks count from 0")
-            return rank, local_rank, world_size
-    return 0, 0, 1
+def set_collective_timeout(limits: Watchdog) -> timedelta:
+    """Sets and returns how long a collective over all ranks may take: longer than the watchdog allows any phase.
+
+    The watchdog is to say which rank is missing, before gloo or NCCL end the processes that wait for it.
+    """
+    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
+    _set_pg_timeout(timeout)
+    return timeout
 
 
-def _check_world(environment: Mapping[str, str], rank: int, world_size: int) -> None:
-    """A process started beside its launcher believes to be alone, or waits for ranks that nobody starts."""
-    expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
-    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
-    if (expected and world_size != expected) or (not expected and world_size < tasks):
-        raise LayoutError(
-            f"rank {rank} on {socket.gethostname()} is one of {world_size} process(es), but {expected or tasks} were "
-            "allocated; start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
-        )
+def finish() -> None:
+    """Leaves the ranks; a process that ends without it may abort."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
-def _rendezvous(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    if missing:
-        raise LayoutError(
-            f"{' and '.join(missing)} not set, and {world_size} processes need a place to meet; start them with "
-            "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
-        )
-    return environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+def leave_after(program: Callable[[], None]) -> NoReturn:
+    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up.
 
-
-def _host_count(environment: Mapping[str, str]) -> int:
-    """On how many machines the ranks are; Slurm's nodes, unless the launcher knows better."""
-    for name in ("HOST_COUNT", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"):
-        if name in environment:
-            return _number(environment, name)
-    return 1
-
-
-def _check_address(master_addr: str, hosts: int, resolve: Resolve) -> None:
-    here = socket.gethostname()
+    DeepSpeed never lets go of its process groups, and their threads now and then abort a process during that clean-up
+    ("terminate called without an active exception"): a finished run would count as failed.
+    """
     try:
-        address = resolve(master_addr)
-    except OSError as error:
-        raise LayoutError(
-            f"MASTER_ADDR {master_addr} does not resolve on {here} ({error}); "
-            "set MASTER_ADDR to the first node's address"
-        ) from None
-    if hosts > 1 and _is_loopback(address):
-        raise LayoutError(
-            f"MASTER_ADDR {master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set MASTER_ADDR "
-            "to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
-        )
-
-
-def _check_own_address(hosts: int, resolve: Resolve) -> None:
-    """gloo listens where the node's own name leads, and says its peers so: many systems have it at 127.0.1.1."""
-    here = socket.gethostname()
-    try:
-        address = resolve(here)
-    except OSError:
-        address = _LOOPBACK  # what gloo falls back to
-    if hosts > 1 and _is_loopback(address):
-        raise LayoutError(
-            f"{here}: its own name leads to {address}, where no other host can reach it; set NETWORK_INTERFACE in "
-            "slurm/site.env (or GLOO_SOCKET_IFNAME), or mend this node's /etc/hosts"
-        )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise LayoutError(f"{name}: expected a whole number, found {text or 'nothing'!r}")
-    return int(text)
-
-
-# --- Signals that ask for the end: the run saves once more and leaves with a code that says "go on later" -----------
-
-_SAME_KEYSTROKE_S = 0.5
-"""A launcher may pass on what the terminal has sent to all."""
+        program()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    else:
+        code = 0
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class StopSignals:
-    """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`; the loop looks at it after every step.
+    """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at every step.
 
-    A handler may interrupt a collective, so it does nothing else. Ctrl-C for the second time ends the process at once.
+    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process at once.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -316,5 +289,5 @@ def _end_at_second_interrupt(numbers: socket.socket) -> None:
             now = time.monotonic()
             first = now if first is None else first
             if now - first > _SAME_KEYSTROKE_S:
-                print("interrupted again: ends without saving", file=sys.stderr, flush=True)  # noqa: T201  # the last word
+                print("interrupted again: ends without saving", file=sys.stderr, flush=True)  # noqa: T201  # no logging
                 os._exit(INTERRUPTED)

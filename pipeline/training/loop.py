@@ -1,4 +1,4 @@
-"""The training loop: steps, validations, checkpoints, and going back behind a spike."""
+"""The training loop: steps, validations, checkpoints, and the rollback after a spike."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from pipeline.health.liveness import Phases
 from pipeline.parallel.ranks import raise_on_all_ranks, summed, warn_on_rank0
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
-from pipeline.training.divergence import check_skips, end_diverged, find_spike, remembered, set_aside
+from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered, steps_to_skip
 from pipeline.training.engine import Engine
 from pipeline.training.launch import StopSignals
 from pipeline.training.observer import Observers, StepEvent, ValidationEvent
 from pipeline.training.validation import HeldoutScore, Validation
 
 ATTEMPTS = 2
-"""A fault of the hardware passes: the second result is what an undisturbed run has. A fault in the data does not."""
+"""How often a step is computed. A fault of the hardware may pass, and the second result is then that of an undisturbed
+run; a fault of the data does not."""
 _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """The parts of a run that is about to begin or to go on."""
+    """The parts of a run that is about to begin or to resume."""
 
     config: RunConfig
     engine: Engine
@@ -51,19 +52,20 @@ class Outcome(NamedTuple):
 
 
 def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome:
-    """Trains from `position` to the last step, or to the step during which a signal came; the work is saved then.
+    """Trains from `position` to the last step, or to the step during which a signal came, which it then saves.
 
     Raises:
-        UserError: training diverged, forgot too much, or could not save its end; on rank 0.
+        UserError: training diverged, forgot too much, or could not save its end; on rank 0, SystemExit on the others.
     """
     config, schedule, phases, observers = trainer.config, trainer.config.schedule, trainer.phases, trainer.observers
-    position, scores = begin(trainer, position)
+    phases.finished(position.step)
+    position, scores = validate_ends(trainer, position)
     while position.step < schedule.steps:
         observers.on_step_begin(position.step + 1)
         step = take_step(trainer, position, signals)
         position, figures = step.position, step.figures
         phases.finished(position.step)
-        check_skips(config, position)
+        check_skipped_steps(config, position)
         if spike := find_spike(position.recent, config.stability, schedule.gradient_clipping):
             with phases("checkpoint"):
                 position = roll_back(trainer, position, spike)
@@ -92,9 +94,8 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     return Outcome(position, scores, finished=True)
 
 
-def begin(trainer: Trainer, position: Position) -> tuple[Position, dict[str, HeldoutScore]]:
-    """Scores the model before its first step, from where forgetting is measured, or again after its last."""
-    trainer.phases.finished(position.step)
+def validate_ends(trainer: Trainer, position: Position) -> tuple[Position, dict[str, HeldoutScore]]:
+    """Scores the model before its first step, from where forgetting is measured, or where no step is left."""
     if position.step not in (0, trainer.config.schedule.steps):
         return position, {}
     with trainer.phases("validation"):
@@ -106,7 +107,7 @@ def begin(trainer: Trainer, position: Position) -> tuple[Position, dict[str, Hel
 
 
 def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
-    """The scores under the names they have in TensorBoard."""
+    """The scores by their names in TensorBoard."""
     return {f"{figure}/{name}": value for name, score in scores.items() for figure, value in score.figures().items()}
 
 
@@ -115,11 +116,11 @@ def tokens_per_step(config: RunConfig) -> int:
     return config.schedule.global_batch_size * config.data.sequence_length
 
 
-# --- One step: computed, computed once more where no number came out, and at last skipped ---
+# --- One step: computed, computed once more if it gave no finite number, and then skipped ---------------------------
 
 
 class Step(NamedTuple):
-    """What a step came to.
+    """The result of a step.
 
     Attributes:
         position: where the run stands after it.
@@ -135,7 +136,7 @@ class Step(NamedTuple):
 
 
 def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Step:
-    """Takes the step that follows `position`; every rank must call it, and all come to the same."""
+    """Takes the step that follows `position`; every rank must call it, and all get the same result."""
     number = position.step + 1
     after = position.changed(step=number, tokens_seen=number * tokens_per_step(trainer.config))
     if number in position.skipped_steps:
@@ -147,7 +148,7 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
         totals = _compute(trainer, position.step, rate, stop=signals.received is not None)
         if trainer.engine.step_applied:
             break
-        warn_on_rank0(_logger, "step %d: its loss or gradient is not finite, and moves no weight", number)
+        warn_on_rank0(_logger, "step %d: its loss or gradient is not finite; no weight was changed", number)
     seconds = time.perf_counter() - started
     after = after.changed(seconds=position.seconds + seconds)
     if not trainer.engine.step_applied:
@@ -166,14 +167,14 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
 
 def _skipped(after: Position, *, stop: bool) -> Step:
     warn_on_rank0(_logger, "step %d: skipped; its samples change nothing", after.step)
-    figures = {"skipped_steps": float(sum(one <= after.step for one in after.skipped_steps))}
+    figures = {"skipped_steps": float(sum(step <= after.step for step in after.skipped_steps))}
     if after.rollbacks:
         figures["rollbacks"] = after.rollbacks
     return Step(after, figures, None, stop)
 
 
 def _compute(trainer: Trainer, index: int, rate: float, *, stop: bool) -> StepTotals:
-    """One attempt at the step that follows `index` steps; it changes the weights where the gradient is finite."""
+    """Computes the step that follows `index` steps once; it changes the weights if the gradient is finite."""
     engine, phases, sums = trainer.engine, trainer.phases, StepSums(trainer.batches.device)
     batches = iter(trainer.batches.of_step(index))
     while True:
@@ -193,7 +194,7 @@ def _compute(trainer: Trainer, index: int, rate: float, *, stop: bool) -> StepTo
 
 
 class StepTotals(NamedTuple):
-    """One step over all ranks: the mean nll of the predicted tokens, and whether any rank was asked to stop."""
+    """A step over all ranks: the mean nll of the predicted tokens, and whether any rank was asked to stop."""
 
     nll_per_token: float
     preserved_fraction: float
@@ -201,13 +202,13 @@ class StepTotals(NamedTuple):
 
 
 class StepSums:
-    """Adds up a step's micro-batches on the device; one message and one wait bring all ranks' sums together."""
+    """Adds up a step's micro-batches on the device; one collective and one wait bring all ranks' sums together."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
 
     def add(self, nll_sum: Tensor, targets: Tensor, preserved: Tensor) -> None:
-        """Counts one micro-batch."""
+        """Counts one micro-batch. targets, preserved: [B, S]."""
         predicted = targets != IGNORED
         self._sums[0] += nll_sum.detach()
         self._sums[1] += predicted.sum()
@@ -216,41 +217,36 @@ class StepSums:
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
         """The step's totals; every rank must call it, and all get the same."""
         if engine.tensor_parallel.rank != 0:
-            self._sums.zero_()  # tensor-parallel neighbours saw the same tokens
+            self._sums.zero_()  # tensor-parallel neighbours read the same tokens
         self._sums[3] = float(stop)
         nll_sum, predicted, preserved, stops = summed(self._sums).tolist()
         return StepTotals(nll_sum / max(1.0, predicted), preserved / max(1.0, predicted), stops > 0)
 
 
-# --- Going back to the last checkpoint before a spike, and on without the samples that led to it ---
-
-
 def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord]) -> Position:
-    """The position that the run goes on from; every rank must call it.
+    """Restores the newest checkpoint before `spike`, and returns the position from which its samples are skipped.
+
+    Every rank must call it.
 
     Raises:
-        DivergenceError: it has gone back too often, or there is no checkpoint to go back to.
+        DivergenceError: it has rolled back too often, or there is no checkpoint to restore; on rank 0.
     """
-    config, steps = trainer.config, set_aside(spike)
-    said = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
-    if position.rollbacks >= config.stability.max_rollbacks:
-        end_diverged(
-            config, position, f"{said} after {position.rollbacks} rollbacks, as many as stability.max_rollbacks"
-        )
+    config, skipped = trainer.config, steps_to_skip(spike)
+    found = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
+    if (count := position.rollbacks) >= config.stability.max_rollbacks:
+        end_diverged(config, position, f"{found} after {count} rollbacks, as many as stability.max_rollbacks")
     trainer.checkpoints.finish()
-    earlier = trainer.checkpoints.resume(trainer.engine, before=steps.start)
+    earlier = trainer.checkpoints.resume(trainer.engine, before=skipped.start)
     if earlier is None:
-        end_diverged(config, position, f"{said}, and no checkpoint lies before it")
-    assert earlier is not None
-    warn_on_rank0(
-        _logger, "%s; goes back to step %d and leaves out steps %d to %d", said, earlier.step, steps[0], steps[-1]
-    )
-    # The counts and what has been skipped are of the run; the rest is as it was at the checkpoint.
-    after = earlier.skipping(*position.skipped_steps, *steps).changed(
+        end_diverged(config, position, f"{found}, and no checkpoint lies before it")
+    message = "%s; rolls back to step %d and skips steps %d to %d"
+    warn_on_rank0(_logger, message, found, earlier.step, skipped[0], skipped[-1])
+    # The counts and the skipped steps belong to the run; the rest is as it was at the checkpoint.
+    after = earlier.skipping(*position.skipped_steps, *skipped).changed(
         rollbacks=position.rollbacks + 1,
         recomputed_steps=position.recomputed_steps,
         seconds=position.seconds,
     )
-    check_skips(config, after)
+    check_skipped_steps(config, after)
     trainer.observers.on_rollback(after.step)
     return after

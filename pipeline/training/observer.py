@@ -1,7 +1,7 @@
 """The observer interface: the events of the training loop, and the base class of what watches them.
 
 An observer that measures exists on every rank and may use collectives, because all ranks reach the same events in the
-same order. An observer that writes exists on rank 0 alone. An observer may add figures to an event; those behind it in
+same order. An observer that writes exists on rank 0 alone. An observer may add figures to an event; those after it in
 the list see them, so the ones that measure come first.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.manifest import Position
+from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import UserError
 from pipeline.health.liveness import Phases
 from pipeline.inputs import Inputs
@@ -24,7 +25,7 @@ from pipeline.training.validation import HeldoutScore
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A step is done, validated where that was due, and not yet saved. Step 0 is the model before its first step.
+    """A step that is done, and validated if a validation was due, but not yet saved. Step 0 is the untrained model.
 
     Attributes:
         tokens: how many tokens the step had, over all ranks.
@@ -40,12 +41,12 @@ class StepEvent:
 
 @dataclass
 class ValidationEvent:
-    """The held-out parts were scored. An observer may change the position's learning rate, or ask for the end.
+    """Scores of the held-out parts. An observer may change the position's learning rate, or end the run.
 
     Attributes:
-        position: where the run stands, and goes on from.
+        position: where the run stands; it continues from here.
         figures: the scores, and what observers add.
-        stop: what the run ends with once this step is saved, if it must end.
+        stop: if set, the run saves this step and ends with this error.
     """
 
     position: Position
@@ -55,7 +56,7 @@ class ValidationEvent:
 
 
 class Observer:
-    """Is called at every event of a run, and ignores those that it does not override."""
+    """Is called at every event of a run; a subclass overrides those that it needs."""
 
     def on_step_begin(self, step: int) -> None:
         """The step with this number, counted from 1, is about to be computed."""
@@ -109,14 +110,16 @@ class Observers(Observer):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What an observer can be made of, when everything is loaded and the first step has not begun.
+    """What observers are made of, when everything is loaded and the first step has not begun.
 
     Attributes:
+        heldout: the held-out part of each corpus that has one.
         probe: the rank's first micro-batch.
-        position: where the run begins or goes on.
+        position: where the run begins or resumes.
     """
 
     inputs: Inputs
+    heldout: Mapping[str, HeldoutSamples]
     engine: Engine
     probe: MicroBatch
     position: Position

@@ -1,10 +1,13 @@
-"""Held-out scores of perplexity, bits per byte and answers, the same to the last bit however the ranks are arranged."""
+"""Held-out scores of perplexity, bits per byte and answers, and the step-0 gate that compares a model with its base.
+
+A score is the same to the last bit however the ranks are arranged.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -15,27 +18,25 @@ from torch import Tensor
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples
-from pipeline.data.token_corpus import IGNORED, Sample
+from pipeline.data.token_corpus import IGNORED
 from pipeline.errors import PreservationError
-from pipeline.methods import training_method
 from pipeline.model.output import Losses
-from pipeline.parallel.ranks import run_on_all_ranks, summed
+from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
 
-# --- How well answers are known: by their first token, and as a whole -----------------------------------------------
-# The model reads the true tokens before each one it is asked for. Where it would choose every token of an answer, and
-# the end of the document behind it, greedy decoding gives that answer, no less and no more.
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """Means over answers.
+    """Means over answers. The model reads the true tokens before each one that it predicts.
 
-    first_token_accuracy: how often the first token of the answer is the most probable one of all ("hard").
-    first_token_probability: how probable it is ("soft").
-    exact_match: how often greedy decoding gives the answer, and ends it.
+    Attributes:
+        first_token_accuracy: how often the first token of the answer is the most probable one of all ("hard").
+        first_token_probability: how probable it is ("soft").
+        exact_match: how often greedy decoding gives the answer, and ends it: neither less nor more.
     """
 
     first_token_accuracy: float
@@ -43,16 +44,81 @@ class AnswerScore:
     exact_match: float
 
 
+@dataclass(frozen=True)
+class HeldoutScore:
+    """How well the model predicts one corpus."""
+
+    nll_per_token: float
+    bits_per_byte: float
+    answers: AnswerScore | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll per token)."""
+        return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
+
+    def figures(self) -> dict[str, float]:
+        """The score by the names that training.json and TensorBoard have for its parts."""
+        figures = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return figures | asdict(self.answers) if self.answers else figures
+
+
+class Validation:
+    """Scores the model on the first `max_sequences` samples of each held-out part."""
+
+    def __init__(
+        self, heldout: Mapping[str, HeldoutSamples], config: RunConfig, layout: Layout, rank: int, device: torch.device
+    ) -> None:
+        self.heldout = heldout
+        self.max_sequences = config.validation.max_sequences
+        self.micro_batch_size = config.schedule.micro_batch_size
+        self.document_mask = config.data.document_mask
+        self.tp_rank, self.dp_rank = layout.tp_rank(rank), layout.dp_rank(rank)
+        self.dp_size = layout.dp_size
+        self.device = device
+
+    def run(self, engine: Engine) -> dict[str, HeldoutScore]:
+        """The score of every corpus that has a held-out part; every rank must call it."""
+        with engine.evaluating():
+            return {name: self._score(engine, samples) for name, samples in self.heldout.items()}
+
+    def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
+        count = min(self.max_sequences, len(samples))
+        # One row a sequence, each filled by one rank: the sum below runs in the same order at every layout.
+        rows = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
+        for first in range(0, count, self.micro_batch_size * self.dp_size):
+            start = first + self.dp_rank * self.micro_batch_size
+            own = range(min(start, count), min(start + self.micro_batch_size, count))
+            # All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank has too few.
+            read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
+            batch = collate(read, self.document_mask, self.device)
+            losses = engine.loss(batch)
+            if self.tp_rank == 0 and own:
+                starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(self.device)
+                predicted = (batch.targets != IGNORED).sum(dim=1)
+                nll = torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1)
+                answers = answer_sums(losses, batch.targets, starts)
+                rows[own.start : own.stop] = torch.cat([nll, answers], dim=1)[: len(own)]
+        nll_sum, predicted_count, *sums_of_answers = summed(rows).sum(dim=0).tolist()
+        nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
+        bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
+        return HeldoutScore(nll_per_token, bits_per_byte, answer_score(sums_of_answers))
+
+
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:
-    """Counts each sequence's answers: those there are, those whose first token is chosen, the probabilities of these
-    tokens, and the answers chosen whole. targets, answer_starts: [B, S]; an answer that a sample cuts counts by what
-    the sample has of it. Returns float64 [B, 4].
+    """Per sequence: how many answers there are, how many of their first tokens greedy decoding would choose, the sum of
+    these tokens' probabilities, and how many whole answers it would choose.
+
+    An answer that is cut by the sample's end counts by what the sample has of it. Raises ValueError if `losses` were
+    computed with gradients, and so lack the greedy choices.
+
+    targets, answer_starts: [B, S]. Returns float64 [B, 4].
     """
     if losses.is_greedy_choice is None:
         raise ValueError("answers are scored where no gradient is computed")
     starts = answer_starts.double()
     probabilities = losses.nll.double().neg().exp()
-    # Answers are numbered from 1 in each sequence; what comes before the first of them has no beginning here.
+    # Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an earlier sample.
     answer = answer_starts.long().cumsum(dim=1)
     missed = (targets != IGNORED) & ~losses.is_greedy_choice
     misses = torch.zeros(len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device)
@@ -70,98 +136,19 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
 
 def answer_score(sums: list[float]) -> AnswerScore | None:
-    """From the sums of all sequences; None where there is no answer."""
-    answers, *counted = sums
-    return AnswerScore(*(one / answers for one in counted)) if answers else None
+    """The score from `answer_sums` added up over all sequences; None where there is no answer."""
+    answers, *counts = sums
+    return AnswerScore(*(count / answers for count in counts)) if answers else None
 
-
-# --- Held-out scores of perplexity, bits per byte and answers, th ---
-
-_LARGEST_EXPONENT = math.log(sys.float_info.max)
-
-
-@dataclass(frozen=True)
-class HeldoutScore:
-    """How well the model predicts one corpus."""
-
-    nll_per_token: float
-    bits_per_byte: float
-    answers: AnswerScore | None = None
-
-    @property
-    def perplexity(self) -> float:
-        """exp(nll per token)."""
-        return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
-
-    def figures(self) -> dict[str, float]:
-        """By their lasting names."""
-        known = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return known | asdict(self.answers) if self.answers else known
-
-
-class Validation:
-    """Scores the model on the first `max_sequences` samples of each held-out part."""
-
-    def __init__(
-        self,
-        heldout: Mapping[str, HeldoutSamples],
-        config: RunConfig,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        self.heldout = heldout
-        self.max_sequences = config.validation.max_sequences
-        self.micro_batch_size = config.schedule.micro_batch_size
-        self.document_mask = config.data.document_mask
-        self.tp_rank, self.dp_rank = layout.tp_rank(rank), layout.dp_rank(rank)
-        self.dp_size = layout.dp_size
-        self.device = device
-
-    def run(self, engine: Engine) -> dict[str, HeldoutScore]:
-        """The score of every corpus that has a held-out part; every rank must call it."""
-        with engine.evaluating():
-            return {name: self._score(engine, samples) for name, samples in self.heldout.items()}
-
-    def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
-        count = min(self.max_sequences, len(samples))
-        # One row a sequence, each filled by one rank: the sum below runs in the same order in every layout.
-        sums = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
-        at_once = self.micro_batch_size * self.dp_size
-        for first in range(0, count, at_once):
-            start = first + self.dp_rank * self.micro_batch_size
-            own = range(min(start, count), min(start + self.micro_batch_size, count))
-            # Where this rank has too few, the first one stands in, for all must run the same forwards.
-            read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
-            batch = collate(read, self.document_mask, self.device)
-            losses = engine.loss(batch)
-            if self.tp_rank == 0 and own:
-                rows = _sums(losses, batch, read)
-                sums[own.start : own.stop] = rows[: len(own)]
-        nll_sum, predicted_count, *of_answers = summed(sums).sum(dim=0).tolist()
-        nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
-        bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
-        return HeldoutScore(nll_per_token, bits_per_byte, answer_score(of_answers))
-
-
-def _sums(losses: Losses, batch: MicroBatch, read: Sequence[Sample]) -> Tensor:
-    """Of each sequence: its nll, how many tokens are predicted, and what `answer_sums` counts. [B, 6]"""
-    predicted = (batch.targets != IGNORED).sum(dim=1)
-    answer_starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(batch.targets.device)
-    answers = answer_sums(losses, batch.targets, answer_starts)
-    return torch.cat([torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1), answers], dim=1)
-
-
-# --- The step-0 gate: training starts only where the model says exactly what its base says --------------------------
 
 _MAKE_AGAIN = "remove the folder and make the initial expansion again with tools/upscale.py"
-_START_AGAIN = "the base's files may have changed while they were read: start again, and if it stays report it"
+_START_AGAIN = "the base's files may have changed while they were read: start again, and report it if it persists"
 
 
 def max_abs_logit_difference(engine: Engine, probe: MicroBatch) -> float:
     """The largest difference between the model's logits and those of its base alone, over all ranks' probes.
 
-    The base runs by itself through the same weights and kernels, under the same layout, so exactly 0.0 is owed.
+    The base runs by itself through the same weights and kernels at the same layout, so exactly 0.0 is expected.
     """
     with engine.evaluating():
         hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")
@@ -171,23 +158,20 @@ def max_abs_logit_difference(engine: Engine, probe: MicroBatch) -> float:
     return float(difference)
 
 
-def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float | None:
-    """Measures the difference before the first step.
-
-    None where there is nothing to compare: the base itself trains, and nothing beside it; or the expansion comes from
-    an earlier run, and has moved away from the base.
+def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:
+    """The step-0 gate: measures how far the model's logits are from its base's; every rank must call it.
 
     Raises:
-        PreservationError: it is not 0.0.
+        PreservationError: the difference is not 0.0; on rank 0, and SystemExit on the others.
     """
-    if not engine.model.keeps_base or not run_on_all_ranks(training_method(config).starts_at_base):
-        return None
     difference = max_abs_logit_difference(engine, probe)
     if difference != 0.0:
         widened = isinstance(config.method, ScaleMethod)
         source, remedy = (config.upscaled_folder, _MAKE_AGAIN) if widened else (config.base, _START_AGAIN)
-        raise PreservationError(
-            f"{source}: at step 0 the logits of method {config.method.name} differ from the base model's by up to "
-            f"{difference:.3g}, expected 0.0; {remedy}"
+        raise_on_all_ranks(
+            PreservationError(
+                f"{source}: at step 0 the logits of method {config.method.name} differ from the base model's by up to "
+                f"{difference:.3g}, expected 0.0; {remedy}"
+            )
         )
     return difference

@@ -1,9 +1,11 @@
-"""A fault on one rank ends all of them, and is told once."""
+"""A fault on one rank ends all of them, and is reported once."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,50 +13,66 @@ import torch.distributed as dist
 
 from pipeline.errors import DataError
 from pipeline.health.watchdog import innermost
-from pipeline.parallel.ranks import run_on_all_ranks, summed
+from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks, summed
 from tests.distributed import run_ranks
 from tests.waiting import wait_until
 
 
-def _outcome(failing: tuple[int, ...]) -> str:
-    def work() -> int:
+def _outcome(together: Callable[[Callable[[], str]], str], failing: tuple[int, ...]) -> str:
+    def work() -> str:
         if dist.get_rank() in failing:
             raise DataError(f"corpus {dist.get_rank()}")
-        return dist.get_rank()
+        return f"rank {dist.get_rank()}"
 
     try:
-        return str(run_on_all_ranks(work))
+        return together(work)
     except DataError as error:
         return f"error: {error}"
     except SystemExit as end:
-        return f"silent exit {end.code}"
+        return f"exit {end.code}"
 
 
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ((), ["0", "1", "2"]),
-        ((0, 1, 2), ["error: corpus 0", "silent exit 1", "silent exit 1"]),
-    ],
-)
-def test_all_go_on_or_all_stop(failing, expected):
-    assert run_ranks(_outcome, 3, failing) == expected
+def _outcomes() -> dict[str, Any]:
+    values = torch.tensor([1.0, float(dist.get_rank())])
+    return {
+        "none": _outcome(run_on_all_ranks, ()),
+        "all": _outcome(run_on_all_ranks, (0, 1, 2)),
+        "rank 1": _outcome(run_on_all_ranks, (1,)),
+        "broadcast": _outcome(broadcast_from_rank0, (1, 2)),
+        "broadcast of a fault": _outcome(broadcast_from_rank0, (0,)),
+        "gathered": all_gathered(dist.get_rank()),
+        "summed": summed(values).tolist(),
+        "in place": values.tolist(),
+    }
 
 
-def test_a_fault_of_one_rank_names_it():
-    first, second, third = run_ranks(_outcome, 3, (1,))
-    assert first == third == "silent exit 1"
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    """What each of three ranks came to, by case."""
+    ranks = run_ranks(_outcomes, 3)
+    return {case: [rank[case] for rank in ranks] for case in ranks[0]}
+
+
+def test_all_continue_or_all_stop(outcomes):
+    assert outcomes["none"] == ["rank 0", "rank 1", "rank 2"]
+    assert outcomes["all"] == ["error: corpus 0", "exit 1", "exit 1"]
+
+
+def test_a_fault_of_one_rank_names_it(outcomes):
+    first, second, third = outcomes["rank 1"]
+    assert first == third == "exit 1"
     assert second.startswith("error: rank 1 on ")
     assert second.endswith(": corpus 1")
 
 
-def _sums() -> tuple[list[float], list[float]]:
-    values = torch.tensor([1.0, float(dist.get_rank())])
-    return summed(values).tolist(), values.tolist()
+def test_rank_0_gives_its_result_or_its_fault_to_all(outcomes):
+    assert outcomes["broadcast"] == ["rank 0"] * 3
+    assert outcomes["broadcast of a fault"] == ["error: corpus 0", "exit 1", "exit 1"]
 
 
-def test_sums_are_of_all_ranks():
-    assert run_ranks(_sums, 3) == [([3.0, 3.0], [3.0, 3.0])] * 3
+def test_sums_and_lists_are_of_all_ranks(outcomes):
+    assert outcomes["gathered"] == [[0, 1, 2]] * 3
+    assert outcomes["summed"] == outcomes["in place"] == [[3.0, 3.0]] * 3
 
 
 def _place_while_others_come() -> tuple[str, bool]:

@@ -181,7 +181,7 @@ def test_a_stop_is_heeded_by_a_stage_that_ends_in_a_fault(tmp_path: Path):
 # A rank that hangs: it hears its signals as training does, and looks at none.
 HANGING = """\
 import time
-from pipeline.training.signals import StopSignals
+from pipeline.training.launch import StopSignals
 with StopSignals() as signals:
     print("works", flush=True)
     while True:

@@ -1,4 +1,4 @@
-"""What goes wrong in a step, put into real runs: numbers that are none, and batches that nothing predicts."""
+"""Faults of a step, injected into real runs: losses and gradients that are not finite, and unpredictable batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ Fault = Callable[[Tensor], Tensor]
 
 
 class _NoGradient(torch.autograd.Function):
-    """The same value, whose gradient is no number."""
+    """The same value, whose gradient is NaN."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -31,22 +33,22 @@ class _NoGradient(torch.autograd.Function):
 
 
 def nan_gradient(nll_sum: Tensor) -> Tensor:
-    """The loss stays a number."""
+    """The gradient is NaN, the loss finite."""
     return _NoGradient.apply(nll_sum)
 
 
 def infinite_loss(nll_sum: Tensor) -> Tensor:
-    """The gradient stays one of numbers."""
+    """The loss is infinite, the gradient finite."""
     return nll_sum + torch.inf
 
 
 def bad_batch(nll_sum: Tensor) -> Tensor:
-    """Text that nothing predicts."""
+    """As a batch of text that the model cannot predict."""
     return nll_sum * 4
 
 
 def death(nll_sum: Tensor) -> Tensor:
-    """Of the process."""
+    """The process is killed."""
     os.kill(os.getpid(), signal.SIGKILL)
     return nll_sum
 
@@ -72,13 +74,13 @@ class Planned(NamedTuple):
 
 def train_with(config: Path, *planned: Planned) -> int:
     """Trains a run that meets these faults."""
-    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        _inject({one.step: one for one in planned})
-    return train(config)
+    meets = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with _injected({fault.step: fault for fault in planned}) if meets else nullcontext():
+        return train(config)
 
 
 def train_without(config: Path, *steps: int) -> None:
-    """Trains on a run whose `steps` are set aside from the beginning."""
+    """Trains a run that skips `steps`, as if it had found that out before it began."""
     start_deepspeed()
     from pipeline.training.launch import StopSignals
     from pipeline.training.loop import train as train_loop
@@ -88,7 +90,8 @@ def train_without(config: Path, *steps: int) -> None:
     trainer.observers.on_end(finished=True)
 
 
-def _inject(planned: dict[int, Planned]) -> None:
+@contextmanager
+def _injected(planned: dict[int, Planned]) -> Iterator[None]:
     from pipeline.training.batches import TrainingBatches
     from pipeline.training.engine import Engine
 
@@ -109,4 +112,5 @@ def _inject(planned: dict[int, Planned]) -> None:
             losses = losses._replace(total=FAULTS[met.fault](losses.total))
         return losses
 
-    TrainingBatches.of_step, Engine.loss = counted, faulty
+    with patch.object(TrainingBatches, "of_step", counted), patch.object(Engine, "loss", faulty):
+        yield

@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -18,6 +20,7 @@ from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import local_workers
+from pipeline.errors import UserError
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import MEASURED
@@ -105,32 +108,49 @@ def losses(run: Path) -> list[float]:
 # --- what runs on a rank ---------------------------------------------------------------------------------------------
 
 
+def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs several jobs on the same ranks, for a start of ranks and DeepSpeed takes longer than a small run.
+
+    Returns each job's result. In the place of one that ended in a UserError stands "<type>: <message>", and in that of
+    one that left because of another rank's error "exit <code>".
+    """
+    results: list[Any] = []
+    for job in jobs:
+        try:
+            results.append(job())
+        except UserError as error:
+            results.append(f"{type(error).__name__}: {error}")
+        except SystemExit as end:
+            results.append(f"exit {end.code}")
+    return results
+
+
 def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> int:
-    """Trains on this rank and its fellows; returns the exit code.
+    """Trains on all ranks; returns the exit code.
 
     stop: the last rank gets SIGUSR1 during its first step.
     kill_at: rank 0 is killed (SIGKILL) when its second checkpoint comes to that point.
     """
     start_deepspeed()
     from pipeline.observers import make_observers
-    from pipeline.training import loop as step
+    from pipeline.training import loop
     from pipeline.training.run import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
         _kill_in_second_save(kill_at)
-    if stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        original = step.learning_rate
+    original = loop.learning_rate
 
-        def signalled(*arguments: Any) -> float:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return original(*arguments)
+    def signalled(*arguments: Any) -> float:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*arguments)
 
-        step.learning_rate = signalled
-    return run_training(config, torch.device("cpu"), make_observers)
+    stopped = stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with patch.object(loop, "learning_rate", signalled if stopped else original):
+        return run_training(config, torch.device("cpu"), make_observers)
 
 
 def train_and_look(config: Path) -> dict[str, Any]:
-    """Trains, and returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
+    """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
     start_deepspeed()
     import deepspeed
 
@@ -155,11 +175,13 @@ def train_and_look(config: Path) -> dict[str, Any]:
 def prepared(config: Path) -> tuple[Any, Any, float | None]:
     """What a run's loop drives, where it begins, and what its gate found."""
     from pipeline.health.liveness import Phases
+    from pipeline.inputs import read_inputs
     from pipeline.observers import make_observers
-    from pipeline.training.run import prepare, read_inputs
+    from pipeline.training.run import prepare
 
     cpu = torch.device("cpu")
-    return prepare(read_inputs(load_config(config)), cpu, Phases(cpu), make_observers)
+    inputs = read_inputs(load_config(config), int(os.environ["WORLD_SIZE"]))
+    return prepare(inputs, cpu, Phases(cpu), make_observers)
 
 
 def start_deepspeed() -> None:

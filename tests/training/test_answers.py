@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pipeline.model.output import Losses
 from pipeline.training.validation import answer_score, answer_sums
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train
+from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train
 
 IGNORED = -100
 # stories260K goes on with most of these as it learnt them; a few it must get wrong.
@@ -93,11 +94,35 @@ def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
     return {"nll_per_token": score.nll_per_token, **score.figures()}, total
 
 
-@pytest.mark.parametrize(("variant", "tp_size"), [("adapt", 1), ("adapt", 2), ("route", 2)])
-def test_figures_equal_transformers(settings, by_transformers, tmp_path, variant, tp_size):
-    changes = {"method__variant": variant, "parallel__tp_size": tp_size, "schedule__micro_batch_size": 1}
-    config = make_run(tmp_path, zero=1, **settings, **changes)
-    for figures, total in run_ranks(scores_and_loss, tp_size, config):
+CASES = [("adapt", 1), ("adapt", 2), ("route", 2)]
+"""Variant, and tensor-parallel size: that of the world."""
+
+
+@pytest.fixture(scope="module")
+def runs(settings, tmp_path_factory) -> dict[str, Any]:
+    """Scores by variant and number of ranks; and the folders of a run, "whole" and "stopped" once by a signal."""
+    folder = tmp_path_factory.mktemp("answers")
+    found: dict[Any, Any] = {"whole": folder / "whole", "stopped": folder / "stopped"}
+    changes = {"schedule__steps": 4, "validation__every_steps": 2}
+    whole, stopped = (make_run(found[name], zero=1, **settings, **changes) for name in ("whole", "stopped"))
+    train_twice = [partial(train, whole), partial(train, stopped, stop=True), partial(train, stopped)]
+    for world_size, others in ((1, train_twice), (2, [])):
+        cases = [case for case in CASES if case[1] == world_size]
+        jobs: list[Any] = []
+        for variant, tp_size in cases:
+            changes = {"method__variant": variant, "parallel__tp_size": tp_size, "schedule__micro_batch_size": 1}
+            jobs.append(
+                partial(scores_and_loss, make_run(folder / f"{variant}{tp_size}", zero=1, **settings, **changes))
+            )
+        by_job = list(zip(*run_ranks(in_turn, world_size, jobs + others), strict=True))
+        found |= dict(zip(cases, by_job, strict=False))
+        assert by_job[len(cases) :] == [(code,) for code in (0, RESUME_LATER, 0)][: len(others)]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_figures_equal_transformers(runs, by_transformers, case):
+    for figures, total in runs[case]:
         assert total == pytest.approx(by_transformers["total"], rel=1e-5)
         for name, expected in by_transformers.items():
             if name != "total":
@@ -106,23 +131,13 @@ def test_figures_equal_transformers(settings, by_transformers, tmp_path, variant
     assert 0 <= by_transformers["exact_match"] < by_transformers["first_token_accuracy"]
 
 
-def test_a_run_on_answers_learns_them_and_goes_on_after_a_signal(settings, tmp_path):
-    changes = {"schedule__steps": 4, "validation__every_steps": 2}
-    undisturbed = make_run(tmp_path / "whole", zero=1, **settings, **changes)
-    assert run_ranks(train, 1, undisturbed) == [0]
-    config = make_run(tmp_path / "stopped", zero=1, **settings, **changes)
-    assert run_ranks(_stopped_in_the_first_step, 1, config) == [RESUME_LATER]
-    assert run_ranks(train, 1, config) == [0]
-    found = metrics(tmp_path / "stopped")
-    assert found == metrics(tmp_path / "whole")
-    last = json.loads((tmp_path / "whole" / "training.json").read_text())["validation"]["pairs"]
+def test_a_run_on_answers_learns_them_and_resumes_after_a_signal(runs):
+    found = metrics(runs["stopped"])
+    assert found == metrics(runs["whole"])
+    last = json.loads((runs["whole"] / "training.json").read_text())["validation"]["pairs"]
     assert last["first_token_probability"] == found[-1]["first_token_probability/pairs"]
     assert found[-1]["first_token_probability/pairs"] > found[0]["first_token_probability/pairs"]
     assert found[-1]["perplexity/pairs"] < found[0]["perplexity/pairs"]
-
-
-def _stopped_in_the_first_step(config):
-    return train(config, stop=True)
 
 
 # A sample as answers between prompts: which tokens of each greedy decoding would choose.

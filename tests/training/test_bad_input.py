@@ -6,24 +6,26 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.bases import STORIES, save_stories_with_a_token_more
-from tests.distributed import RankError, run_ranks
-from tests.training.runs import make_run, train, write_config
+from tests.distributed import run_ranks
+from tests.training.runs import in_turn, make_run, train, write_config
 
 PROJECT = Path(__file__).parents[2]
 
 
-def refused(config: Path, error: str, message: str, world_size: int = 1) -> None:
-    with pytest.raises(RankError) as raised:
-        run_ranks(train, world_size, config)
-    (line,) = (line for line in str(raised.value).splitlines() if line.startswith("pipeline.errors."))
-    assert line.startswith(f"pipeline.errors.{error}: ")
-    assert message in line
+def check_refusals(world_size: int, expected: list[tuple[Path, str, str]]) -> None:
+    """Trains each configuration on the same ranks: rank 0 raises the error, the others leave with its exit code."""
+    first, *others = run_ranks(in_turn, world_size, [partial(train, config) for config, _, _ in expected])
+    for (_, error, message), found in zip(expected, first, strict=True):
+        assert str(found).startswith(f"{error}: ")
+        assert message in found and "\n" not in found
+    for rank in others:
+        assert rank == [f"exit {2 if error == 'ConfigError' else 1}" for _, error, _ in expected]
 
 
 def test_the_command_line_prints_one_line_and_fails(tokens, tmp_path):
@@ -40,55 +42,60 @@ def test_the_command_line_prints_one_line_and_fails(tokens, tmp_path):
     assert done.returncode == 2
 
 
-def test_settings_that_name_what_is_not_there(tokens, tmp_path):
-    refused(write_config(tmp_path, tokens, base=str(tmp_path / "none")), "BaseModelError", "none/config.json")
-    refused(write_config(tmp_path, tokens, deepspeed="none.json"), "ConfigError", "none.json: no such file")
-    refused(write_config(tmp_path, tmp_path / "none"), "DataError", "none/english/manifest.json")
-    refused(write_config(tmp_path, tokens), "CheckpointError", "make one with tools/upscale.py")
-    assert not (tmp_path / "checkpoints").exists()
+def test_settings_that_do_not_fit(tokens, tmp_path):
+    def config(name: str, folder: Path = tokens, **changes) -> Path:
+        return write_config(tmp_path / name, folder, **changes)
+
+    check_refusals(
+        1,
+        [
+            (config("base", base=str(tmp_path / "none")), "BaseModelError", "none/config.json"),
+            (config("deepspeed", deepspeed="none.json"), "ConfigError", "none.json: no such file"),
+            (config("tokens", tmp_path / "none"), "DataError", "none/english/manifest.json"),
+            (config("expansion"), "CheckpointError", "make one with tools/upscale.py"),
+            (config("tp", parallel__tp_size=3), "LayoutError", "sizes that do: 1"),
+            (config("budget", data__corpora__korean__token_budget=320), "DataError", "use at most 1 steps"),
+        ],
+    )
+    larger = str(save_stories_with_a_token_more(tmp_path / "larger"))
+    sequence_parallel = {"tp_size": 2, "sequence_parallel": True}
+    does_not_divide = "data.sequence_length: 33 does not divide by parallel.tp_size 2"
+    odd_sequence = make_run(tmp_path / "odd", tokens, parallel=sequence_parallel, data__sequence_length=33)
+    bad_vocabulary = "has ids up to 512, but the base's vocab_size is 512"
+    check_refusals(
+        2,
+        [
+            (config("ids", base=larger, parallel__tp_size=2), "BaseModelError", bad_vocabulary),
+            (config("batch", schedule__global_batch_size=9), "LayoutError", "nearest that do: 8, 12"),
+            (odd_sequence, "LayoutError", does_not_divide),
+        ],
+    )
+    assert not list(tmp_path.glob("*/checkpoints"))
+    assert not list(tmp_path.glob("*/training.lock"))
 
 
-def test_a_tokenizer_with_more_ids_than_the_base_has_rows(tokens, tmp_path):
-    base = save_stories_with_a_token_more(tmp_path / "base")
-    config = write_config(tmp_path, tokens, base=str(base), parallel__tp_size=2)
-    refused(config, "BaseModelError", "has ids up to 512, but the base's vocab_size is 512", world_size=2)
-
-
-def test_sizes_that_do_not_divide(tokens, tmp_path):
-    config = write_config(tmp_path, tokens, schedule__global_batch_size=9)
-    refused(config, "LayoutError", "nearest that do: 8, 10")
-    refused(write_config(tmp_path, tokens, parallel__tp_size=3), "LayoutError", "sizes that do: 1", world_size=1)
-    parallel = {"tp_size": 2, "sequence_parallel": True}
-    config = write_config(tmp_path, tokens, parallel=parallel, data__sequence_length=33)
-    refused(config, "LayoutError", "data.sequence_length: 33 does not divide by parallel.tp_size 2", world_size=2)
-
-
-def test_more_steps_than_the_budget_allows(tokens, tmp_path):
-    config = write_config(tmp_path, tokens, data__corpora__korean__token_budget=320)
-    refused(config, "DataError", "use at most 1 steps")
-
-
-@pytest.fixture
-def trained(tokens, tmp_path):
-    """A run of one step, and its configuration."""
-    assert run_ranks(train, 1, make_run(tmp_path, tokens, zero=1, schedule__steps=1)) == [0]
-    (tmp_path / "training.json").unlink()
-    return tmp_path
-
-
-def test_a_checkpoint_of_another_base_is_refused(tokens, trained, tmp_path):
-    other = tmp_path / "other_base"
-    shutil.copytree(STORIES, other)
-    weights = load_file(other / "model.safetensors")
+def test_a_checkpoint_of_another_base_or_run_is_refused(tokens, tmp_path):
+    trained = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
+    base = tmp_path / "other_base"
+    shutil.copytree(STORIES, base)
+    weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] *= 2
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(trained / "upscaled")
-    config = make_run(trained, tokens, zero=1, base=str(other))
-    refused(config, "CheckpointError", "had other weights than")
-
-
-def test_a_checkpoint_of_another_run_is_refused(tokens, trained):
-    config = write_config(trained, tokens, zero=1, data__replay_fraction=0.5)
-    refused(config, "CheckpointError", "another data (replay_fraction expected 0.25, found 0.5)")
-    config = write_config(trained, tokens, zero=1, method__norm="base")
-    refused(config, "CheckpointError", "another method (norm expected 'separate', found 'base')")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    other = {"upscaled": str(tmp_path / "other_upscaled"), "base": str(base)}
+    other_base = make_run(tmp_path, tokens, zero=1, name="other_base.yaml", **other)
+    other_data = write_config(tmp_path, tokens, zero=1, name="other_data.yaml", data__replay_fraction=0.5)
+    other_norm = write_config(tmp_path, tokens, zero=1, name="other_norm.yaml", method__norm="base")
+    configs = [trained, other_base, other_data, other_norm]
+    [(code, *refusals)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
+    assert code == 0
+    for refusal, message in zip(
+        refusals,
+        [
+            "had other weights than",
+            "another data (replay_fraction expected 0.25, found 0.5)",
+            "another method (norm expected 'separate', found 'base')",
+        ],
+        strict=True,
+    ):
+        assert refusal.startswith("CheckpointError: ")
+        assert message in refusal

@@ -1,4 +1,4 @@
-"""Whatever happened to the newest checkpoint, a run goes on from the one before it, to the same end."""
+"""Whatever happened to the newest checkpoint, a run resumes from the one before it, to the same end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import RankError, run_ranks
-from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train, write_config
+from tests.distributed import run_ranks
+from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train, write_config
 
 NEWEST = "step_00000004"
 SETTINGS: dict[str, Any] = {"schedule__steps": 4, "checkpoints__every_steps": 2}
@@ -32,18 +33,34 @@ def _rank_file(checkpoint: Path) -> Path:
     return max(checkpoint.glob("*optim_states.pt"))
 
 
-# What is done to the newest checkpoint, and how it is then told.
+def _change_manifest(checkpoint: Path, **changes: Any) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+# What is done to the newest checkpoint, and how the run reports it.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit flipped": (lambda one: _flip(_rank_file(one)), "its content changed since it was written"),
-    "cut short": (lambda one: _cut(_rank_file(one)), "missing or cut short"),
-    "a rank's file missing": (lambda one: _rank_file(one).unlink(), "missing or cut short"),
-    "manifest cut short": (lambda one: _cut(one / "manifest.json"), "not a checkpoint's manifest"),
-    "manifest missing": (lambda one: (one / "manifest.json").unlink(), "no such file"),
-    "manifest of zeros": (lambda one: (one / "manifest.json").write_bytes(bytes(4096)), "not a checkpoint's manifest"),
+    "a bit flipped": (lambda folder: _flip(_rank_file(folder)), "its content changed since it was written"),
+    "cut short": (lambda folder: _cut(_rank_file(folder)), "missing or cut short"),
+    "a rank's file missing": (lambda folder: _rank_file(folder).unlink(), "missing or cut short"),
+    "manifest cut short": (lambda folder: _cut(folder / "manifest.json"), "not a checkpoint's manifest"),
+    "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
+    "manifest of zeros": (
+        lambda folder: (folder / "manifest.json").write_bytes(bytes(4096)),
+        "not a checkpoint's manifest",
+    ),
 }
 ELSEWHERE: dict[str, Callable[[Path], object]] = {
-    "latest empty": lambda one: (one.parent / "latest").write_text(""),
-    "latest missing": lambda one: (one.parent / "latest").unlink(),
+    "latest empty": lambda folder: (folder.parent / "latest").write_text(""),
+    "latest missing": lambda folder: (folder.parent / "latest").unlink(),
+}
+FILES_OUTSIDE = {"../out": {"bytes": 1, "sha256": "0"}}
+NO_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "format": (
+        lambda folder: _change_manifest(folder, format="scale-cpt checkpoint 9"),
+        "not a checkpoint's manifest: format",
+    ),
+    "files": (lambda folder: _change_manifest(folder, files=FILES_OUTSIDE), "names files outside its folder"),
 }
 
 
@@ -55,83 +72,89 @@ def finished(tokens, tmp_path_factory) -> Path:
     return folder
 
 
-def copy_of(finished: Path, folder: Path, tokens: Path, **changes: Any) -> Path:
-    """The configuration of a run like `finished` that stopped before it said so."""
-    shutil.copytree(finished, folder)
-    (folder / "training.json").unlink()
-    return write_config(folder, tokens, zero=1, **{**SETTINGS, **changes})
+@pytest.fixture(scope="module")
+def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
+    """Folders of runs like `finished` that were killed before they wrote their summary, each then damaged."""
+    folder = tmp_path_factory.mktemp("copies")
+    names = [*DAMAGE, *ELSEWHERE, *NO_DAMAGE, "trained", "all lost", "other data"]
+    runs = {name: folder / name for name in names}
+    for name, run in runs.items():
+        shutil.copytree(finished, run)
+        (run / "training.json").unlink()
+        changes = {"data__replay_fraction": 0.5} if name == "other data" else {}
+        write_config(run, tokens, zero=1, **SETTINGS, **changes)
+        newest = run / "checkpoints" / NEWEST
+        if name in DAMAGE or name in NO_DAMAGE:
+            (DAMAGE | NO_DAMAGE)[name][0](newest)
+        elif name in ELSEWHERE:
+            ELSEWHERE[name](newest)
+    _flip(_rank_file(runs["trained"] / "checkpoints" / NEWEST))
+    for checkpoint in (runs["all lost"] / "checkpoints").glob("step_*"):
+        _cut(_rank_file(checkpoint))
+    return runs
 
 
-def test_each_is_set_aside_and_the_one_before_is_taken(tokens, tmp_path, finished):
-    configs = {name: copy_of(finished, tmp_path / name, tokens) for name in (*DAMAGE, *ELSEWHERE)}
-    for name, config in configs.items():
-        checkpoint = config.parent / "checkpoints" / NEWEST
-        (ELSEWHERE[name] if name in ELSEWHERE else DAMAGE[name][0])(checkpoint)
-    ranks = run_ranks(_resume_each, 2, configs)
-    for name, config in configs.items():
-        step, said = ranks[0][name]
-        checkpoints = config.parent / "checkpoints"
-        assert ranks[1][name] == (step, [])
-        if name in ELSEWHERE:
-            assert (step, len(said)) == (4, 1)
-            assert "latest names no checkpoint; step_00000004 is tried" in said[0]
-        else:
-            assert (step, len(said)) == (2, 1)
-            assert DAMAGE[name][1] in said[0]
-            assert said[0].endswith("it is set aside as step_00000004.damaged, and the one before is tried")
-            assert (checkpoints / f"{NEWEST}.damaged").is_dir()
-            assert not (checkpoints / NEWEST).exists()
-        assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
-        assert not list(checkpoints.glob(".*"))
+@pytest.fixture(scope="module")
+def resumed(copies) -> dict[str, tuple[Any, Any]]:
+    """What each of the two ranks says when it resumes or trains each of the copies; "all lost" is tried twice."""
+    configs = {name: run / "run.yaml" for name, run in copies.items()}
+    jobs = {name: partial(_resume, configs[name]) for name in (*DAMAGE, *ELSEWHERE)}
+    jobs |= {name: partial(train, configs[name]) for name in ("trained", "all lost", "other data", *NO_DAMAGE)}
+    jobs["all lost, again"] = partial(train, configs["all lost"])
+    return dict(zip(jobs, zip(*run_ranks(in_turn, 2, list(jobs.values())), strict=True), strict=True))
 
 
-def _resume_each(configs: dict[str, Path]) -> dict[str, tuple[int, list[str]]]:
-    """The step that each run goes on from, and what this rank warned of."""
+def _resume(config: Path) -> tuple[int, list[str]]:
+    """The step that the run resumes from, and what this rank warned of."""
     start_deepspeed()
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pipeline.training.checkpointing").addHandler(handler)
-    results = {}
-    for name, config in configs.items():
-        said.clear()
-        trainer, position, _ = prepared(config)
-        trainer.observers.on_end(finished=True)
-        results[name] = position.step, list(said)
-    return results
+    logger = logging.getLogger("pipeline.training.checkpointing")
+    logger.addHandler(handler)
+    trainer, position, _ = prepared(config)
+    trainer.observers.on_end(finished=True)
+    logger.removeHandler(handler)
+    return position.step, said
 
 
-def test_the_run_ends_as_if_nothing_had_happened(tokens, tmp_path, finished):
-    config = copy_of(finished, tmp_path / "run", tokens)
-    _flip(_rank_file(tmp_path / "run" / "checkpoints" / NEWEST))
-    assert run_ranks(train, 2, config) == [0, 0]
-    assert metrics(tmp_path / "run") == metrics(finished)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+@pytest.mark.parametrize("name", [*DAMAGE, *ELSEWHERE])
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(copies, resumed, name):
+    (step, said), other = resumed[name]
+    checkpoints = copies[name] / "checkpoints"
+    assert other == (step, [])
+    if name in ELSEWHERE:
+        assert (step, len(said)) == (4, 1)
+        assert "latest names no checkpoint; step_00000004 is tried" in said[0]
+    else:
+        assert (step, len(said)) == (2, 1)
+        assert DAMAGE[name][1] in said[0]
+        assert said[0].endswith("it is set aside as step_00000004.damaged, and the one before is tried")
+        assert (checkpoints / f"{NEWEST}.damaged").is_dir()
+        assert not (checkpoints / NEWEST).exists()
+    assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_the_run_ends_as_if_nothing_had_happened(finished, copies, resumed):
+    assert resumed["trained"] == (0, 0)
+    assert metrics(copies["trained"]) == metrics(finished)
+    names = sorted(path.name for path in (copies["trained"] / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", NEWEST, f"{NEWEST}.damaged"]
 
 
-def test_a_run_that_lost_all_of_them_does_not_begin_anew(tokens, tmp_path, finished):
-    config = copy_of(finished, tmp_path / "run", tokens)
-    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step_*"):
-        _cut(_rank_file(checkpoint))
-    for _ in range(2):  # the second attempt finds none
-        with pytest.raises(
-            RankError, match=r"CheckpointError: .*checkpoints: no checkpoint is whole; those that are dam"
-        ):
-            run_ranks(train, 2, config)
+@pytest.mark.parametrize("attempt", ["all lost", "all lost, again"])
+def test_a_run_that_lost_all_of_them_does_not_begin_anew(resumed, attempt):
+    first, second = resumed[attempt]
+    assert first.startswith("CheckpointError: ")
+    assert "checkpoints: no checkpoint is whole; those that are dam" in first
+    assert second == "exit 1"
 
 
-def test_what_is_no_damage_stays_an_error(tokens, tmp_path, finished):
-    config = copy_of(finished, tmp_path / "run", tokens, data__replay_fraction=0.5)
-    with pytest.raises(RankError, match=r"CheckpointError: .*another data"):
-        run_ranks(train, 2, config)
-    config = write_config(tmp_path / "run", tokens, zero=1, **SETTINGS)
-    path = tmp_path / "run" / "checkpoints" / NEWEST / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "format": "scale-cpt checkpoint 9"}))
-    with pytest.raises(RankError, match=r"CheckpointError: .*not a checkpoint's manifest: format"):
-        run_ranks(train, 2, config)
-    path.write_text(json.dumps({**manifest, "files": {**manifest["files"], "../out": {"bytes": 1, "sha256": "0"}}}))
-    with pytest.raises(RankError, match=r"CheckpointError: .*names files outside its folder"):
-        run_ranks(train, 2, config)
-    assert path.exists(), "it was set aside"
+def test_what_is_no_damage_stays_an_error(copies, resumed):
+    expected = {"other data": "another data"} | {name: message for name, (_, message) in NO_DAMAGE.items()}
+    for name, message in expected.items():
+        first, second = resumed[name]
+        assert first.startswith("CheckpointError: ") and message in first
+        assert second == "exit 1"
+        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was set aside"

@@ -1,19 +1,21 @@
-"""What counts as a spike; and a run that meets one goes on as if the samples that led to it were not there."""
+"""What counts as a spike; and a run that meets one continues as if the samples that led to it did not exist."""
 
 from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 
 from pipeline.checkpoint.manifest import StepRecord
 from pipeline.config.run import Stability
-from pipeline.training.divergence import REPORT, find_spike, remembered, set_aside
+from pipeline.training.divergence import REPORT, find_spike, remembered, steps_to_skip
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
-from tests.training.runs import make_run, metrics
+from tests.training.runs import in_turn, make_run, metrics
 
 CLIPPING = 1.0
 
@@ -60,8 +62,8 @@ def test_an_ordinary_run_has_none():
     assert len(records) == stability.window + stability.spike_steps
 
 
-def test_the_step_whose_update_began_it_is_set_aside_too():
-    assert list(set_aside([StepRecord(step, 9.0, 1.0) for step in (7, 8, 9)])) == [6, 7, 8, 9]
+def test_the_step_whose_update_began_it_is_skipped_too():
+    assert list(steps_to_skip([StepRecord(step, 9.0, 1.0) for step in (7, 8, 9)])) == [6, 7, 8, 9]
 
 
 SETTINGS: dict[str, Any] = {
@@ -72,37 +74,41 @@ SETTINGS: dict[str, Any] = {
 SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
 
 
-@pytest.mark.parametrize(("zero", "asynchronous"), [(1, True), (3, False)])
-def test_it_goes_back_and_leaves_the_samples_out(tokens, tmp_path, zero, asynchronous):
-    settings = {**SETTINGS, "checkpoints__asynchronous": asynchronous}
-    config = make_run(tmp_path / "run", tokens, zero=zero, **settings)
+def test_it_rolls_back_and_leaves_the_samples_out(tokens, tmp_path):
+    asynchronous = {**SETTINGS, "checkpoints__asynchronous": True}
+    killed = make_run(tmp_path / "killed", tokens, zero=1, **asynchronous)
     with pytest.raises(RankError, match="died without a word"):
-        run_ranks(train_with, 2, config, *SPIKE, Planned("death", 7, times=9))
+        run_ranks(train_with, 2, killed, *SPIKE, Planned("death", 7, times=9))
     # After the rollback; an asynchronous save may not have come to its end.
-    saved = ("step_00000004", "step_00000006") if asynchronous else ("step_00000006",)
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() in saved
-    assert run_ranks(train_with, 2, config, *SPIKE) == [0, 0]
-    found = metrics(tmp_path / "run")
-    assert [line.pop("rollbacks", 0) for line in found] == [0, 0, 0, 0, 1, 1, 1, 0, 0]
+    saved = (tmp_path / "killed" / "checkpoints" / "latest").read_text().strip()
+    assert saved in ("step_00000004", "step_00000006")
 
-    config = make_run(tmp_path / "without", tokens, zero=zero, **settings)
-    run_ranks(train_without, 2, config, 4, 5, 6)
-    assert found == metrics(tmp_path / "without")
-    assert [line["step"] for line in found if "loss" not in line] == [0, 4, 5, 6]
+    jobs = [partial(train_with, killed, *SPIKE)]
+    jobs.append(partial(train_without, make_run(tmp_path / "without 1", tokens, zero=1, **asynchronous), 4, 5, 6))
+    zero3 = {**SETTINGS, "schedule__micro_batch_size": 4}
+    jobs.append(partial(train_with, make_run(tmp_path / "zero3", tokens, zero=3, **zero3), *SPIKE))
+    jobs.append(partial(train_without, make_run(tmp_path / "without 3", tokens, zero=3, **zero3), 4, 5, 6))
+    assert run_ranks(in_turn, 2, jobs) == [[0, None, 0, None]] * 2
+    for run, without in (("killed", "without 1"), ("zero3", "without 3")):
+        found = metrics(tmp_path / run)
+        assert [line.pop("rollbacks", 0) for line in found] == [0, 0, 0, 0, 1, 1, 1, 0, 0]
+        assert found == metrics(tmp_path / without)
+        assert [line["step"] for line in found if "loss" not in line] == [0, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_run_that_cannot_recover_ends_in_one_line_and_a_report(tokens, tmp_path):
+    cases = [
         ({"stability__max_rollbacks": 0}, "after 0 rollbacks, as many as stability.max_rollbacks"),
         ({"stability__max_skipped_steps": 2}, "3 steps were skipped, more than stability.max_skipped_steps 2"),
         ({"checkpoints__keep_last": 1}, "no checkpoint lies before it"),
-    ],
-)
-def test_what_cannot_be_mended_ends_in_one_line_and_a_report(tokens, tmp_path, changes, message):
-    config = make_run(tmp_path, tokens, zero=1, **{**SETTINGS, "stability": dict(SETTINGS["stability"]), **changes})
-    with pytest.raises(RankError, match=f"DivergenceError: .*{message}"):
-        run_ranks(train_with, 1, config, *SPIKE)
-    report = json.loads((tmp_path / REPORT).read_text())
-    assert message in report["reason"]
-    assert report["recent"]
+    ]
+    configs = [
+        make_run(tmp_path / str(number), tokens, zero=1, **deepcopy(SETTINGS), **changes)
+        for number, (changes, _) in enumerate(cases)
+    ]
+    [errors] = run_ranks(in_turn, 1, [partial(train_with, config, *SPIKE) for config in configs])
+    for (_, message), config, error in zip(cases, configs, errors, strict=True):
+        assert error.startswith("DivergenceError: ") and message in error
+        report = json.loads((config.parent / REPORT).read_text())
+        assert message in report["reason"]
+        assert report["recent"]

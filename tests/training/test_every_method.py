@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.errors import RESUME_LATER, CheckpointError
 from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import losses, make_run, metrics, train, train_and_look, write_config
+from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
 
 METHODS: dict[str, dict[str, Any]] = {
     "freeze": {"name": "freeze", "frozen_layers": 2},
@@ -36,47 +37,67 @@ def method(request):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(method, tokens, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """A run under ZeRO-3 on two tensor-parallel ranks, and what they held at its end."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    config = make_run(folder, tokens, parallel__tp_size=2, **settings(method))
-    return folder, run_ranks(train_and_look, 2, config)
+def runs(tokens, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """Of each method a run under ZeRO-3 on two tensor-parallel ranks with what they held at its end, and the same run
+    stopped in its first step."""
+    folder = tmp_path_factory.mktemp("runs")
+    jobs: list[Any] = []
+    for name in METHODS:
+        for kind, job in (("undisturbed", train_and_look), ("stopped", partial(train, stop=True))):
+            jobs.append(partial(job, make_run(folder / kind / name, tokens, parallel__tp_size=2, **settings(name))))
+    by_job = list(zip(*run_ranks(in_turn, 2, jobs), strict=True))
+    assert by_job[1::2] == [(RESUME_LATER, RESUME_LATER)] * len(METHODS)
+    return {
+        name: {"undisturbed": folder / "undisturbed" / name, "stopped": folder / "stopped" / name, "ranks": ranks}
+        for name, ranks in zip(METHODS, by_job[::2], strict=True)
+    }
+
+
+@pytest.fixture
+def undisturbed(runs, method) -> Path:
+    return runs[method]["undisturbed"]
+
+
+@pytest.fixture
+def stopped(runs, method) -> Path:
+    return runs[method]["stopped"]
+
+
+LAYOUTS = {"same": (3, 2, 2), "ZeRO-1": (1, 2, 1), "four ranks": (2, 4, 4)}
+"""ZeRO stage, ranks, tensor-parallel size."""
 
 
 @pytest.fixture(scope="module")
-def stopped(method, tokens, tmp_path_factory) -> Path:
-    """The same run, stopped in its first step."""
-    folder = tmp_path_factory.mktemp("stopped")
-    config = make_run(folder, tokens, parallel__tp_size=2, **settings(method))
-    assert run_ranks(_stopped_in_the_first_step, 2, config) == [RESUME_LATER] * 2
+def resumed(runs, tokens, tmp_path_factory) -> Path:
+    """The folder of the stopped runs' copies, by layout and method, each resumed there to its end."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for world_size in (2, 4):
+        jobs = []
+        for layout, (zero, ranks, tp_size) in LAYOUTS.items():
+            for name in METHODS if ranks == world_size else ():
+                copy = shutil.copytree(runs[name]["stopped"], folder / layout / name)
+                config = write_config(copy, tokens, zero=zero, parallel__tp_size=tp_size, **settings(name))
+                jobs.append(partial(train, config))
+        assert run_ranks(in_turn, world_size, jobs) == [[0] * len(jobs)] * world_size
     return folder
 
 
-def _stopped_in_the_first_step(config):
-    return train(config, stop=True)
-
-
-def test_it_starts_at_the_base_and_learns(method, undisturbed):
-    folder, ranks = undisturbed
-    for rank in ranks:
+def test_it_starts_at_the_base_and_learns(method, runs, undisturbed):
+    for rank in runs[method]["ranks"]:
         assert rank["step0_max_abs_logit_difference"] == (None if method == "freeze" else 0.0)
-    perplexities = [line["perplexity/korean"] for line in metrics(folder) if "perplexity/korean" in line]
+    perplexities = [line["perplexity/korean"] for line in metrics(undisturbed) if "perplexity/korean" in line]
     assert perplexities[-1] < 0.99 * perplexities[0]
-    drift = [name for name in metrics(folder)[-1] if name.startswith("kl_from_base/")]
+    drift = [name for name in metrics(undisturbed)[-1] if name.startswith("kl_from_base/")]
     assert bool(drift) == (method != "freeze")
 
 
-def test_it_goes_on_to_the_bit(method, tokens, undisturbed, stopped, tmp_path):
-    config = _moved(stopped, tmp_path, tokens, method, zero=3, tp_size=2)
-    assert run_ranks(train, 2, config) == [0, 0]
-    assert metrics(tmp_path) == metrics(undisturbed[0])
+def test_it_resumes_to_the_bit(method, undisturbed, resumed):
+    assert metrics(resumed / "same" / method) == metrics(undisturbed)
 
 
-@pytest.mark.parametrize(("zero", "world_size", "tp_size"), [(1, 2, 1), (2, 4, 4)])
-def test_it_goes_on_at_another_layout(method, tokens, undisturbed, stopped, tmp_path, zero, world_size, tp_size):
-    config = _moved(stopped, tmp_path, tokens, method, zero=zero, tp_size=tp_size)
-    assert run_ranks(train, world_size, config) == [0] * world_size
-    assert losses(tmp_path) == pytest.approx(losses(undisturbed[0]), rel=1e-6)
+@pytest.mark.parametrize("layout", ["ZeRO-1", "four ranks"])
+def test_it_resumes_at_another_layout(method, undisturbed, resumed, layout):
+    assert losses(resumed / layout / method) == pytest.approx(losses(undisturbed), rel=1e-6)
 
 
 def test_its_checkpoint_holds_what_trained_and_leaves_for_transformers(method, stopped, tmp_path):
@@ -96,7 +117,7 @@ def test_its_checkpoint_holds_what_trained_and_leaves_for_transformers(method, s
     assert f"method    name {method}" in as_text(facts)
     if method == "llama_pro":
         base, added = facts["norms"]["base"], facts["norms"]["added layer"]
-        assert all((one > 0) != (other > 0) for one, other in zip(base, added, strict=True))
+        assert all((of_base > 0) != (of_added > 0) for of_base, of_added in zip(base, added, strict=True))
 
 
 def test_a_manifest_that_names_another_method_is_refused(stopped, method, tmp_path):
@@ -107,9 +128,3 @@ def test_a_manifest_that_names_another_method_is_refused(stopped, method, tmp_pa
     (copied / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"lacks .* more that its manifest's method has|holds .* more"):
         open_trained(copied, STORIES)
-
-
-def _moved(stopped: Path, folder: Path, tokens: Path, method: str, *, zero: int, tp_size: int) -> Path:
-    """A copy of the stopped run, with the configuration of another layout."""
-    shutil.copytree(stopped, folder, dirs_exist_ok=True)
-    return write_config(folder, tokens, zero=zero, parallel__tp_size=tp_size, **settings(method))

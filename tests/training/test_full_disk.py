@@ -4,61 +4,81 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
+from unittest.mock import patch
 
 from tests.disks import fill, free
-from tests.distributed import RankError, run_ranks
-from tests.training.runs import losses, make_run, metrics, train
+from tests.distributed import run_ranks
+from tests.training.runs import in_turn, losses, make_run, metrics, train
 
-EVERY_STEP = {"checkpoints__every_steps": 1, "validation__every_steps": 1}
-EVENTS = ("failed_saves", "recomputed_steps", "skipped_steps")
+SETTINGS = {"schedule__steps": 5, "validation__max_sequences": 2}
+EVERY_STEP = {**SETTINGS, "checkpoints__every_steps": 1, "validation__every_steps": 1}
 
 
-@pytest.mark.parametrize(("zero", "asynchronous"), [(1, False), (3, True)])
-def test_the_run_goes_on_and_the_next_save_is_tried(tokens, tmp_path, small_disk, zero, asynchronous):
-    undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=zero)
-    assert run_ranks(train, 2, undisturbed) == [0, 0]
+def test_the_run_continues_and_the_next_save_is_tried(tokens, tmp_path, small_disk):
+    runs = {}
+    for zero, asynchronous in ((1, False), (3, True)):
+        disk, undisturbed = small_disk(mib=24), tmp_path / f"undisturbed{zero}"
+        jobs = [
+            partial(train, make_run(undisturbed, tokens, zero=zero, **SETTINGS)),
+            partial(
+                train_with_a_full_disk,
+                make_run(disk.path, tokens, zero=zero, checkpoints__asynchronous=asynchronous, **EVERY_STEP),
+                (2, 4),
+            ),
+        ]
+        runs[disk.path] = undisturbed, jobs
+    all_jobs = [job for _, jobs in runs.values() for job in jobs]
+    assert run_ranks(in_turn, 2, all_jobs) == [[0] * 4] * 2
 
-    disk = small_disk(mib=24)
-    config = make_run(disk.path, tokens, zero=zero, checkpoints__asynchronous=asynchronous, **EVERY_STEP)
-    assert run_ranks(_train_with_a_full_disk, 2, config, (2, 4)) == [0, 0]
-
-    # That it saved, scored and failed after every step changed no number.
-    assert losses(disk.path) == losses(tmp_path / "undisturbed")
-    assert [len(line) > 10 for line in metrics(disk.path)[1:]] == [True] * 6, "a step's scores are lost"
-    assert metrics(disk.path)[-1]["failed_saves"] == 2
-    names = sorted(path.name for path in (disk.path / "checkpoints").iterdir())
-    assert names == ["latest", "step_00000005", "step_00000006"]
+    for run, (undisturbed, _) in runs.items():
+        # That it saved, scored and failed after every step changed no number.
+        assert losses(run) == losses(undisturbed)
+        assert [len(line) > 10 for line in metrics(run)[1:]] == [True] * 5, "a step's scores are lost"
+        assert metrics(run)[-1]["failed_saves"] == 2
+        names = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert names == ["latest", "step_00000004", "step_00000005"]
 
 
 def test_only_the_last_save_must_succeed(tokens, small_disk):
     disk = small_disk(mib=24)
-    config = make_run(disk.path, tokens, zero=1, schedule__steps=3, **EVERY_STEP)
-    with pytest.raises(RankError, match=r"CheckpointStorageError: .*step_00000003: the last checkpoint could not"):
-        run_ranks(_train_with_a_full_disk, 2, config, (2, 9))
+    config = make_run(disk.path, tokens, zero=1, **{**EVERY_STEP, "schedule__steps": 3})
     checkpoints = disk.path / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000001"]
-
-    disk.free()
-    assert run_ranks(train, 2, config) == [0, 0]
+    jobs = [
+        partial(train_with_a_full_disk, config, (2, 9)),
+        partial(names_in, checkpoints),
+        partial(make_room, disk.path),
+    ]
+    first, second = run_ranks(in_turn, 2, [*jobs, partial(train, config)])
+    assert first[0].startswith(f"CheckpointStorageError: {checkpoints}/step_00000003: the last checkpoint could not")
+    assert first[1:] == [["latest", "step_00000001"], None, 0]
+    assert second[0] == "exit 74" and second[3] == 0
     assert len(losses(disk.path)) == 3
 
 
-def _train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
+def train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
     """Trains; the disk is full from the first of `steps` on, and has room again at the second, between two saves."""
-    from pipeline.training import loop as step
+    from pipeline.training import loop
 
-    original = step.learning_rate
+    original = loop.learning_rate
 
     def at_its_beginning(index: int, *arguments: Any) -> float:
         if os.environ["RANK"] == "0" and index + 1 in steps:
-            for writer in (one for one in threading.enumerate() if one.name == "checkpoint writer"):
+            for writer in (thread for thread in threading.enumerate() if thread.name == "checkpoint writer"):
                 writer.join()
             (fill if index + 1 == steps[0] else free)(config.parent)
         return original(index, *arguments)
 
-    step.learning_rate = at_its_beginning
-    return train(config)
+    with patch.object(loop, "learning_rate", at_its_beginning):
+        return train(config)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def make_room(folder: Path) -> None:
+    if os.environ["RANK"] == "0":
+        free(folder)

@@ -3,65 +3,66 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.files import file_hash
-from pipeline.methods import baselines as llama_pro
-from pipeline.methods import baselines as lora
 from pipeline.scale.expansion import MANIFEST
-from tests.distributed import RankError, run_ranks
-from tests.training.runs import make_run, train
+from tests.distributed import run_ranks
+from tests.training.runs import in_turn, make_run, train
+
+TAMPERED = {3: "layers.4.attention.output.expansion_to_base.weight", 1: "output.expansion"}
+SABOTAGED = {
+    "llama_pro": ({"name": "llama_pro", "added_layers": 1}, "_ZEROED", ()),
+    "lora": ({"name": "lora", "rank": 2}, "LoraMethod._initial", lambda self, name, shape: torch.full(shape, 0.1)),
+}
 
 
-@pytest.mark.parametrize(
-    ("zero", "world_size", "tampered"),
-    [
-        (3, 2, "layers.4.attention.output.expansion_to_base.weight"),
-        (1, 1, "output.expansion"),
-    ],
-)
-def test_a_tampered_expansion_is_refused(tokens, tmp_path, zero, world_size, tampered):
-    config = make_run(tmp_path, tokens, zero=zero)
-    (file,) = (tmp_path / "upscaled").glob("*.safetensors")
-    tensors = load_file(file)
-    assert not tensors[tampered].any(), "this block must start at zero"
-    tensors[tampered][0, 0] = 0.1
-    save_file(tensors, file)
-    with pytest.raises(RankError, match=r"CheckpointError: .*safetensors: damaged or missing \(another SHA-256"):
-        run_ranks(train, world_size, config)
-
-    manifest = json.loads((tmp_path / "upscaled" / MANIFEST).read_text())
-    manifest["hashes"][file.name] = file_hash(file)  # as if it had been made like that
-    (tmp_path / "upscaled" / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(RankError, match=r"PreservationError: .*upscaled: at step 0 .* expected 0.0"):
-        run_ranks(train, world_size, config)
-    assert not (tmp_path / "checkpoints").exists()
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def _train_with_copies_that_speak(config):
-    llama_pro._ZEROED = ()
-    return train(config)
-
-
-def _train_with_adapters_that_speak(config):
-    lora.LoraMethod._initial = lambda self, name, shape: torch.full(shape, 0.1)
-    return train(config)
-
-
-@pytest.mark.parametrize(
-    ("method", "sabotaged"),
-    [
-        ({"name": "llama_pro", "added_layers": 1}, _train_with_copies_that_speak),
-        ({"name": "lora", "rank": 2}, _train_with_adapters_that_speak),
-    ],
-)
 @pytest.mark.parametrize(("zero", "world_size"), [(3, 2), (1, 1)])
-def test_what_was_put_beside_the_base_must_be_silent(tokens, tmp_path, zero, world_size, method, sabotaged):
-    config = make_run(tmp_path, tokens, zero=zero, method=method)
-    with pytest.raises(RankError, match=r"PreservationError: .*stories260K: at step 0 .* expected 0.0"):
-        run_ranks(sabotaged, world_size, config)
-    assert not (tmp_path / "metrics.jsonl").exists()
+def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, world_size):
+    damaged = make_run(tmp_path / "damaged", tokens, zero=zero)
+    tamper(tmp_path / "damaged" / "upscaled", TAMPERED[zero])
+    consistent = make_run(tmp_path / "consistent", tokens, zero=zero)
+    tamper(tmp_path / "consistent" / "upscaled", TAMPERED[zero])
+    accept(tmp_path / "consistent" / "upscaled")
+    jobs = [partial(train, damaged), partial(train, consistent)]
+    for name, (method, *_) in SABOTAGED.items():
+        jobs.append(partial(train_sabotaged, make_run(tmp_path / name, tokens, zero=zero, method=method), name))
+    first, *others = run_ranks(in_turn, world_size, jobs)
+    # Of the one file, the rank that hashes it knows.
+    assert first[0].startswith("CheckpointError: ") and "safetensors: damaged or missing (another SHA-256" in first[0]
+    assert first[1].startswith(f"PreservationError: {tmp_path}/consistent/upscaled: at step 0 ")
+    for refusal in first[2:]:
+        assert refusal.startswith("PreservationError: ") and "stories260K: at step 0 " in refusal
+    assert all("expected 0.0" in refusal for refusal in first[1:])
+    assert others in ([], [["exit 1"] * 4])
+    assert not list(tmp_path.glob("*/checkpoints"))
+    assert not list(tmp_path.glob("*/metrics.jsonl"))
+
+
+def tamper(expansion: Path, name: str) -> None:
+    """Sets an element of a block that must start at zero."""
+    (file,) = expansion.glob("*.safetensors")
+    tensors = load_file(file)
+    assert not tensors[name].any(), "this block must start at zero"
+    tensors[name][0, 0] = 0.1
+    save_file(tensors, file)
+
+
+def accept(expansion: Path) -> None:
+    """Gives the manifest the hashes of the files as they are, as if they had been made so."""
+    manifest = json.loads((expansion / MANIFEST).read_text())
+    manifest["hashes"] = {name: file_hash(expansion / name) for name in manifest["hashes"]}
+    (expansion / MANIFEST).write_text(json.dumps(manifest))
+
+
+def train_sabotaged(config: Path, name: str) -> int:
+    """Trains a method whose added layers or adapters do not start at zero."""
+    _, attribute, value = SABOTAGED[name]
+    with patch(f"pipeline.methods.baselines.{attribute}", value):
+        return train(config)

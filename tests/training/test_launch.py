@@ -120,7 +120,9 @@ def test_a_node_whose_own_name_leads_nowhere_is_named(own):
             return own or nowhere(name)
         return far(name)
 
-    with pytest.raises(LayoutError, match=rf"{socket.gethostname()}: its own name leads to .* set NETWORK_INTERFACE"):
+    with pytest.raises(
+        LayoutError, match=rf"{socket.gethostname()}: its own name resolves to .* set NETWORK_INTERFACE"
+    ):
         read_launch(SRUN, resolve)
     assert read_launch({**SRUN, "GLOO_SOCKET_IFNAME": "ib0"}, resolve) == EXPECTED
     assert read_launch({**SRUN, "HOST_COUNT": "1"}, resolve) == EXPECTED

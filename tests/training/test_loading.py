@@ -17,7 +17,7 @@ from pipeline.files import file_hash
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import full_shape_of, held_values
-from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.parallel.topology import ProcessGroups
 from tests.distributed import run_ranks
 from tests.training.runs import start_deepspeed, write_config
 
@@ -82,22 +82,23 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.deepspeed_config import load_deepspeed_config
+    from pipeline.inputs import Inputs, open_layout
     from pipeline.training import run
-    from pipeline.training.run import Inputs, load_model, with_shared_hashes
 
-    hashed: list[str] = []
-    run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     config = load_config(path)
-    layout = Layout(dist.get_world_size(), config.parallel.tp_size)
+    layout, deepspeed_config = open_layout(config, dist.get_world_size())
     groups = ProcessGroups(layout)
-    base = with_shared_hashes(open_base(config.base))
+    hashed: list[str] = []
+    run.open_samples = lambda config, fingerprint: None  # there is no corpus here
+    run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
+    inputs = Inputs(config, deepspeed_config, layout, open_base(config.base), "")
+    inputs, _ = run.open_own_files(inputs, groups.tensor_parallel)
+    base = inputs.base
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes() == {file.name: file_hash(file) for file in base.files}
-    inputs = Inputs(config, load_deepspeed_config(config.deepspeed, layout), layout, base, "", None, {})
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    model = load_model(inputs, base, groups)
+    model = run.load_model(inputs, groups)
     peak = _status("VmHWM") - before
     parameters = list(model.parameters())
     held = sum(held_values(parameter).nbytes for parameter in parameters)

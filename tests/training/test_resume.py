@@ -1,8 +1,12 @@
-"""A run that is stopped or killed goes on as if nothing had happened, to the last bit."""
+"""A run that is stopped or killed resumes as if nothing had happened, to the last bit."""
 
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -10,83 +14,82 @@ from pipeline.errors import RESUME_LATER
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
 from tests.distributed import RankError, run_ranks
-from tests.training.runs import KILL_POINTS, STEPS, losses, make_run, metrics, train
+from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, train
+
+STEPS = 3
+ZERO_STAGES = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tokens, tmp_path_factory):
-    """The figures of a run that nothing befell, by ZeRO stage."""
-    made = {}
-
-    def run(zero: int) -> list[dict[str, float]]:
-        if zero not in made:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            assert run_ranks(train, 2, make_run(folder, tokens, zero=zero)) == [0, 0]
-            made[zero] = metrics(folder)
-        return made[zero]
-
-    return run
+def runs(tokens, tmp_path_factory) -> dict[str, Path]:
+    """Folders of runs: of each ZeRO stage one undisturbed, and one that a signal stopped in its first step."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = {f"{kind} {zero}": folder / f"{kind}{zero}" for zero in ZERO_STAGES for kind in ("undisturbed", "stopped")}
+    jobs = [
+        partial(train, make_run(path, tokens, zero=int(name[-1]), schedule__steps=STEPS), stop="stopped" in name)
+        for name, path in made.items()
+    ]
+    assert run_ranks(in_turn, 2, jobs) == [[0, RESUME_LATER] * len(ZERO_STAGES)] * 2
+    return made
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_signal_saves_and_the_same_command_goes_on(tokens, tmp_path, undisturbed, zero):
-    config = make_run(tmp_path, tokens, zero=zero)
-    assert run_ranks(_stopped_in_the_first_step, 2, config) == [RESUME_LATER] * 2
-    assert len(losses(tmp_path)) == 1
-    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
-    assert not (tmp_path / "training.json").exists()
-
-    assert run_ranks(train, 2, config) == [0, 0]
-    assert metrics(tmp_path) == undisturbed(zero)
-
-
-def _stopped_in_the_first_step(config):
-    return train(config, stop=True)
+def test_a_signal_saves_and_the_same_command_resumes(runs):
+    stopped = [runs[f"stopped {zero}"] for zero in ZERO_STAGES]
+    for folder in stopped:
+        assert len(losses(folder)) == 1
+        assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000001"
+        assert not (folder / "training.json").exists()
+    jobs = [partial(train, folder / "run.yaml") for folder in stopped]
+    assert run_ranks(in_turn, 2, jobs) == [[0] * len(jobs)] * 2
+    for zero in ZERO_STAGES:
+        assert metrics(runs[f"stopped {zero}"]) == metrics(runs[f"undisturbed {zero}"])
 
 
-@pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, undisturbed, point):
-    config = make_run(tmp_path, tokens, zero=1, checkpoints={"every_steps": 2, "keep_last": 1})
-    with pytest.raises(RankError, match="died without a word"):
-        run_ranks(_killed, 2, config, point)
-    saved = (tmp_path / "checkpoints" / "latest").read_text().strip()
-    assert saved == ("step_00000004" if point == "before the old one is removed" else "step_00000002")
+def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, runs):
+    checkpoints = {"every_steps": 1, "keep_last": 1}
+    configs = [
+        make_run(tmp_path / str(number), tokens, zero=1, schedule__steps=STEPS, checkpoints=checkpoints)
+        for number in range(len(KILL_POINTS))
+    ]
+    for point, config in zip(KILL_POINTS, configs, strict=True):
+        with pytest.raises(RankError, match="died without a word"):
+            run_ranks(partial(train, kill_at=point), 2, config)
+        saved = (config.parent / "checkpoints" / "latest").read_text().strip()
+        assert saved == ("step_00000002" if point == "before the old one is removed" else "step_00000001"), point
+    assert run_ranks(in_turn, 2, [partial(train, config) for config in configs]) == [[0] * len(configs)] * 2
+    for point, config in zip(KILL_POINTS, configs, strict=True):
+        assert metrics(config.parent) == metrics(runs["undisturbed 1"]), point
+        names = sorted(path.name for path in (config.parent / "checkpoints").iterdir())
+        assert names == ["latest", f"step_{STEPS:08d}"], f"{point}: stale folders are left"
 
-    assert run_ranks(train, 2, config) == [0, 0]
-    assert metrics(tmp_path) == undisturbed(1)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["latest", f"step_{STEPS:08d}"], "stale folders are left"
 
-
-def _killed(config, point):
-    return train(config, kill_at=point)
-
-
-def test_a_finished_run_is_left_alone(tokens, tmp_path):
+def test_a_finished_run_is_left_alone_and_may_train_longer(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
-    assert run_ranks(train, 1, config) == [0]
-    before = _written(tmp_path)
-    summary = json.loads((tmp_path / "training.json").read_text())
+    longer = make_run(tmp_path, tokens, zero=1, name="longer.yaml", schedule__steps=3, upscaled=f"{tmp_path}/upscaled")
+    state, attempt = partial(_written, tmp_path), partial(partial, _attempt)
+    jobs = [attempt("1", config), state, attempt("2", config), state, attempt("3", longer)]
+    [(first, before, again, after, at_last)] = run_ranks(in_turn, 1, jobs)
+    assert (first, again, at_last) == (0, 0, 0)
+    assert before == after
+    summary = json.loads(before[tmp_path / "training.json"][1])
     assert summary["steps"] == 1
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["optimizer_state_elements"] == 2 * summary["trainable_parameters"]
+    ends = [attempt.ended for attempt in read_attempts(tmp_path)]
+    assert [end.exit_code for end in ends if end] == [0, 0, 0], "the attempt that found nothing to do is on record"
 
-    assert run_ranks(train, 1, config) == [0]
-    assert before == _written(tmp_path)
-    ends = [one.ended for one in read_attempts(tmp_path)]
-    assert [end.exit_code for end in ends if end] == [0, 0], "the attempt that found nothing to do is on record"
-
-
-def _written(folder):
-    """When each file of a run was last written, but for the record of the attempts."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
-    return {path: path.stat().st_mtime_ns for path in files}
-
-
-def test_training_longer_goes_on_from_the_end(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
-    assert run_ranks(train, 1, config) == [0]
-    longer = make_run(tmp_path, tokens, zero=1, schedule__steps=3, upscaled=str(tmp_path / "upscaled"))
-    assert run_ranks(train, 1, longer) == [0]
     assert len(losses(tmp_path)) == 3
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 3
+
+
+def _attempt(name: str, config: Path) -> int:
+    with patch.dict(os.environ, ATTEMPT=f"{name}.0"):
+        return train(config)
+
+
+def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """When each file of a run was last written, except for the record of the attempts, and the summary's content."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"") for path in files
+    }

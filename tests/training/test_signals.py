@@ -16,10 +16,10 @@ from tests.waiting import PATIENCE_S, wait_until
 KEYSTROKE_S = 3.0
 HANGING = f"""
 from datetime import timedelta
-from pipeline.training import signals
-from pipeline.training.signals import StopSignals
+from pipeline.training import launch
+from pipeline.training.launch import StopSignals
 import sys, torch.distributed as dist
-signals._SAME_KEYSTROKE_S = {KEYSTROKE_S}
+launch._SAME_KEYSTROKE_S = {KEYSTROKE_S}
 with StopSignals():
     print("ready", flush=True)
     dist.FileStore(sys.argv[1], 2).wait(["what nobody sets"], timedelta(hours=1))

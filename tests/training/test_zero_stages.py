@@ -10,6 +10,7 @@ the length of what differs against that of the way they went.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from pipeline.parallel.sharding import full_shape_of, merge
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import STEPS, losses, make_run, metrics, train_and_look
+from tests.training.runs import in_turn, losses, make_run, metrics, train_and_look
 
+STEPS = 3
 VARIANTS = {
     "preserve": {"method__variant": "preserve", "method__l_fp": None},
     "adapt": {},
@@ -38,24 +40,12 @@ WEIGHT_TOLERANCE = 0.005
 DIAGNOSTICS = ("kl_from_base/", "base_stream_cosine/", "norm_")
 
 
-@pytest.fixture(scope="module")
-def one_process(tokens, tmp_path_factory):
-    """Each variant's run on a single rank without sharding: its folder, and what it found."""
-    made: dict[str, tuple[Path, dict[str, Any]]] = {}
-
-    def run(variant: str) -> tuple[Path, dict[str, Any]]:
-        if variant not in made:
-            folder = tmp_path_factory.mktemp("one_process")
-            config = make_run(folder, tokens, zero=1, **VARIANTS[variant])
-            made[variant] = folder, run_ranks(train_and_look, 1, config)[0]
-        return made[variant]
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("zero", "dp_size", "tp_size", "sequence_parallel", "variant"),
-    [
+# Each pair of settings that could disturb each other is here; rows of one world size share their ranks.
+LAYOUTS: dict[str, tuple[int, int, int, bool, str]] = {
+    f"ZeRO-{zero}, dp {dp_size}, tp {tp_size}{' sequence-parallel' * sequence_parallel}, {variant}": (
+        zero, dp_size, tp_size, sequence_parallel, variant,
+    )
+    for zero, dp_size, tp_size, sequence_parallel, variant in [
         (1, 2, 1, False, "preserve"),
         (2, 2, 1, False, "adapt"),
         (3, 2, 1, False, "route"),
@@ -67,24 +57,59 @@ def one_process(tokens, tmp_path_factory):
         # Four ranks share the two new key/value heads.
         (1, 1, 4, False, "preserve"),
         (2, 1, 4, True, "route"),
-        (3, 2, 4, True, "adapt"),
-    ],
-)
-def test_a_sharded_run_equals_one_process(
-    tokens, tmp_path, one_process, zero, dp_size, tp_size, sequence_parallel, variant
-):
-    parallel = {"tp_size": tp_size, "sequence_parallel": sequence_parallel}
-    config = make_run(tmp_path, tokens, zero=zero, parallel=parallel, **VARIANTS[variant])
-    ranks = run_ranks(train_and_look, dp_size * tp_size, config)
+        (3, 1, 4, True, "adapt"),
+    ]
+}  # fmt: skip
+WORLD_SIZES = {layout: LAYOUTS[layout][1] * LAYOUTS[layout][2] for layout in LAYOUTS}
+Runs = dict[str, tuple[Path, list[dict[str, Any]]]]
+"""Each run's folder, and what its ranks held at the end."""
 
-    reference_folder, reference = one_process(variant)
-    assert losses(tmp_path) == pytest.approx(losses(reference_folder), rel=ROUNDING)
+
+def train_all(world_size: int, configs: dict[str, Path]) -> Runs:
+    ranks = run_ranks(in_turn, world_size, [partial(train_and_look, config) for config in configs.values()])
+    held = zip(*ranks, strict=True)  # by run
+    return {name: (config.parent, list(by_rank)) for (name, config), by_rank in zip(configs.items(), held, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def one_process(tokens, tmp_path_factory) -> Runs:
+    """Each variant's run on a single rank without sharding; and one of "adapt" that learns fast."""
+    folder = tmp_path_factory.mktemp("one_process")
+    configs = {
+        name: make_run(folder / name, tokens, zero=1, schedule__steps=STEPS, **VARIANTS[name]) for name in VARIANTS
+    }
+    fast = {"schedule__steps": 6, "schedule__learning_rate": 5e-3}
+    return train_all(1, {**configs, "fast": make_run(folder / "fast", tokens, zero=1, **fast)})
+
+
+@pytest.fixture(scope="module")
+def sharded(tokens, tmp_path_factory) -> Runs:
+    """The run at each layout."""
+    folder = tmp_path_factory.mktemp("sharded")
+    runs: Runs = {}
+    for world_size in sorted(set(WORLD_SIZES.values())):
+        configs = {}
+        for number, (name, (zero, _, tp_size, sequence_parallel, variant)) in enumerate(LAYOUTS.items()):
+            if WORLD_SIZES[name] == world_size:
+                parallel = {"tp_size": tp_size, "sequence_parallel": sequence_parallel}
+                changes = {"schedule__steps": STEPS, "parallel": parallel, **VARIANTS[variant]}
+                configs[name] = make_run(folder / str(number), tokens, zero=zero, **changes)
+        runs |= train_all(world_size, configs)
+    return runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharded_run_equals_one_process(one_process, sharded, layout):
+    _, _, tp_size, _, variant = LAYOUTS[layout]
+    folder, ranks = sharded[layout]
+    reference_folder, [reference] = one_process[variant]
+    assert losses(folder) == pytest.approx(losses(reference_folder), rel=ROUNDING)
     for key in ("gradient_norm", "perplexity/korean", "bits_per_byte/english"):
         expected = [line[key] for line in metrics(reference_folder) if key in line]
-        assert [line[key] for line in metrics(tmp_path) if key in line] == pytest.approx(expected, rel=ROUNDING)
+        assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(expected, rel=ROUNDING)
         assert expected
-    assert diagnostics(tmp_path) == pytest.approx(diagnostics(reference_folder), rel=1e-3)
-    assert_same_training(tmp_path, ranks[:tp_size], reference_folder, reference)
+    assert diagnostics(folder) == pytest.approx(diagnostics(reference_folder), rel=1e-3)
+    assert_same_training(folder, ranks[:tp_size], reference_folder, reference)
     assert_counted(ranks, tp_size, variant, reference)
 
 
@@ -145,8 +170,7 @@ def initial_model(config: Path, device: str) -> Decoder:
     return model
 
 
-def test_losses_fall(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, schedule__learning_rate=5e-3)
-    run_ranks(train_and_look, 1, config)
-    assert len(losses(tmp_path)) == STEPS
-    assert losses(tmp_path)[-1] < 0.8 * losses(tmp_path)[0]
+def test_losses_fall(one_process):
+    folder, _ = one_process["fast"]
+    assert len(losses(folder)) == 6
+    assert losses(folder)[-1] < 0.8 * losses(folder)[0]

@@ -1,0 +1,212 @@
+"""What the pipeline knows of DeepSpeed's insides; no other module reads or sets what DeepSpeed does not document.
+
+Last tried with the DeepSpeed of `TRIED_VERSION`. `tests/training/test_deepspeed_internals.py` checks that each
+attribute used here exists; the other tests of this room and of `conversion` check that it still means the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor, nn
+
+from pipeline.checkpoint.reader import CheckpointReader, Moment
+from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.errors import CheckpointError
+from pipeline.parallel.sharding import ZeroPartition, named_trained_parameters, zero_partition_of
+from pipeline.parallel.topology import ProcessGroups, TensorParallel
+
+TRIED_VERSION = "0.19.8"
+WriteFile = Callable[[Path, Any], None]
+"""Writes a value to a file, now or later."""
+
+# DeepSpeed calls torch's collectives by names that torch is about to retire.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+
+
+def init_distributed(backend: str, timeout: timedelta) -> None:
+    """Joins the ranks that the environment describes."""
+    if backend == "gloo":
+        # Else its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+# --- Parameters under ZeRO-3 -----------------------------------------------------------------------------------------
+
+
+def partitioning_context(
+    config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
+) -> AbstractContextManager[Any]:
+    """While it is entered, ZeRO-3 partitions each parameter as it is made, so that no rank ever holds a whole shard.
+
+    Call `attach_zero_partitions` afterwards.
+    """
+    if not deepspeed_config.partitions_at_once:
+        return nullcontext()
+    context: AbstractContextManager[Any] = _PartitionedUnset(
+        data_parallel_group=groups.get_data_parallel_group(),
+        config_dict_or_path=deepspeed_config.merged(config.schedule, groups.layout),
+        mpu=groups,
+        mem_efficient_linear=False,  # else it would replace torch's linear map for good
+    )
+    return context
+
+
+class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
+    """Partitions parameters without broadcasting their values, which are not set yet: their memory is never touched."""
+
+    def _zero_init_param(self, param: nn.Parameter) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()  # type: ignore[attr-defined]
+
+
+def attach_zero_partitions(model: nn.Module) -> None:
+    """Puts a `ZeroPartition` on every parameter that ZeRO-3 has partitioned, as `zero_partition`."""
+    parameter: Any  # it has DeepSpeed's attributes
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            values, shard_size = parameter.ds_tensor, parameter.ds_numel
+            first = min(shard_size, values.ds_numel * dist.get_rank(parameter.ds_process_group))
+            parameter.zero_partition = ZeroPartition(values, first, min(values.ds_numel, shard_size - first))
+
+
+# --- Weights and optimizer state, set from a checkpoint of any layout ------------------------------------------------
+# Every rank reads, tensor by tensor, what its own optimizer holds. A checkpoint of the same layout comes back to the
+# bit.
+
+
+@torch.no_grad()
+def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:  # noqa: ANN401
+    """Sets the fp32 weights, both moments and the step count of the engine's optimizer, without any collective.
+
+    The weights that the model computes with follow in `publish`.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a parameter or is damaged, or the optimizer's state lies on NVMe.
+    """
+    optimizer = engine.optimizer
+    for name, piece in _master_pieces(model, optimizer):
+        span = (piece.first, piece.first + piece.length)
+        piece.within(piece.flat).copy_(reader.read_span(name, None, tp.rank, tp.size, span))
+        slots = optimizer.optimizer.state[piece.flat]
+        slots["step"] = reader.adam_step.clone().to(piece.flat.device)
+        for moment in get_args(Moment):
+            if moment not in slots:
+                slots[moment] = torch.zeros_like(piece.flat, requires_grad=False)
+            piece.within(slots[moment]).copy_(reader.read_span(name, moment, tp.rank, tp.size, span))
+
+
+@torch.no_grad()
+def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
+    """Gives the restored weights to the model, on all ranks, and tells the engine that it stands after `step` steps."""
+    engine.global_steps = step
+    optimizer = engine.optimizer
+    if not _is_zero3(optimizer):
+        optimizer.update_lp_params()
+        return
+    # Small parameters are kept whole on every rank; the epilogue gathers them anew from what is set here.
+    optimizer.checkpoint_event_prologue()
+    for _, piece in _master_pieces(model, optimizer):
+        partition = zero_partition_of(piece.parameter)
+        assert partition is not None
+        partition.values[: piece.length].copy_(piece.within(piece.flat))
+    optimizer.checkpoint_event_epilogue()
+
+
+@dataclass(frozen=True)
+class _MasterPiece:
+    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
+
+    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    start: int
+    first: int
+    length: int
+
+    def within(self, flat: Tensor) -> Tensor:
+        """This piece of `flat`, or of a moment of it."""
+        return flat.detach().narrow(0, self.start, self.length)
+
+
+def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, _MasterPiece]]:  # noqa: ANN401
+    """What this rank's optimizer holds of each trained parameter, by name."""
+    for name, parameter in named_trained_parameters(model):
+        piece = _piece_of_zero3(parameter, optimizer) if _is_zero3(optimizer) else _piece(parameter, optimizer)
+        if piece is not None and piece.length > 0:
+            yield name, piece
+
+
+def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece:  # noqa: ANN401
+    """ZeRO-3 cuts every parameter in equal pieces, the last of which end in padding."""
+    group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    flat = optimizer.fp32_partitioned_groups_flat[group]
+    if flat is None or flat.numel() < start + length:
+        raise CheckpointError("zero_optimization.offload_optimizer.device: state on NVMe cannot be resumed; use cpu")
+    partition = zero_partition_of(parameter)
+    assert partition is not None
+    return _MasterPiece(parameter, flat, start, partition.first, partition.length)
+
+
+def _piece(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece | None:  # noqa: ANN401
+    """ZeRO-1 and 2 join the parameters of a group and cut once: a rank may hold nothing of many of them."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return None
+    (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
+    in_flat, in_shard = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return _MasterPiece(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)
+
+
+def held_optimizer_elements(engine: Any) -> int:  # noqa: ANN401
+    """How many elements the state tensors of this rank's optimizer (the two Adam moments) hold."""
+    return sum(
+        value.numel()
+        for slots in engine.optimizer.optimizer.state.values()
+        for name, value in slots.items()
+        if isinstance(value, Tensor) and name != "step"
+    )
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(engine: Any, folder: Path, write: WriteFile) -> None:  # noqa: ANN401
+    """Hands the files of the trained parameters and their optimizer state, to lie in `folder`, to `write`."""
+    # DeepSpeed would add a script that assembles a model without its frozen parameters.
+    engine._copy_recovery_script = lambda save_path: None
+    engine.checkpoint_engine = _CheckpointFiles(write)
+    engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True)
+
+
+class _CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
+    """Takes DeepSpeed's files to our `write`."""
+
+    def __init__(self, write: WriteFile) -> None:
+        super().__init__()
+        self._write = write
+
+    def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
+        # The optimizer's file holds the weights in fp32. The model's would hold them again in 16 bits, and with them a
+        # tied, frozen embedding, which DeepSpeed takes for a trained parameter.
+        if "module" in state_dict:
+            state_dict = {**state_dict, "module": {}}
+        self._write(Path(path), state_dict)

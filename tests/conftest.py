@@ -1,4 +1,4 @@
-"""What several rooms' tests share."""
+"""Fixtures of several rooms, and the order of the tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,31 @@ from tests.slurm.cluster import Cluster, guarded_cluster
 from tests.slurm.daemons import why_not
 
 _NO_SLURM = "no Slurm: "
+_TESTS = Path(__file__).parent
+SLOW = (
+    "slurm/test_pipeline.py",
+    "slurm/test_study.py",
+    "slurm",
+    "faults",
+    "training",
+    "benchmarks",
+    "conversion/test_memory.py",
+    "conversion/test_second_round.py",
+    "conversion/test_generate.py",
+    "conversion/test_convert.py",
+    "sizing/test_against_runs.py",
+    "sizing/test_recommendation.py",
+    "checkpoint/test_reader.py",
+    "data/test_preprocess.py",
+    "experiments/test_run_study.py",
+    "experiments/test_search.py",
+    "health/test_watchdog.py",
+)
+"""Files and folders whose tests `make test-quick` leaves out. `make test` starts with them, in this order: the workers
+then end together."""
 
-# The same examples in every run, however slow the machine: who changes one room shall not be refused for what chance
-# finds in another. `pytest --hypothesis-profile=default` draws new ones.
+# The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
+# `pytest --hypothesis-profile=default` draws new ones.
 settings.register_profile(
     "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -64,7 +86,7 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
 
 @pytest.fixture
 def one_thread():
-    """Small tensors only wait for a second thread."""
+    """Runs torch on one thread, which is faster for small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +95,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
-    """Skips where there is none; the summary repeats the reason where nobody overlooks it."""
+    """Skips where Slurm cannot run; the reason is repeated at the end of the summary."""
     if reason := why_not():
         pytest.skip(f"{_NO_SLURM}{reason}")
 
@@ -85,9 +107,20 @@ def slurm_cluster(slurm_installed: None) -> Iterator[Cluster]:
         yield cluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = [_TESTS / name for name in SLOW]
+    turn: dict[pytest.Item, int] = {}
+    for item in items:
+        places = [place for place, path in enumerate(slow) if item.path.is_relative_to(path)]
+        turn[item] = min(places, default=len(slow))
+        if places:
+            item.add_marker("slow")
+    items.sort(key=turn.__getitem__)
+
+
 def pytest_configure() -> None:
-    # A shell without job control starts what it puts in the background with SIGINT ignored, and so does nohup; programs
-    # that tests start would inherit that, and never hear the Ctrl-C that they are sent.
+    # A shell without job control, and nohup, start background processes with SIGINT ignored. Programs that tests start
+    # would inherit that and ignore the SIGINT that a test sends.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

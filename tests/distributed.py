@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from tests.waiting import PATIENCE_S
 
-# A rank is forked from a server that has imported the slow packages already: 0.1 s each instead of 5.
+# Ranks are forked from a server that has imported the slow packages: 0.1 s each instead of 8.
 processes = get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
-processes.set_forkserver_preload(
-    ["torch.distributed", "pytest", "awkward", "tests.training.runs", "pipeline.training.run"]
-)
+# DeepSpeed decorates two functions with torch.compile, which no test calls. It would import TorchInductor: 1.3 s a
+# process, including those that tests start.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+processes.set_forkserver_preload(["tests.preloaded"])
 
 GRACE_S = 10.0
 """How long the other ranks are heard after the first has failed, which may be no more than the echo of their fault."""

@@ -1,4 +1,8 @@
-"""The faults that matter most, in every test run; `make faults` tries them all."""
+"""The suite's machinery at work on two faults; `make faults` tries them all.
+
+The other tests have the rest one by one: a NaN (tests/training/test_divergence.py), a hung rank
+(tests/slurm/test_requeue.py, tests/health/test_watchdog.py), damaged checkpoints, a full disk.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from tests.faults.damage import done_to_the_newest, truncate
 from tests.faults.injections import kill_rank
 from tests.faults.random_kills import kill_at_random
 from tests.faults.runs import BRIEF, Laboratory
-from tests.faults.suite import FAULTS
 from tests.faults.trial import stop_and_resume
 from tests.slurm.cluster import Cluster
 
@@ -25,13 +28,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("name", ["nan-once", "hung"])
-def test_a_run_survives(laboratory: Laboratory, slurm_cluster: Cluster, name: str):
-    assert FAULTS[name].befall(laboratory, slurm_cluster).sequence_equal
-
-
-@pytest.mark.slurm
-def test_a_killed_rank_and_a_torn_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
+def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
     result = stop_and_resume(
         "kill -9 of a rank, and the newest checkpoint truncated",
         laboratory,
@@ -43,7 +40,7 @@ def test_a_killed_rank_and_a_torn_checkpoint_cost_some_steps(laboratory: Laborat
     assert result.sequence_equal and result.steps_lost > BRIEF.save_every
 
 
-def test_the_last_bit_of_one_figure_is_seen(laboratory: Laboratory, tmp_path: Path):
+def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path: Path):
     reference = laboratory.undisturbed(BRIEF)
     run = replace(reference, folder=tmp_path)
     lines = read_metrics(reference.folder / METRICS)
@@ -60,5 +57,5 @@ def test_the_last_bit_of_one_figure_is_seen(laboratory: Laboratory, tmp_path: Pa
 
 
 def test_a_run_survives_random_kills(laboratory: Laboratory):
-    result = kill_at_random("kill -9 at random instants", laboratory, kills=3, seed=4)
-    assert result.times == 3 and result.sequence_equal
+    result = kill_at_random("kill -9 at random instants", laboratory, kills=2, seed=4)
+    assert result.times == 2 and result.sequence_equal

@@ -21,7 +21,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 NODES = ("n1", "n2")
 PORTS = 1 + len(NODES)
-CPUS_PER_NODE = 2
+CPUS_PER_NODE = 16
+"""More than the machine has: most of the tests' jobs wait, and run at the same time."""
 MESSAGE_TIMEOUT = "MessageTimeout=60"
 """How many seconds a command waits for a daemon that is busy."""
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 import yaml
 import zstandard
 
+from tests.distributed import run_ranks
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
+from tests.training.runs import train
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 SCRIPT = PROJECT / "slurm" / "cpt_korean.sh"
-STEPS = 16
+STEPS = 12
 
 
 def first_documents(source: Path, count: int, target: Path) -> str:
@@ -35,7 +39,7 @@ def short_demo(folder: Path) -> Path:
     run.pop("upscaled", None)
     run["data"]["folder"] = str(folder / "tokens")
     for name, corpus in run["data"]["corpora"].items():
-        for key, count in (("input", 60), ("heldout_input", 10)):
+        for key, count in (("input", 40), ("heldout_input", 6)):
             if key in corpus:
                 source = PROJECT / corpus[key][0]
                 corpus[key] = [first_documents(source, count, folder / f"{name}.{key}.jsonl")]
@@ -54,7 +58,7 @@ def submit(cluster: Cluster, folder: Path, config: Path) -> int:
 
 
 def check_summary(summary: dict[str, Any]) -> None:
-    """What a run promises: nothing lost at the start, Korean learned, little trained, an export that agrees."""
+    """The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model."""
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["korean_perplexity_after"] < summary["korean_perplexity_before"]
     assert summary["english_perplexity_after"] > 1
@@ -72,48 +76,48 @@ def written(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for room in rooms for path in room.rglob("*") if path.is_file()}
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def losses(run: Path) -> list[tuple[int, float]]:
     """Step and loss of every training step, as the run logged them."""
-    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = submit(slurm_cluster, folder, short_demo(folder))
-    end = slurm_cluster.wait(job)
-    output = slurm_cluster.output(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 0), slurm_cluster.evidence(job)
-    assert "2 ranks over 2 nodes (n[1-2])" in output
-    return folder
-
-
-def test_one_sbatch_goes_from_text_to_a_tested_model(undisturbed: Path):
-    summary = json.loads((undisturbed / "run" / "summary.json").read_text(encoding="utf-8"))
-    check_summary(summary)
-    assert (Path(summary["hf_folder"]) / "config.json").exists()
-    assert [step for step, _ in losses(undisturbed)] == list(range(1, STEPS + 1))
-
-
-def test_the_same_command_again_does_nothing_twice(slurm_cluster: Cluster, undisturbed: Path):
-    before = written(undisturbed)
-    assert {Path(name).suffix for name in before} >= {".bin", ".idx", ".safetensors", ".json"}
-    again = submit(slurm_cluster, undisturbed, undisturbed / "short.yaml")
-    assert slurm_cluster.wait(again).state == "COMPLETED", slurm_cluster.evidence(again)
-    assert written(undisturbed) == before
-
-
-def test_a_job_told_to_stop_goes_on_to_the_same_losses(slurm_cluster: Cluster, tmp_path: Path, undisturbed: Path):
-    job = submit(slurm_cluster, tmp_path, short_demo(tmp_path))
-    first_checkpoint = tmp_path / "run" / "checkpoints" / "latest"
-    slurm_cluster.wait_for(job, lambda _: first_checkpoint.exists())
+def test_an_interrupted_job_goes_from_text_to_a_tested_model(
+    slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It is stopped once during training, and writes the losses of a run that nothing interrupted."""
+    config = short_demo(tmp_path)
+    job = submit(slurm_cluster, tmp_path, config)
+    slurm_cluster.wait_for(job, lambda _: (tmp_path / "run" / "checkpoints" / "latest").exists())
     slurm_cluster.run("scancel", "--signal=USR1", str(job))
     slurm_cluster.start_now(job)
     end = slurm_cluster.wait(job)
     output = slurm_cluster.output(job)
     assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+    assert "2 ranks over 2 nodes (n[1-2])" in output
     assert "stopped during train" in output and "queueing job" in output
-    assert losses(tmp_path) == losses(undisturbed)
-    check_summary(json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    check_summary(summary)
+    assert (Path(summary["hf_folder"]) / "config.json").exists()
+
+    values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    values.update(folder=str(tmp_path / "undisturbed"), upscaled=str(tmp_path / "run" / "upscaled"))
+    undisturbed = tmp_path / "undisturbed.yaml"
+    undisturbed.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
+    assert run_ranks(train, 2, undisturbed) == [0, 0]
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+    monkeypatch.setattr(
+        sys, "argv", ["inspect_checkpoint.py", "--json", str(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")]
+    )
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(PROJECT / "tools" / "inspect_checkpoint.py"), run_name="__main__")
+    assert json.loads(capsys.readouterr().out)["step"] == STEPS
+
+    before = written(tmp_path)
+    assert {Path(name).suffix for name in before} >= {".bin", ".idx", ".safetensors", ".json"}
+    again = submit(slurm_cluster, tmp_path, config)
+    end = slurm_cluster.wait(again)
+    assert (end.state, end.restarts) == ("COMPLETED", 0), slurm_cluster.evidence(again)
+    assert written(tmp_path) == before, "the same command again does nothing twice"

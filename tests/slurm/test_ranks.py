@@ -4,73 +4,83 @@ from __future__ import annotations
 
 import re
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from pipeline.local_ranks import reserved_port
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import Scenario
 from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 
 MEET = "run_stage meet on_every_rank python -m tests.slurm.meet"
 
 
-@pytest.mark.slurm
-def test_ranks_meet_over_both_nodes(slurm_cluster: Cluster, tmp_path: Path):
-    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, "--nodes=2", "--ntasks-per-node=2"), cwd=tmp_path)
-    assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
-    lines = slurm_cluster.output(job).splitlines()
+def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
+    job = cluster.sbatch(stage_script(folder, MEET, "--nodes=2", "--ntasks-per-node=2"), cwd=folder)
+    assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
+    lines = cluster.output(job).splitlines()
     expected = [f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)]
     assert sorted(line for line in lines if line.startswith("rank")) == expected
     assert any(f"4 ranks over 2 nodes (n[1-2]), rendezvous at 127.0.0.1:{15000 + job}" in line for line in lines)
 
 
-@pytest.mark.slurm
-def test_the_rendezvous_can_be_overridden(slurm_cluster: Cluster, tmp_path: Path):
+def rendezvous_can_be_overridden(cluster: Cluster, folder: Path) -> None:
     with reserved_port() as port:
         override = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env=override, cwd=tmp_path)
-        assert slurm_cluster.wait(job).state == "COMPLETED", slurm_cluster.evidence(job)
-    assert f"rendezvous at localhost:{port}\n" in slurm_cluster.output(job)
+        job = cluster.sbatch(stage_script(folder, MEET, *TWO_NODES), env=override, cwd=folder)
+        assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
+    assert f"rendezvous at localhost:{port}\n" in cluster.output(job)
 
 
-@pytest.mark.slurm
-def test_loopback_between_hosts_ends_the_job_with_one_line(slurm_cluster: Cluster, tmp_path: Path):
-    job = slurm_cluster.sbatch(stage_script(tmp_path, MEET, *TWO_NODES), env={"HOST_COUNT": "2"}, cwd=tmp_path)
-    end = slurm_cluster.wait(job)
+def loopback_between_hosts_is_refused(cluster: Cluster, folder: Path) -> None:
+    job = cluster.sbatch(stage_script(folder, MEET, *TWO_NODES), env={"HOST_COUNT": "2"}, cwd=folder)
+    end = cluster.wait(job)
     assert (end.state, end.exit_code) == ("FAILED", 1)
-    assert "error: MASTER_ADDR 127.0.0.1 is 127.0.0.1 on " in slurm_cluster.output(job)
-    assert "Traceback" not in slurm_cluster.output(job)
+    assert "error: MASTER_ADDR 127.0.0.1 is 127.0.0.1 on " in cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
 
 
-@pytest.mark.slurm
-def test_one_process_beside_srun_is_refused(slurm_cluster: Cluster, tmp_path: Path):
-    job = slurm_cluster.sbatch(
-        stage_script(tmp_path, "run_stage meet here python -m tests.slurm.meet", *TWO_NODES), cwd=tmp_path
-    )
-    assert slurm_cluster.wait(job).state == "FAILED"
-    assert "is one of 1 process(es), but 2 were allocated" in slurm_cluster.output(job)
+def process_outside_srun_is_refused(cluster: Cluster, folder: Path) -> None:
+    job = cluster.sbatch(stage_script(folder, "run_stage meet here python -m tests.slurm.meet", *TWO_NODES), cwd=folder)
+    assert cluster.wait(job).state == "FAILED"
+    assert "is one of 1 process(es), but 2 were allocated" in cluster.output(job)
 
 
-@pytest.mark.slurm
-def test_a_rank_that_dies_ends_the_job(slurm_cluster: Cluster, tmp_path: Path):
+def killed_rank_ends_the_job(cluster: Cluster, folder: Path) -> None:
     body = "run_stage train on_every_rank bash -c 'if ((RANK == 1)); then kill -9 $$; fi; sleep 200'"
-    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env={"EXIT_GRACE_S": "1"}, cwd=tmp_path)
-    assert slurm_cluster.wait(job).state == "FAILED"
-    assert "task 1: Killed" in slurm_cluster.output(job)
-    assert "error: stage train ended with exit code" in slurm_cluster.output(job)
+    job = cluster.sbatch(stage_script(folder, body, *TWO_NODES), env={"EXIT_GRACE_S": "1"}, cwd=folder)
+    assert cluster.wait(job).state == "FAILED"
+    assert "task 1: Killed" in cluster.output(job)
+    assert "error: stage train ended with exit code" in cluster.output(job)
 
 
-@pytest.mark.slurm
-def test_ranks_that_end_one_after_the_other_all_have_their_last_words(slurm_cluster: Cluster, tmp_path: Path):
+def ranks_that_end_one_by_one_are_waited_for(cluster: Cluster, folder: Path) -> None:
     body = "run_stage train on_every_rank bash -c 'sleep $((3 * RANK)); echo \"rank $RANK is done\"; exit 75'"
-    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "300", "CONFIG": str(run_config(tmp_path))}
-    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env=env, cwd=tmp_path)
-    slurm_cluster.wait(job)
-    lines = slurm_cluster.output(job).splitlines()
+    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "300", "CONFIG": str(run_config(folder))}
+    job = cluster.sbatch(stage_script(folder, body, *TWO_NODES), env=env, cwd=folder)
+    cluster.wait(job)
+    lines = cluster.output(job).splitlines()
     assert {"rank 0 is done", "rank 1 is done"} <= set(lines)
     assert any("stopped during train" in line for line in lines)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "ranks meet over both nodes": ranks_meet_over_both_nodes,
+    "rendezvous can be overridden": rendezvous_can_be_overridden,
+    "loopback between hosts is refused": loopback_between_hosts_is_refused,
+    "process outside srun is refused": process_outside_srun_is_refused,
+    "killed rank ends the job": killed_rank_ends_the_job,
+    "ranks that end one by one are waited for": ranks_that_end_one_by_one_are_waited_for,
+}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_job(outcomes: dict[str, Future[None]], name: str):
+    outcomes[name].result()
 
 
 @pytest.mark.slurm

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,7 @@ import pytest
 from pipeline.errors import worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import Scenario
 from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 from tests.waiting import wait_until
@@ -48,51 +51,63 @@ def leave_one_stopped(folder: Path) -> None:
     """Rank 1 is stopped already, and rank 0 has left."""
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("disturb", [kill_rank, kill_launcher, kill_batch_script, leave_one_stopped])
-def test_a_job_goes_on_after_a_fault(slurm_cluster: Cluster, tmp_path: Path, disturb: Callable[[Path], None]):
-    env = {"FOLDER": str(tmp_path), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(tmp_path))}
+def goes_on_after(disturb: Callable[[Path], None], cluster: Cluster, folder: Path) -> None:
+    env = {"FOLDER": str(folder), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(folder))}
     if disturb is leave_one_stopped:
         env["STOPPED"] = "1"
-    body = f"echo $$ > {tmp_path}/batch.pid\n{LASTING}"
-    script = stage_script(tmp_path, body, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
+    body = f"echo $$ > {folder}/batch.pid\n{LASTING}"
+    script = stage_script(folder, body, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = cluster.sbatch(script, env=env, cwd=folder)
     after = ("--parsable", f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true")
-    following = int(slurm_cluster.run("sbatch", *after, cwd=tmp_path))
-    slurm_cluster.wait_for(job, lambda _: len(list(tmp_path.glob("rank.*.pid"))) == 2)
-    first = [int(path.read_text()) for path in tmp_path.glob("rank.*.pid")]
-    disturb(tmp_path)
-    slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
-    lines = slurm_cluster.output(job).splitlines()
+    following = int(cluster.run("sbatch", *after, cwd=folder))
+    cluster.wait_for(job, lambda _: len(list(folder.glob("rank.*.pid"))) == 2)
+    first = [int(path.read_text()) for path in folder.glob("rank.*.pid")]
+    disturb(folder)
+    cluster.start_now(job)
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
+    lines = cluster.output(job).splitlines()
     assert {"rank 0 went on", "rank 1 went on", "the stage is done"} <= set(lines)
     assert not [pid for pid in first if psutil.pid_exists(pid)], "ranks of the first attempt live on"
-    assert slurm_cluster.wait(following).state == "COMPLETED"
-    assert slurm_cluster.job(following)["StartTime"] >= slurm_cluster.job(job)["EndTime"], "it waits through requeues"
+    assert cluster.wait(following).state == "COMPLETED"
+    assert cluster.job(following)["StartTime"] >= cluster.job(job)["EndTime"], "it waits through requeues"
 
 
-@pytest.mark.slurm
-def test_one_task_of_an_array_is_queued_again_alone(slurm_cluster: Cluster, tmp_path: Path):
+def one_array_task_is_requeued_alone(cluster: Cluster, folder: Path) -> None:
     """Its number, where it is the last task's, is the whole array's too."""
     body = f"""\
 work() {{
-    while [[ $SLURM_ARRAY_TASK_ID == 0 && ! -e {tmp_path}/done ]]; do sleep 0.2; done
+    while [[ $SLURM_ARRAY_TASK_ID == 0 && ! -e {folder}/done ]]; do sleep 0.2; done
     [[ $SLURM_ARRAY_TASK_ID == 0 || ${{SLURM_RESTART_COUNT:-0}} == 1 ]] || exit 75
-    touch {tmp_path}/done
+    touch {folder}/done
 }}
 run_stage tokenize work"""
-    options = ("--array=0-1", "--requeue", "--open-mode=append", f"--output={tmp_path}/%a.out")
-    env = {"CONFIG": str(run_config(tmp_path))}
-    array = slurm_cluster.sbatch(stage_script(tmp_path, body, *options), env=env, cwd=tmp_path)
+    options = ("--array=0-1", "--requeue", "--open-mode=append", f"--output={folder}/%a.out")
+    env = {"CONFIG": str(run_config(folder))}
+    array = cluster.sbatch(stage_script(folder, body, *options), env=env, cwd=folder)
 
     def task(number: int) -> str:
-        return slurm_cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
+        return cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
 
     assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1)), task(1)
-    slurm_cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
+    cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
     assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), task(0) + task(1)
     assert "Restarts=0" in task(0)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "rank killed": partial(goes_on_after, kill_rank),
+    "srun killed": partial(goes_on_after, kill_launcher),
+    "batch script killed": partial(goes_on_after, kill_batch_script),
+    "rank stopped": partial(goes_on_after, leave_one_stopped),
+    "one task of an array": one_array_task_is_requeued_alone,
+}
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_job(outcomes: dict[str, Future[None]], name: str):
+    outcomes[name].result()
 
 
 @pytest.mark.slurm

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import Scenario
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 
 # A stage of two ranks that, like training, saves and stops when it is told to, and goes on from there the next time.
@@ -34,103 +36,112 @@ def wait_until_both_work(cluster: Cluster, job: int) -> None:
     cluster.wait_for_output(job, "of 2 works", count=2)
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_the_time_limit_leads_to_a_save_and_another_turn(slurm_cluster: Cluster, tmp_path: Path):
+def time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     options = (*TWO_NODES, "--time=30", "--signal=B:USR1@900", "--requeue", "--open-mode=append")
-    job = slurm_cluster.sbatch(stage_script(tmp_path, TRAINING, *options), env=saving_in(tmp_path), cwd=tmp_path)
-    wait_until_both_work(slurm_cluster, job)
+    job = cluster.sbatch(stage_script(folder, TRAINING, *options), env=saving_in(folder), cwd=folder)
+    wait_until_both_work(cluster, job)
     # Nearer than it is announced, and still far: Slurm announces it when it looks next, within half a minute.
-    slurm_cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
-    slurm_cluster.wait_for_output(job, "queueing job")
-    assert "restart 1, " in slurm_cluster.output(job)
-    assert {"rank 0 saved", "rank 1 saved"} <= set(slurm_cluster.output(job).splitlines())
-    assert "converted" not in slurm_cluster.output(job)
-    slurm_cluster.scontrol("update", f"JobId={job}", "TimeLimit=30")
-    slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
+    cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
+    cluster.wait_for_output(job, "queueing job")
+    assert "restart 1, " in cluster.output(job)
+    assert {"rank 0 saved", "rank 1 saved"} <= set(cluster.output(job).splitlines())
+    assert "converted" not in cluster.output(job)
+    cluster.scontrol("update", f"JobId={job}", "TimeLimit=30")
+    cluster.start_now(job)
+    end = cluster.wait(job)
     assert (end.state, end.restarts) == ("COMPLETED", 1)
-    lines = slurm_cluster.output(job).splitlines()
+    lines = cluster.output(job).splitlines()
     assert {"rank 0 went on", "rank 1 went on", "converted"} <= set(lines)
 
 
-@pytest.mark.slurm
-def test_ranks_that_save_by_themselves_get_another_turn_until_the_cap(slurm_cluster: Cluster, tmp_path: Path):
+def signalled_ranks_requeue_until_the_cap(cluster: Cluster, folder: Path) -> None:
     """`scancel --signal` reaches the ranks and not the batch script, which learns it from their exit code."""
-    job = slurm_cluster.sbatch(
-        stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append"),
-        env={**saving_in(tmp_path), "MAX_RESTARTS": "1"},
-        cwd=tmp_path,
+    job = cluster.sbatch(
+        stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append"),
+        env={**saving_in(folder), "MAX_RESTARTS": "1"},
+        cwd=folder,
     )
     for restart in range(2):
-        slurm_cluster.wait_for_output(job, "of 2 works", count=2 * (restart + 1))
-        slurm_cluster.run("scancel", "--signal=TERM", str(job))
+        cluster.wait_for_output(job, "of 2 works", count=2 * (restart + 1))
+        cluster.run("scancel", "--signal=TERM", str(job))
         if restart == 0:
-            slurm_cluster.wait_for(job, lambda job: job["JobState"] == "PENDING")
-            for saved in tmp_path.glob("saved.*"):
+            cluster.wait_for(job, lambda job: job["JobState"] == "PENDING")
+            for saved in folder.glob("saved.*"):
                 saved.unlink()
-            slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
+            cluster.start_now(job)
+    end = cluster.wait(job)
     assert (end.state, end.restarts) == ("FAILED", 1)
-    assert "no further attempt at train: it was restarted 1 times, and MAX_RESTARTS is 1" in slurm_cluster.output(job)
+    assert "no further attempt at train: it was restarted 1 times, and MAX_RESTARTS is 1" in cluster.output(job)
 
 
-@pytest.mark.slurm
-def test_a_batch_script_told_to_end_has_its_ranks_save_and_its_job_queued_again(slurm_cluster: Cluster, tmp_path: Path):
+def terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     """srun would answer the script's TERM by killing every rank at once."""
-    script = stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = slurm_cluster.sbatch(script, env=saving_in(tmp_path), cwd=tmp_path)
-    wait_until_both_work(slurm_cluster, job)
-    slurm_cluster.run("scancel", "--batch", "--signal=TERM", str(job))
-    slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
-    lines = set(slurm_cluster.output(job).splitlines())
+    script = stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = cluster.sbatch(script, env=saving_in(folder), cwd=folder)
+    wait_until_both_work(cluster, job)
+    cluster.run("scancel", "--batch", "--signal=TERM", str(job))
+    cluster.start_now(job)
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
+    lines = set(cluster.output(job).splitlines())
     assert {"rank 0 saved", "rank 1 saved", "rank 0 went on", "rank 1 went on"} <= lines
 
 
-@pytest.mark.slurm
-def test_an_interrupted_batch_script_has_its_ranks_save_and_ends(slurm_cluster: Cluster, tmp_path: Path):
-    script = stage_script(tmp_path, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = slurm_cluster.sbatch(script, env=saving_in(tmp_path), cwd=tmp_path)
-    wait_until_both_work(slurm_cluster, job)
-    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 75, 0), slurm_cluster.evidence(job)
-    assert {"rank 0 saved", "rank 1 saved"} <= set(slurm_cluster.output(job).splitlines())
+def interrupted_script_saves_and_ends(cluster: Cluster, folder: Path) -> None:
+    script = stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
+    job = cluster.sbatch(script, env=saving_in(folder), cwd=folder)
+    wait_until_both_work(cluster, job)
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    end = cluster.wait(job)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 75, 0), cluster.evidence(job)
+    assert {"rank 0 saved", "rank 1 saved"} <= set(cluster.output(job).splitlines())
 
 
-@pytest.mark.slurm
-def test_a_second_interrupt_ends_ranks_that_hang(slurm_cluster: Cluster, tmp_path: Path):
+def second_interrupt_ends_hanging_ranks(cluster: Cluster, folder: Path) -> None:
     hangs = 'trap "echo rank $RANK hangs" USR1; echo "rank $RANK of 2 works"; while true; do sleep 0.2; done'
     body = f"run_stage train on_every_rank bash -c '{hangs}'"
-    job = slurm_cluster.sbatch(stage_script(tmp_path, body, *TWO_NODES), env=saving_in(tmp_path), cwd=tmp_path)
-    wait_until_both_work(slurm_cluster, job)
-    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    slurm_cluster.wait_for_output(job, " hangs", count=2)
-    slurm_cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 130, 0), slurm_cluster.evidence(job)
+    job = cluster.sbatch(stage_script(folder, body, *TWO_NODES), env=saving_in(folder), cwd=folder)
+    wait_until_both_work(cluster, job)
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    cluster.wait_for_output(job, " hangs", count=2)
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    end = cluster.wait(job)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 130, 0), cluster.evidence(job)
 
 
-@pytest.mark.slurm
-def test_a_cancelled_job_does_not_come_back_even_if_its_stage_ends_in_a_fault(slurm_cluster: Cluster, tmp_path: Path):
+def cancelled_job_with_a_failing_stage_stays_cancelled(cluster: Cluster, folder: Path) -> None:
     body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
-    job = slurm_cluster.sbatch(stage_script(tmp_path, body, "--requeue"), env=saving_in(tmp_path), cwd=tmp_path)
-    slurm_cluster.wait_for_output(job, "works\n")
-    slurm_cluster.run("scancel", str(job))
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.restarts) == ("CANCELLED", 0), slurm_cluster.evidence(job)
-    assert "queueing job" not in slurm_cluster.output(job)
+    job = cluster.sbatch(stage_script(folder, body, "--requeue"), env=saving_in(folder), cwd=folder)
+    cluster.wait_for_output(job, "works\n")
+    cluster.run("scancel", str(job))
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("CANCELLED", 0), cluster.evidence(job)
+    assert "queueing job" not in cluster.output(job)
+
+
+def cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
+    job = cluster.sbatch(stage_script(folder, TRAINING, *TWO_NODES), env=saving_in(folder), cwd=folder)
+    wait_until_both_work(cluster, job)
+    cluster.run("scancel", str(job))
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("CANCELLED", 0), cluster.evidence(job)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "time limit saves and requeues": time_limit_saves_and_requeues,
+    "signalled ranks requeue until the cap": signalled_ranks_requeue_until_the_cap,
+    "terminated script saves and requeues": terminated_script_saves_and_requeues,
+    "interrupted script saves and ends": interrupted_script_saves_and_ends,
+    "second interrupt ends hanging ranks": second_interrupt_ends_hanging_ranks,
+    "cancelled job with a failing stage stays cancelled": cancelled_job_with_a_failing_stage_stays_cancelled,
+    "cancelled job stays cancelled": cancelled_job_stays_cancelled,
+}
 
 
 @pytest.mark.slurm
-def test_a_cancelled_job_does_not_come_back(slurm_cluster: Cluster, tmp_path: Path):
-    job = slurm_cluster.sbatch(stage_script(tmp_path, TRAINING, *TWO_NODES), env=saving_in(tmp_path), cwd=tmp_path)
-    wait_until_both_work(slurm_cluster, job)
-    slurm_cluster.run("scancel", str(job))
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.restarts) == ("CANCELLED", 0), slurm_cluster.evidence(job)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_job(outcomes: dict[str, Future[None]], name: str):
+    outcomes[name].result()
 
 
 def test_a_failing_stage_ends_the_script_with_its_exit_code(tmp_path: Path):

@@ -1,12 +1,12 @@
-"""What a Hugging Face folder knows: perplexity on given texts, benchmarks, or the final table of a run.
+"""Scores Hugging Face folders: perplexity on given texts, benchmarks, or the final table of a run.
 
     python tools/evaluate.py --model exported --data data/*/*.heldout.jsonl.zst
     python tools/evaluate.py --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
     python tools/evaluate.py --config configs/demo.yaml
 
-Several models stand side by side. --tasks takes lm-eval's names; with --data their documents come from local files, and
-no network is asked for anything. With --config: the base before and the exported model after, on the held-out texts of
-the run's corpora, and <folder>/summary.json.
+Several models are compared in one table. --tasks takes lm-eval's names; with --data their documents come from local
+files and nothing is downloaded. --config scores the base and the exported model on the held-out texts of the run's
+corpora, and writes <folder>/summary.json.
 """
 
 from __future__ import annotations
@@ -14,56 +14,102 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline import command_line
+from pipeline.command_line import run
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
-from pipeline.data.tokenizer_training import good_documents
-from pipeline.evaluation import options
+from pipeline.data.units import good_documents
 from pipeline.run_folder.attempts import stage_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_options(parser)
-    arguments = parser.parse_args()
-    asked = {name for name in ("config", "model", "tasks", "data") if getattr(arguments, name)}
-    # Each loads what it needs, and --help no torch.
-    if asked == {"config"}:
-        with stage_of(arguments.config, "evaluate"):
+    parser = _parser()
+    options = parser.parse_args()
+    given = {name for name in ("config", "model", "tasks", "data") if getattr(options, name)}
+    # Each branch imports what it needs, so that --help needs no torch.
+    if given == {"config"}:
+        with stage_of(options.config, "evaluate"):
             from pipeline.evaluation.summary import summarise
 
-            print(summarise(load_config(arguments.config), max_tokens=arguments.max_tokens).as_text())
-    elif {"model", "tasks"} <= asked and "config" not in asked and len(arguments.data) <= 1:
-        _check_folders(arguments)
-        from pipeline.evaluation.benchmarks import comparison, run_benchmarks
-        from pipeline.evaluation.table import as_json
-
-        data = Path(arguments.data[0]) if arguments.data else None
-        given = options.of_benchmarks(arguments)
-        results = {str(one): run_benchmarks(one, arguments.tasks, data=data, **given) for one in arguments.model}
-        print(as_json(results) if arguments.json else comparison(results))
-    elif asked == {"model", "data"}:
-        _check_folders(arguments)
-        from pipeline.evaluation.perplexity import score_folder
-        from pipeline.evaluation.table import as_json, score_table
-
-        given, keys = options.of_perplexity(arguments), Keys(arguments.text_key, arguments.prompt_key)
-        scores = {}
-        for model in arguments.model:
-            corpora = {name: good_documents([name], keys) for name in arguments.data}
-            scores[str(model)] = score_folder(model, corpora, **given)
-        print(as_json(scores) if arguments.json else score_table(scores))
+            print(summarise(load_config(options.config), max_tokens=options.max_tokens).as_text())
+    elif {"model", "tasks"} <= given and "config" not in given and len(options.data) <= 1:
+        _run_benchmarks(options)
+    elif given == {"model", "data"}:
+        _score_texts(options)
     else:
         parser.error("give --config, or --model with --data, or --model and --tasks with or without a folder as --data")
 
 
-def _check_folders(arguments: argparse.Namespace) -> None:
-    """The last model is not to be found missing when the others have been scored for hours."""
+def _run_benchmarks(options: argparse.Namespace) -> None:
+    _check_folders(options)
+    from pipeline.evaluation.benchmarks import comparison, run_benchmarks
+    from pipeline.evaluation.table import as_json
+
+    results = {
+        str(model): run_benchmarks(
+            model,
+            options.tasks,
+            data=Path(options.data[0]) if options.data else None,
+            few_shot=options.few_shot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            trust_remote_code=options.trust_remote_code,
+        )
+        for model in options.model
+    }
+    print(as_json(results) if options.json else comparison(results))
+
+
+def _score_texts(options: argparse.Namespace) -> None:
+    _check_folders(options)
+    from pipeline.evaluation.perplexity import score_folder
+    from pipeline.evaluation.table import as_json, score_table
+
+    keys = Keys(options.text_key, options.prompt_key)
+    scores = {
+        str(model): score_folder(
+            model,
+            {name: good_documents([name], keys) for name in options.data},
+            context=options.context,
+            stride=options.stride,
+            max_documents=options.max_documents,
+            max_tokens=options.max_tokens or None,
+            trust_remote_code=options.trust_remote_code,
+        )
+        for model in options.model
+    }
+    print(as_json(scores) if options.json else score_table(scores))
+
+
+def _check_folders(options: argparse.Namespace) -> None:
+    """Finds a missing folder before the other models have been scored for hours."""
     from pipeline.conversion.hf_folder import check_hf_config
 
-    for model in arguments.model:
-        check_hf_config(model, trust_remote_code=arguments.trust_remote_code)
+    for model in options.model:
+        check_hf_config(model, trust_remote_code=options.trust_remote_code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", type=Path, help="the YAML file of a finished run")
+    add("--model", type=Path, nargs="+", default=[], help="any Hugging Face model folders")
+    add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
+    add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet; or a folder of task files")
+    add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add = parser.add_argument_group("perplexity").add_argument
+    add("--text-key", default="text", help="the field of a record that holds its text")
+    add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
+    add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
+    add("--stride", type=int, help="tokens between two windows (default: half the context)")
+    add("--max-documents", type=int, help="score at most this many documents of each file")
+    add("--max-tokens", type=int, help="score about this many tokens of each file (0: all)")
+    add = parser.add_argument_group("benchmarks").add_argument
+    add("--few-shot", type=int, help="solved examples before each question (default: none)")
+    add("--limit", type=int, help="ask only the first questions of each task, at most this many")
+    add("--batch-size", type=int, default=16, help="answers scored at a time (default 16)")
+    return parser
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    run(main)

@@ -1,4 +1,4 @@
-"""Shows what a token corpus holds, checks its shards against the manifest, and turns some documents back into text.
+"""Shows what a token corpus holds, checks its shards against the manifest, and decodes some documents.
 
 python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/models/stories260K
 """
@@ -6,37 +6,65 @@ python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/models/sto
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.command_line import run
-from pipeline.data.corpora import decoded_documents, summary
+from pipeline.data.blend import Permutation
 from pipeline.data.preprocess import QUARANTINE
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.token_corpus import Manifest, TokenCorpus
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.errors import DataError
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, help="the folder that tools/preprocess_data.py wrote")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="decode samples with this tokenizer, the one that made the corpus"
-    )
-    parser.add_argument("--samples", type=int, default=3, help="how many documents to decode (default: 3)")
-    parser.add_argument("--characters", type=int, default=400, help="of each, show so many characters (default: 400)")
-    parser.add_argument("--seed", type=int, default=0, help="which documents (default: 0)")
+    add = parser.add_argument
+    add("corpus", type=Path, help="the folder that tools/preprocess_data.py wrote")
+    add("--tokenizer", type=Path, help="decode samples with this tokenizer, the one that made the corpus")
+    add("--samples", type=int, default=3, help="how many documents to decode (default: 3)")
+    add("--characters", type=int, default=400, help="show at most this many characters of each (default: 400)")
+    add("--seed", type=int, default=0, help="which documents (default: 0)")
     options = parser.parse_args()
 
     corpus = TokenCorpus(options.corpus)
-    for name, value in summary(corpus.manifest):
+    for name, value in _summary(corpus.manifest):
         print(f"{name:18} {value}")
     corpus.check()
-    print(f"{'shards':18} all there, as large as the manifest says")
+    print(f"{'shards':18} complete, with the sizes in the manifest")
     if (options.corpus / QUARANTINE).exists():
         print(f"{'rejected records':18} {options.corpus / QUARANTINE}")
     if options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer)
-        for where, text in decoded_documents(corpus, tokenizer, options.samples, options.seed):
+        for where, text in _decoded_documents(corpus, tokenizer, options.samples, options.seed):
             print(f"\n--- {where} ---\n{text[: options.characters]}{'…' if len(text) > options.characters else ''}")
+
+
+def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    tokenizer = manifest.tokenizer
+    yield "part", manifest.part
+    yield "documents", f"{manifest.documents:,}"
+    yield "tokens", f"{manifest.tokens:,} ({manifest.token_dtype}, in {len(manifest.shards):,} shards)"
+    yield "characters", f"{manifest.characters:,} ({manifest.tokens_per_character:.4f} tokens each)"
+    yield "bytes", f"{manifest.bytes:,} ({manifest.tokens_per_byte:.4f} tokens each)"
+    if manifest.prompt_key is not None:
+        yield "prompts", f"{manifest.prompt_tokens:,} of the tokens, {manifest.prompt_bytes:,} of the bytes"
+    yield "tokenizer", f"{tokenizer.fingerprint}, {tokenizer.vocab_size:,} ids, encoded by {tokenizer.backend}"
+    yield "a document is", f"{tokenizer.document_start} + its ids + {tokenizer.document_end}"
+    yield "held-out fraction", f"{manifest.heldout_fraction}"
+    yield "rejected", ", ".join(f"{reason} {count:,}" for reason, count in manifest.rejected.items()) or "none"
+    for file in manifest.inputs:
+        yield "input", f"{file.path} ({file.bytes:,} bytes, sha256 {file.sha256[:16]}…)"
+
+
+def _decoded_documents(corpus: TokenCorpus, tokenizer: Tokenizer, count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Random documents as (location, text), special tokens included."""
+    if tokenizer.fingerprint != corpus.manifest.tokenizer.fingerprint:
+        raise DataError(f"{tokenizer.path}: did not make {corpus.folder}; the decoded text would be meaningless")
+    order = Permutation(corpus.manifest.documents, seed)
+    for draw in range(min(count, corpus.manifest.documents)):
+        shard, document = corpus.locate_document(order[draw])
+        yield f"{shard.prefix.name}, document {document}", tokenizer.decode(shard.document(document))
 
 
 if __name__ == "__main__":

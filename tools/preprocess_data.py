@@ -1,9 +1,9 @@
-"""Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any instant.
+"""Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any moment.
 
     python tools/preprocess_data.py --config configs/demo.yaml
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
 
-Either name the input, or a run configuration: then every corpus that it names is made, with its base's own tokenizer.
+Give the input, or a run configuration: then every corpus that it names is made, with its base's own tokenizer.
 """
 
 from __future__ import annotations
@@ -26,25 +26,23 @@ from pipeline.run_folder.attempts import stage_of
 
 def main() -> None:
     options = _options()
-    workers: AbstractContextManager[Workers | None] = mpi_workers() if options.mpi else local_workers(options.workers)
-    with workers as hands:
-        if hands is None:
+    pool: AbstractContextManager[Workers | None] = mpi_workers() if options.mpi else local_workers(options.workers)
+    with pool as workers:
+        if workers is None:  # an MPI rank that has done its tasks
             return
         with stage_of(options.config, "tokenize"):
-            _tokenize(options, hands)
-
-
-def _tokenize(options: argparse.Namespace, hands: Workers) -> None:
-    for job in _jobs(options):
-        made = preprocess(
-            job,
-            hands,
-            max_bad_fraction=options.max_bad_fraction,
-            share=options.share,
-            reference_only=options.reference_only,
-        )
-        rejected = sum(made.rejected.values())
-        print(f"{job.output}: {made.documents:,} documents, {made.tokens:,} tokens, {rejected:,} records rejected")
+            for job in _jobs(options):
+                manifest = preprocess(
+                    job,
+                    workers,
+                    max_bad_fraction=options.max_bad_fraction,
+                    share=options.share,
+                    reference_only=options.reference_only,
+                )
+                print(
+                    f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
+                    f"{sum(manifest.rejected.values()):,} records rejected"
+                )
 
 
 def _jobs(options: argparse.Namespace) -> list[Job]:
@@ -94,15 +92,20 @@ def _options() -> argparse.Namespace:
     add("--tokenizer", type=Path, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add("--prompt-key", help="that of a prompt before it, which is read but never predicted")
+    add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")
     add(
         "--heldout-fraction",
         type=float,
         default=0.0,
-        help="share of the documents held out, by their hash (default: 0)",
+        help="fraction of the documents held out, chosen by hash (default: 0)",
     )
     add("--end-of-document", metavar="TOKEN", help="the token after every document, if not the tokenizer's own eos")
-    add("--max-bad-fraction", type=float, default=0.01, help="stop when more of the records are bad (default: 0.01)")
+    add(
+        "--max-bad-fraction",
+        type=float,
+        default=0.01,
+        help="stop when a larger fraction of records is bad (default: 0.01)",
+    )
     add(
         "--workers",
         type=_positive,
@@ -116,9 +119,9 @@ def _options() -> argparse.Namespace:
         metavar="K/N",
         help="this is the K-th of N such jobs, as in a Slurm array",
     )
-    add("--reference-only", action="store_true", help="leave gigatoken alone: encode with the reference library")
+    add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
     add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
-    add("--unit-mib", type=float, help="MiB of text in a unit of work (default: by the size of the input, 4 to 64)")
+    add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")
     return parser.parse_args()
 
 

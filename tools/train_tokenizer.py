@@ -1,4 +1,4 @@
-"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on text that you name.
+"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on given texts.
 
     python tools/train_tokenizer.py --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \
         --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst
@@ -27,10 +27,13 @@ def main() -> None:
         "--character-coverage",
         type=float,
         default=0.9999,
-        help="share of the text whose characters get a piece each; the others become bytes (default: 0.9999)",
+        help="fraction of the text whose characters get pieces; the others become bytes (default: 0.9999)",
     )
     add(
-        "--max-mib", type=float, default=256, help="learn from about so much text, the same of each file (default: 256)"
+        "--max-mib",
+        type=float,
+        default=256,
+        help="learn from about this much text, equally much of each file (default: 256)",
     )
     add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
     add(
@@ -38,7 +41,7 @@ def main() -> None:
         nargs="*",
         default=[],
         metavar="NAME=FILE",
-        help="text for the table, as korean=reviews.jsonl.zst",
+        help="texts for the table, e.g. korean=reviews.jsonl.zst",
     )
     options = parser.parse_args()
 

@@ -17,7 +17,7 @@ from pipeline.conversion.hf_folder import load_exported
 from pipeline.conversion.trained_model import StreamedDecoder, TrainedModel
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_training import good_documents
+from pipeline.data.units import good_documents
 from pipeline.errors import ConversionError, DataError
 
 # --- The text on which an exported model is compared with the model that it was made of -----------------------------

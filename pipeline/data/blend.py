@@ -1,10 +1,10 @@
-"""In what proportion the corpora are drawn: from a global index to a corpus and how often it was drawn before.
+"""The order in which samples are drawn, as arithmetic: which corpus at a global index, and a random order of samples.
 
-The order is made of blocks. In a block of `size` draws each corpus has a quota; position p of the block goes to slot
-`p · g mod size`, where g is near size / golden ratio and prime to it, and each corpus owns a run of slots as long as
-its quota. So every stretch of draws, however short, holds the corpora in nearly their proportions, and how often a
-corpus was drawn before is a count of lattice points under a line, which needs no table and no walk through the block.
-When a corpus has used up its budget the others go on among themselves.
+A blend is made of blocks. In a block of `size` draws each corpus has a quota; position p of the block maps to slot
+`p · g mod size`, where g is near size / golden ratio and coprime to size, and each corpus owns consecutive slots, as
+many as its quota. So any run of consecutive draws, however short, has nearly the right proportions. How often a corpus
+was drawn before is a count of lattice points under a line, which needs no table and no pass over the block. When a
+corpus reaches its budget, the others continue among themselves.
 """
 
 from __future__ import annotations
@@ -20,64 +20,15 @@ from typing import NamedTuple
 
 from pipeline.errors import DataError
 
-# --- Random order as arithmetic: a keyed permutation of range(size), evaluated at one point in constant time --------
-# A Feistel network permutes a domain of 4**k values, a little larger than `size`; values that fall outside are sent
-# through again ("cycle walking") until they land inside, which keeps the map one to one. See Black and Rogaway,
-# "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
-
+BLOCK = 1 << 16
+"""Draws in a block: proportions are exact to one in so many."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDS = 6
 _MASK_64 = 2**64 - 1
 
 
-def mix(*values: int) -> int:
-    """A 64-bit hash of integers (the finaliser of SplitMix64, chained)."""
-    state = 0
-    for value in values:
-        state = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK_64
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK_64
-        state ^= state >> 31
-    return state
-
-
-class Permutation:
-    """A permutation of range(size) chosen by `key`."""
-
-    def __init__(self, size: int, *key: int) -> None:
-        self.size = size
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._half_mask = (1 << self._half_bits) - 1
-        self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
-
-    def __getitem__(self, index: int) -> int:
-        """Where `index` goes.
-
-        Raises:
-            IndexError: it is not in range(size).
-        """
-        if not 0 <= index < self.size:
-            raise IndexError(f"index {index} is outside range({self.size})")
-        value = self._once(index)
-        while value >= self.size:
-            value = self._once(value)
-        return value
-
-    def _once(self, value: int) -> int:
-        left, right = value >> self._half_bits, value & self._half_mask
-        for key in self._round_keys:
-            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
-        return left << self._half_bits | right
-
-
-# --- In what proportion the corpora are drawn: from a global inde ---
-
-# Proportions are exact to one in so many.
-BLOCK = 1 << 16
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
 class Share(NamedTuple):
-    """What a blend knows of a corpus: its weight, and after how many samples it is used up (None: never)."""
+    """A corpus in a blend: its weight, and after how many samples it is exhausted (None: never)."""
 
     weight: float
     budget: int | None
@@ -106,7 +57,7 @@ class _Segment:
 
     @cached_property
     def stride(self) -> int:
-        """A step that is prime to the block's size and spreads consecutive positions evenly over its slots."""
+        """A step that is coprime to the block's size and spreads consecutive positions evenly over its slots."""
         stride = max(1, round(self.block_size * _GOLDEN))
         while math.gcd(stride, self.block_size) != 1:
             stride += 1
@@ -114,7 +65,7 @@ class _Segment:
 
     @cached_property
     def slot_ends(self) -> list[int]:
-        """Where the run of slots of each corpus ends."""
+        """Where the slots of each corpus end."""
         return list(accumulate(self.quotas))
 
     @property
@@ -122,23 +73,31 @@ class _Segment:
         return None if self.blocks is None else self.start + self.blocks * self.block_size
 
     def drawn_before(self, index: int, corpus: int) -> int:
-        """How many samples of `corpus` come before the global `index`, which lies in the segment or just behind it."""
+        """How many samples of `corpus` come before the global `index`, which lies in the segment or at its end."""
         block, position = divmod(index - self.start, self.block_size)
         quota, slot_end = self.quotas[corpus], self.slot_ends[corpus]
-        earlier = _count_below(slot_end, position, self) - _count_below(slot_end - quota, position, self)
+        earlier = self._count_below(slot_end, position) - self._count_below(slot_end - quota, position)
         return self.drawn[corpus] + block * quota + earlier
+
+    def _count_below(self, slot: int, position: int) -> int:
+        """How many of the first `position` positions of a block map to slots below `slot`.
+
+        x mod n is below s where floor((x + n - s) / n) is floor(x / n), and one less than floor((x + n) / n).
+        """
+        size, stride = self.block_size, self.stride
+        return floor_sum(position, size, stride, size) - floor_sum(position, size, stride, size - slot)
 
 
 class Blend:
     """Maps global indices to corpora.
 
     Args:
-        shares: the corpora, in an order that must stay the same over a run.
-        replay_fraction: the share of the draws that go to corpora that are not new; within each of the two groups the
-            weights decide. The blend ends when every new corpus is used up.
+        shares: the corpora, in an order that must not change during a run.
+        replay_fraction: the fraction of draws from corpora that are not new; within each of the two groups the weights
+            decide. The blend ends when every new corpus is exhausted.
 
     Attributes:
-        total: how many samples there are, or None where some new corpus is never used up.
+        total: the number of samples, or None if a new corpus is never exhausted.
     """
 
     def __init__(self, shares: Mapping[str, Share], replay_fraction: float = 0.0) -> None:
@@ -150,7 +109,7 @@ class Blend:
         self.total = self._segments[-1].stop
 
     def __getitem__(self, index: int) -> Draw:
-        """What is drawn at the global `index`.
+        """The draw at the global `index`.
 
         Raises:
             DataError: the blend ends before it.
@@ -169,7 +128,7 @@ class Blend:
         return Draw(self.names[corpus], segment.drawn_before(index, corpus))
 
     def drawn_before(self, index: int) -> dict[str, int]:
-        """How many of the draws below the global `index`, which may be `total` itself, each corpus got."""
+        """How many of the draws before the global `index`, at most `total`, went to each corpus."""
         segment = self._segment(index)
         return {name: segment.drawn_before(index, corpus) for corpus, name in enumerate(self.names)}
 
@@ -177,7 +136,7 @@ class Blend:
         return self._segments[bisect.bisect_right(self._starts, index) - 1]
 
     def _lay_out(self) -> list[_Segment]:
-        """At most two segments a corpus: whole blocks while budgets last, then a smaller one to use up the scarcest."""
+        """At most two segments per corpus: full blocks while budgets last, then a smaller one for the first to end."""
         segments: list[_Segment] = []
         start, drawn = 0, [0] * len(self._shares)
         while any(share.is_new and _left(share, used) for share, used in zip(self._shares, drawn, strict=True)):
@@ -195,7 +154,7 @@ class Blend:
         return segments
 
     def _quotas(self, left: Sequence[float]) -> list[int]:
-        """How many of BLOCK draws each corpus that is not used up gets; at least one where its share is not 0."""
+        """How many of BLOCK draws each corpus gets that is not exhausted; at least one if its share is not 0."""
         live = [share if some else None for share, some in zip(self._shares, left, strict=True)]
         group_total = {is_new: sum(s.weight for s in live if s and s.is_new is is_new) for is_new in (True, False)}
         replay = self._replay_fraction if group_total[False] else Fraction(0)
@@ -213,7 +172,7 @@ class Blend:
 
 
 def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
-    """The quotas scaled down to what is left of the scarcest corpus, which they use up."""
+    """The quotas, scaled down so that the corpus that ends first is exhausted."""
     scale, scarcest = min((some / quota, c) for c, (quota, some) in enumerate(zip(quotas, left, strict=True)) if quota)
     last = [int(min(round(quota * scale), some)) for quota, some in zip(quotas, left, strict=True)]
     last[scarcest] = int(left[scarcest])
@@ -224,22 +183,58 @@ def _left(share: Share, drawn: int) -> float:
     return math.inf if share.budget is None else share.budget - drawn
 
 
-def _count_below(slot: int, position: int, segment: _Segment) -> int:
-    """How many of the first `position` positions of a block go to slots below `slot`.
-
-    x mod n is below s where floor((x + n - s) / n) is floor(x / n), and one less than floor((x + n) / n).
-    """
-    size, stride = segment.block_size, segment.stride
-    return floor_sum(position, size, stride, size) - floor_sum(position, size, stride, size - slot)
-
-
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
-    """The sum of floor((factor · k + offset) / modulus) over k in range(count), as quickly as Euclid's algorithm."""
+    """The sum of floor((factor · k + offset) / modulus) over k in range(count), with Euclid's algorithm."""
     total = 0
     while count > 0:
         total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
-        # Count the lattice points under the line the other way round.
+        # Count the lattice points under the line along the other axis.
         count, offset = divmod(factor * count + offset, modulus)
         modulus, factor = factor, modulus
     return total
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (the finalizer of SplitMix64, chained)."""
+    state = 0
+    for value in values:
+        state = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK_64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK_64
+        state ^= state >> 31
+    return state
+
+
+class Permutation:
+    """A random permutation of range(size), determined by `key`, evaluated at one point in constant time.
+
+    A Feistel network permutes 4**k values, slightly more than `size`; a value outside the range is permuted again until
+    it falls inside ("cycle walking"), which keeps the map one-to-one. See Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", CT-RSA 2002.
+    """
+
+    def __init__(self, size: int, *key: int) -> None:
+        self.size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._half_mask = (1 << self._half_bits) - 1
+        self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
+
+    def __getitem__(self, index: int) -> int:
+        """The image of `index`.
+
+        Raises:
+            IndexError: it is not in range(size).
+        """
+        if not 0 <= index < self.size:
+            raise IndexError(f"index {index} is outside range({self.size})")
+        value = self._once(index)
+        while value >= self.size:
+            value = self._once(value)
+        return value
+
+    def _once(self, value: int) -> int:
+        left, right = value >> self._half_bits, value & self._half_mask
+        for key in self._round_keys:
+            left, right = right, left ^ (mix(right ^ key) & self._half_mask)
+        return left << self._half_bits | right

@@ -1,8 +1,7 @@
-"""The job: input files to a token corpus, spread over workers, restartable at any instant.
+"""Input files to a token corpus: spread over workers, and restartable at any moment.
 
-The corpus grows in its own folder: shards are published one by one, and `manifest.json`, written last, makes it whole.
-What it holds depends on the job alone. Killed and started again with other workers, it comes out the same, byte for
-byte.
+The corpus grows in its own folder: shards are published one by one, and `manifest.json`, written last, completes it.
+Its bytes depend on the job alone. A job that is killed and started again, with any number of workers, gives the same.
 """
 
 from __future__ import annotations
@@ -11,58 +10,24 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline import log
-from pipeline.data import token_corpus as manifests
 from pipeline.data.records import BadRecordLimit
-from pipeline.data.token_corpus import InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
+from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.unit_work import Job, UnitRecord, finished_record, hash_input, tokenize_unit
+from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, hash_input, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 from pipeline.files import published_file, rename_aside, write_json
 from pipeline.log import progress_bar
-
-# --- How far a job is: bytes, documents and tokens a second, and when it will be done -------------------------------
-
-
-class Progress(AbstractContextManager["Progress"]):
-    """The bytes of text that are done, with the speed in documents and tokens."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._bar = progress_bar("tokenizing", total_bytes, "B")
-        self._documents = self._tokens = 0
-
-    def start_at(self, done_bytes: int) -> None:
-        """Says how much was done before, which does not count for the speed."""
-        self._bar.initial = self._bar.n = done_bytes
-
-    def add(self, text_bytes: int, record: UnitRecord) -> None:
-        """Counts a finished unit."""
-        self._documents += record.train.documents + record.heldout.documents
-        self._tokens += record.train.tokens + record.heldout.tokens
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        rates = f"{self._documents / elapsed:,.0f} documents/s, {self._tokens / elapsed:,.0f} tokens/s"
-        self._bar.set_postfix_str(rates, refresh=False)
-        self._bar.update(text_bytes)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-
-# --- The job: input files to a token corpus, spread over workers, ---
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
@@ -70,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Plan(BaseModel):
-    """What was begun in a folder. Another job must not go on there."""
+    """What a folder was begun for. A job with another plan must not continue there."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -92,21 +57,20 @@ def preprocess(
     share: tuple[int, int] = (0, 1),
     reference_only: bool = False,
 ) -> Manifest:
-    """Makes the token corpus of `job`, or goes on with it; a finished one is left as it is.
+    """Makes the token corpus of `job`, or continues it; a finished one is left as it is.
 
     Args:
         job: what to make.
-        workers: who makes it.
-        max_bad_fraction: how many of all records may be bad.
-        share: (k, n): this is the k-th of n jobs that work on the same corpus at the same time. Each begins with its
-            own share of the units and then helps with what is left, so that it is no matter which of them are alive.
-        reference_only: leave the fast path alone from the start.
+        workers: the processes that do the work.
+        max_bad_fraction: the largest accepted fraction of bad records.
+        share: (k, n): this is the k-th of n jobs that make the same corpus at the same time. Each does its own share
+            of the units first and then whatever is left, so any one of them can finish the corpus alone.
+        reference_only: never use the fast encoder.
 
     Raises:
         DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
     """
     files = input_files(job.inputs)
-    unit_bytes = job.unit_bytes or default_unit_bytes(files)
     tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
     plan = Plan(
         inputs=[(str(file), file.stat().st_size) for file in files],
@@ -116,21 +80,28 @@ def preprocess(
         text_key=job.text_key,
         prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
-        unit_bytes=unit_bytes,
+        unit_bytes=job.unit_bytes or default_unit_bytes(files),
     )
-    if (job.output / manifests.NAME).exists():
+    if (job.output / MANIFEST).exists():
         return _finished(job, plan)
     try:
         _begin(job, plan)
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
-        units = _split(job, files, unit_bytes, workers, share)
-        records = _work(job, units, workers, max_bad_fraction, share)
-        _hash(job, files, workers, share)
-        return _close(job, plan, units, records, tokenizer.vocab_size, max_bad_fraction)
+        by_index = list(enumerate(files))
+        split = dict(workers.run(partial(_split_one, job, plan.unit_bytes), _own_first(by_index, share)))
+        units = [unit for index in range(len(files)) for unit in split[index]]
+        records = _tokenize(job, units, workers, max_bad_fraction, share)
+        hashes = dict(workers.run(partial(_hash_one, job), _own_first(by_index, share)))
+        inputs = [
+            InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
+        ]
+        return _publish(
+            job, plan, inputs, list(zip(units, records, strict=True)), tokenizer.vocab_size, max_bad_fraction
+        )
     except FileNotFoundError:
-        # Another of the jobs that share the work may have finished and cleared the state away meanwhile.
-        if (job.output / manifests.NAME).exists():
+        # Another job that shares the work may have finished and removed the state.
+        if (job.output / MANIFEST).exists():
             return _finished(job, plan)
         raise
 
@@ -142,7 +113,7 @@ def _begin(job: Job, plan: Plan) -> None:
             job.heldout.mkdir(exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{error.filename}: no folder can be made there ({error.strerror}); name another --output"
+            f"{error.filename}: cannot make this folder ({error.strerror}); choose another --output"
         ) from None
     path = job.state / "plan.json"
     if not path.exists():
@@ -151,153 +122,136 @@ def _begin(job: Job, plan: Plan) -> None:
 
 
 def _finished(job: Job, plan: Plan) -> Manifest:
-    """The manifest of a corpus that is there already, if it is the one that `job` asks for."""
-    found = load_manifest(job.output)
-    there = Plan(
-        inputs=[(file.path, file.bytes) for file in found.inputs],
-        fingerprint=found.tokenizer.fingerprint,
-        document_start=found.tokenizer.document_start,
-        document_end=found.tokenizer.document_end,
-        text_key=found.text_key,
-        prompt_key=found.prompt_key,
-        heldout_fraction=found.heldout_fraction,
+    """The manifest of a corpus that is already complete, if it is the one that `job` describes."""
+    manifest = load_manifest(job.output)
+    found = Plan(
+        inputs=[(file.path, file.bytes) for file in manifest.inputs],
+        fingerprint=manifest.tokenizer.fingerprint,
+        document_start=manifest.tokenizer.document_start,
+        document_end=manifest.tokenizer.document_end,
+        text_key=manifest.text_key,
+        prompt_key=manifest.prompt_key,
+        heldout_fraction=manifest.heldout_fraction,
         unit_bytes=plan.unit_bytes,
     )
-    _refuse_other(job, plan, there)
-    _clear(job)
-    _logger.info("%s: there already, %d documents, %d tokens", job.output, found.documents, found.tokens)
-    return found
+    _refuse_other(job, plan, found)
+    _remove_state(job)
+    _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
+    return manifest
 
 
-def _refuse_other(job: Job, wanted: Plan, there: Plan) -> None:
+def _refuse_other(job: Job, expected: Plan, found: Plan) -> None:
     for name in Plan.model_fields:
-        expected, found = getattr(wanted, name), getattr(there, name)
-        if expected != found:
+        values = [repr(getattr(plan, name)) for plan in (expected, found)]
+        if values[0] != values[1]:
+            shown = [value if len(value) <= 120 else value[:117] + "..." for value in values]
             raise DataError(
-                f"{job.output}: was begun with another {name.replace('_', ' ')}: expected {_short(expected)}, "
-                f"found {_short(found)}; remove the folder to begin anew, or choose another"
+                f"{job.output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found "
+                f"{shown[1]}; remove the folder to start again, or choose another --output"
             )
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _split(job: Job, files: Sequence[Path], unit_bytes: int, workers: Workers, share: tuple[int, int]) -> list[Unit]:
-    """All units of all files. Each file is split by whoever comes first, and the outcome kept."""
-    tasks = _own_first(list(enumerate(files)), share)
-    split = dict(workers.run(partial(_split_one, job, unit_bytes), tasks))
-    return [unit for index in range(len(files)) for unit in split[index]]
-
-
 def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
+    """The units of one input file, determined once and kept in the job's state."""
     index, path = task
-    kept = job.state / f"{index:05d}.ranges.json"
-    if kept.exists():
-        return index, TypeAdapter(list[Unit]).validate_json(kept.read_bytes())
+    cached = job.state / f"{index:05d}.ranges.json"
+    if cached.exists():
+        return index, TypeAdapter(list[Unit]).validate_json(cached.read_bytes())
     units = split_file(path, index, job.keys, unit_bytes)
-    write_json(kept, [asdict(unit) for unit in units])
+    write_json(cached, [asdict(unit) for unit in units])
     return index, units
-
-
-def _work(
-    job: Job, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
-) -> list[UnitRecord]:
-    """Does every unit, and does again those of the fast path if it is found wrong on the way; the outcome of each.
-
-    A record may go at any instant, when another of the jobs that share the work finds the fast path wrong, or has
-    finished and clears the state away; so what is returned was read whole, and is of one encoder.
-    """
-    limit = BadRecordLimit(max_bad_fraction)
-    sizes = {unit.name: unit.text_bytes for unit in units}
-    for record in filter(None, (finished_record(job, unit) for unit in units)):
-        limit.add(record.records, record.rejected)
-    with Progress(total_bytes=sum(sizes.values())) as progress:
-        while True:
-            outcomes = [finished_record(job, unit) for unit in units]
-            records = [outcome for outcome in outcomes if outcome is not None]
-            if len(records) == len(units) and len({record.backend for record in records}) <= 1:
-                return records
-            unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
-            progress.start_at(sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished))
-            for name, record in workers.run(partial(_tokenize_one, job), _own_first(unfinished, share)):
-                progress.add(sizes[name], record)
-                limit.add(record.records, record.rejected)
-                limit.check(_quarantines(job, units))
 
 
 def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
     return unit.name, tokenize_unit(job, unit)
 
 
-def _hash_one(job: Job, task: tuple[int, Path]) -> str:
-    return hash_input(job, task[0], str(task[1]))
-
-
-def _hash(job: Job, files: Sequence[Path], workers: Workers, share: tuple[int, int]) -> None:
-    for _ in workers.run(partial(_hash_one, job), _own_first(list(enumerate(files)), share)):
-        pass
+def _hash_one(job: Job, task: tuple[int, Path]) -> tuple[int, str]:
+    return task[0], hash_input(job, *task)
 
 
 def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
-    """This job's share of the tasks, then everybody else's, from the end: there the others are least likely to be."""
+    """This job's share of the tasks, then those of the others from the end, where they are least likely to be."""
     k, n = share
     others = [task for at, task in enumerate(tasks) if at % n != k]
     return [*tasks[k::n], *reversed(others)]
 
 
-def _close(
+def _tokenize(
+    job: Job, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
+) -> list[UnitRecord]:
+    """The outcomes of all units. Those of the fast encoder are done again if it makes an error on the way.
+
+    A record may vanish at any moment, when another job that shares the work sees such an error or finishes and removes
+    the state. So the records returned were all read in one pass, and are all of one encoder.
+    """
+    limit = BadRecordLimit(max_bad_fraction)
+    sizes = {unit.name: unit.text_bytes for unit in units}
+    for record in filter(None, (finished_record(job, unit) for unit in units)):
+        limit.add(record.records, record.rejected)
+    documents = tokens = 0
+    with progress_bar("tokenizing", sum(sizes.values()), "B") as bar:
+        while True:
+            outcomes = [finished_record(job, unit) for unit in units]
+            records = [outcome for outcome in outcomes if outcome is not None]
+            if len(records) == len(units) and len({record.backend for record in records}) <= 1:
+                return records
+            unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
+            # What was done before does not count for the speed.
+            bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
+            for name, record in workers.run(partial(_tokenize_one, job), _own_first(unfinished, share)):
+                documents += record.train.documents + record.heldout.documents
+                tokens += record.train.tokens + record.heldout.tokens
+                seconds = max(bar.format_dict["elapsed"], 1e-9)
+                speed = f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s"
+                bar.set_postfix_str(speed, refresh=False)
+                bar.update(sizes[name])
+                limit.add(record.records, record.rejected)
+                limit.check(_quarantines(job, units))
+
+
+def _publish(
     job: Job,
     plan: Plan,
-    units: Sequence[Unit],
-    records: Sequence[UnitRecord],
+    inputs: list[InputFile],
+    outcomes: Sequence[tuple[Unit, UnitRecord]],
     vocab_size: int,
     max_bad_fraction: float,
 ) -> Manifest:
-    """Writes down what came out, the train part's manifest last, and clears the state away."""
+    """Writes the quarantine and the manifests, that of the train part last, and removes the state."""
     limit = BadRecordLimit(max_bad_fraction)
-    for record in records:
+    for _, record in outcomes:
         limit.add(record.records, record.rejected)
-    limit.check(_quarantines(job, units), at_end=True)
-    if not any(record.train.documents for record in records):
+    quarantines = list(_quarantines(job, (unit for unit, _ in outcomes)))
+    limit.check(quarantines, at_end=True)
+    if not any(record.train.documents for _, record in outcomes):
         raise DataError(
             f"{', '.join(job.inputs)}: no usable document in {limit.records} records: {dict(limit.rejected)}"
         )
-    _publish_quarantine(job, units)
-    inputs = [
-        InputFile(path=path, bytes=size, sha256=hash_input(job, index, path))
-        for index, (path, size) in enumerate(plan.inputs)
-    ]
-    outcomes = list(zip(units, records, strict=True))
-    describe = partial(_manifest, job, plan, outcomes, inputs, vocab_size, limit.rejected)
+    if quarantines:
+        with published_file(job.output / QUARANTINE, job.state) as joined:
+            for path in quarantines:
+                joined.write(path.read_bytes())
+    describe = partial(_manifest, job, plan, inputs, vocab_size, outcomes[0][1].backend, limit.rejected)
     if job.heldout_fraction > 0:
-        describe("heldout").save(job.heldout)
-    made = describe(job.part)
-    made.save(job.output)
-    _clear(job)
-    return made
-
-
-def _clear(job: Job) -> None:
-    """Removes the state of a finished corpus: all of it at one instant, for another job may be reading it."""
-    with contextlib.suppress(OSError):  # another job takes it away now, and removes it
-        shutil.rmtree(rename_aside(job.state), ignore_errors=True)
+        describe("heldout", [(unit.name, record.heldout) for unit, record in outcomes]).save(job.heldout)
+    manifest = describe(job.part, [(unit.name, record.train) for unit, record in outcomes])
+    manifest.save(job.output)
+    _remove_state(job)
+    return manifest
 
 
 def _manifest(
     job: Job,
     plan: Plan,
-    outcomes: Sequence[tuple[Unit, UnitRecord]],
     inputs: list[InputFile],
     vocab_size: int,
+    backend: str,
     rejected: Counter[str],
     part: str,
+    shards: Sequence[tuple[str, PartCounts]],
 ) -> Manifest:
-    split_off = part == "heldout" and job.heldout_fraction > 0
-    counted = [(unit, record.heldout if split_off else record.train) for unit, record in outcomes]
-    tokens, characters = sum(one.tokens for _, one in counted), sum(one.characters for _, one in counted)
-    size = sum(one.bytes for _, one in counted)
+    total = PartCounts(**{name: sum(getattr(counts, name) for _, counts in shards) for name in PartCounts.model_fields})
     return Manifest(
         part=part,
         tokenizer=TokenizerRecord(
@@ -305,39 +259,31 @@ def _manifest(
             vocab_size=vocab_size,
             document_start=plan.document_start,
             document_end=plan.document_end,
-            backend=outcomes[0][1].backend,
+            backend=backend,
         ),
         token_dtype=token_dtype(vocab_size).name,
         text_key=job.text_key,
         prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
-        documents=sum(one.documents for _, one in counted),
-        tokens=tokens,
-        characters=characters,
-        bytes=size,
-        prompt_tokens=sum(one.prompt_tokens for _, one in counted),
-        prompt_bytes=sum(one.prompt_bytes for _, one in counted),
-        tokens_per_character=round(tokens / max(characters, 1), 6),
-        tokens_per_byte=round(tokens / max(size, 1), 6),
+        **total.model_dump(),
+        tokens_per_character=round(total.tokens / max(total.characters, 1), 6),
+        tokens_per_byte=round(total.tokens / max(total.bytes, 1), 6),
         rejected=dict(sorted(rejected.items())),
         inputs=inputs,
         shards=[
-            ShardRecord(name=unit.name, documents=one.documents, tokens=one.tokens)
-            for unit, one in counted
-            if one.documents
+            ShardRecord(name=name, documents=counts.documents, tokens=counts.tokens)
+            for name, counts in shards
+            if counts.documents
         ],
     )
 
 
 def _quarantines(job: Job, units: Iterable[Unit]) -> Iterator[Path]:
-    """The quarantine files there are, in the order of the units."""
+    """The quarantine files that exist, in the order of the units."""
     return filter(Path.exists, (job.state / f"{unit.name}.quarantine.jsonl" for unit in units))
 
 
-def _publish_quarantine(job: Job, units: Iterable[Unit]) -> None:
-    """Joins the units' quarantine files; without a bad record there is none."""
-    parts = list(_quarantines(job, units))
-    if parts:
-        with published_file(job.output / QUARANTINE, job.state) as joined:
-            for part in parts:
-                joined.write(part.read_bytes())
+def _remove_state(job: Job) -> None:
+    """Removes the state of a finished corpus. It is renamed first, because another job may be reading it."""
+    with contextlib.suppress(OSError):  # another job is renaming and removing it
+        shutil.rmtree(rename_aside(job.state), ignore_errors=True)

@@ -1,13 +1,13 @@
-"""What a reader yields: a document, or a record that cannot be one and why."""
+"""What a reader yields, documents and rejected records, and what becomes of the rejected ones."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Literal, NamedTuple, Union
 
 import orjson
@@ -30,21 +30,28 @@ Reason = Literal[
     "corrupt_file",
 ]
 
+EXCERPT_BYTES = 200
+# Every worker must have room for one record of this size.
+MAX_RECORD_BYTES = 32 * 2**20
+
+# A bad fraction of fewer records says little. At the end of the job it is checked however few they are.
+_RECORDS_BEFORE_CHECK = 10_000
+
 
 class Keys(NamedTuple):
-    """Under which keys, or in which columns, a record has its text and the prompt before it; None: it has no prompt."""
+    """The keys, or columns, of a record's text and of the prompt before it; None: records have no prompt."""
 
     text: str = "text"
     prompt: str | None = None
 
     @property
     def all(self) -> list[str]:
-        """Those that a record must have."""
+        """The keys that a record must have."""
         return [self.text] if self.prompt is None else [self.text, self.prompt]
 
 
 class Document(NamedTuple):
-    """A document as it will be tokenized; with a prompt, `text` is the answer. `_bytes` are those in UTF-8."""
+    """A usable record. If it has a prompt, `text` is the answer. `..._bytes` are lengths in UTF-8."""
 
     text: str
     utf8_bytes: int
@@ -58,7 +65,7 @@ class Document(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that is left out; `offset` is the byte at which it begins in the (decompressed) file, or its row."""
+    """A record that is left out. `offset` is its first byte in the (decompressed) file, or its row."""
 
     offset: int
     reason: Reason
@@ -67,13 +74,9 @@ class Rejected(NamedTuple):
 
 Record = Union[Document, Rejected]
 
-EXCERPT_BYTES = 200
-# One record in memory at a time must fit every worker; a document of this size is no document.
-MAX_RECORD_BYTES = 32 * 2**20
-
 
 def checked_text(offset: int, text: object) -> Record:
-    """`text` as a document, if it is one."""
+    """`text` as a document, or why it cannot be one."""
     if not isinstance(text, str):
         return Rejected(offset, "text_not_string", repr(text)[:EXCERPT_BYTES].encode(errors="backslashreplace"))
     if not text or text.isspace():
@@ -84,7 +87,7 @@ def checked_text(offset: int, text: object) -> Record:
 
 
 def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
-    """The document `answer` behind `prompt`, if that is one too."""
+    """The document `answer` with `prompt` before it, or why that is not possible."""
     if isinstance(answer, Rejected):
         return answer
     checked = checked_text(offset, prompt)
@@ -93,46 +96,29 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
     return Document(answer.text, answer.utf8_bytes, checked.text, checked.utf8_bytes)
 
 
-# --- Bad records: each is written down with its file, offset and reason, and counted; too many stop the job ---------
-
-_SHOWN = 3
-# Below so many records a fraction says little; the end of the job checks it whatever their number.
-_RECORDS_BEFORE_CHECK = 10_000
-
-
-class Quarantine(AbstractContextManager["Quarantine"]):
-    """The rejected records of one unit. Their file appears, whole, when the block ends; without any there is none."""
+class Quarantine(ExitStack):
+    """Writes the rejected records of one unit to `path`; their file is published at the end, if there are any."""
 
     def __init__(self, path: Path, source: str) -> None:
+        super().__init__()
         self.counts: Counter[str] = Counter()
         self._path = path
         self._source = source
-        self._files = ExitStack()
 
     @cached_property
     def _file(self) -> BinaryIO:
-        return self._files.enter_context(published_file(self._path))
+        return self.enter_context(published_file(self._path))
 
     def add(self, record: Rejected) -> None:
-        """Writes a record down; bytes that are not UTF-8 are shown as \\xNN."""
+        """Writes one record; bytes that are not UTF-8 are shown as \\xNN."""
         self.counts[record.reason] += 1
         excerpt = record.excerpt.decode(errors="backslashreplace")
         line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._files.__exit__(kind, error, trace)
-
 
 class BadRecordLimit:
-    """Counts records over the whole job.
-
-    Args:
-        fraction: how many of all records may be bad.
-        quarantines: the files in which examples of them can be found.
-    """
+    """Counts the records of a job, of which at most `fraction` may be bad."""
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
@@ -140,34 +126,28 @@ class BadRecordLimit:
         self.rejected: Counter[str] = Counter()
 
     def add(self, records: int, rejected: Mapping[str, int]) -> None:
-        """Counts the records of a finished unit."""
+        """Counts the records of a finished unit, and the rejected ones among them by reason."""
         self.records += records
         self.rejected.update(rejected)
 
     def check(self, quarantines: Iterable[Path], *, at_end: bool = False) -> None:
-        """Stops the job when too many of the records so far are bad.
+        """Checks the fraction of bad records so far; `quarantines` are the files to take examples from.
 
         Raises:
-            DataError: with three examples.
+            DataError: it is too large; the message shows three examples.
         """
         bad = self.rejected.total()
         if bad <= self.fraction * self.records or (self.records < _RECORDS_BEFORE_CHECK and not at_end):
             return
-        examples = "; ".join(_examples(quarantines))
         raise DataError(
-            f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: {examples}"
-            "; raise --max-bad-fraction and start again (finished work is kept), or mend the input and remove the "
-            "output folder"
+            f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: "
+            f"{'; '.join(islice(_descriptions(quarantines), 3))}; raise --max-bad-fraction and start again (finished "
+            "work is kept), or correct the input and remove the output folder"
         )
 
 
-def _examples(quarantines: Iterable[Path]) -> list[str]:
-    shown: list[str] = []
+def _descriptions(quarantines: Iterable[Path]) -> Iterator[str]:
     for path in quarantines:
         with path.open("rb") as file:
-            for line in file:
-                record = orjson.loads(line)
-                shown.append(f"{record['file']} at {record['offset']}: {record['reason']} {record['excerpt'][:40]!r}")
-                if len(shown) == _SHOWN:
-                    return shown
-    return shown
+            for record in map(orjson.loads, file):
+                yield f"{record['file']} at {record['offset']}: {record['reason']} {record['excerpt'][:40]!r}"

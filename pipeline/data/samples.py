@@ -1,4 +1,4 @@
-"""What training and validation read: the sample at a global index, a pure function of (seed, blend, index)."""
+"""The samples of training and validation: the one at a global index is a pure function of (seed, blend, index)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_h
 
 
 class SampleOrder:
-    """From a global index to a sample of a corpus, knowing nothing of tokens. Constant time, constant memory.
+    """Maps a global index to a sample of a corpus, in constant time and memory; it knows nothing of tokens.
 
-    Every pass over a corpus visits each of its samples once, in a random order of its own.
+    Every epoch of a corpus visits each of its samples once, in a random order of its own.
 
     Args:
         blend: which corpus is drawn when.
-        lengths: how many samples a pass over each corpus has.
+        lengths: the samples of an epoch of each corpus.
         seed: of the random orders.
     """
 
@@ -41,12 +41,12 @@ class TrainingSamples:
     """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
 
     Args:
-        data: what is read, in which proportion, and how it is packed.
+        data: the corpora, their proportions, and how they are packed.
         seed: of the order.
-        tokenizer_fingerprint: the base model's; None takes any.
+        tokenizer_fingerprint: the base model's; None accepts any.
 
     Attributes:
-        total: how many samples the budgets allow, or None for no end.
+        total: the number of samples that the budgets allow, or None for no end.
 
     Raises:
         DataError: a corpus is missing, unfinished, damaged, or was made with another tokenizer.
@@ -76,7 +76,7 @@ class TrainingSamples:
         return self._corpora[name][number]
 
     def epochs_after(self, samples: int) -> dict[str, float]:
-        """How many passes over each corpus the first `samples` samples make."""
+        """How many epochs of each corpus the first `samples` samples make."""
         drawn = self._order.blend.drawn_before(samples)
         return {name: drawn[name] / len(corpus) for name, corpus in self._corpora.items()}
 
@@ -89,13 +89,13 @@ class TrainingSamples:
 class HeldoutSamples:
     """The held-out part of one corpus, cut into samples that do not overlap.
 
-    The order is random but fixed, so that the first few are a fair sample of all.
+    The order is random but fixed, so that the first few are representative of all.
 
     Attributes:
         corpus: its name.
-        tokens, bytes: of the whole part, but for prompts. `bytes` are those of the text in UTF-8: bits per byte =
+        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8: bits per byte =
             nll_per_token · tokens / (bytes · ln 2).
-        prompted: whether it holds answers to prompts.
+        prompted: whether the documents have prompts.
     """
 
     corpus: str
@@ -124,12 +124,12 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
     for name in data.corpora:
         if has_heldout(data, name):
             corpus = TokenCorpus(heldout_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint)
-            made = corpus.manifest
+            manifest = corpus.manifest
             parts[name] = HeldoutSamples(
                 name,
-                made.tokens - made.prompt_tokens,
-                made.bytes - made.prompt_bytes,
-                made.prompt_key is not None,
+                manifest.tokens - manifest.prompt_tokens,
+                manifest.bytes - manifest.prompt_bytes,
+                manifest.prompt_key is not None,
                 _packed(corpus, data),
             )
     return parts
@@ -138,8 +138,10 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
 def rank_indices(
     first: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[list[int]]:
-    """The global indices that data-parallel rank `dp_rank` reads in the step that begins at sample `first`: one list a
-    micro-batch. Together the ranks read [first, first + global_batch_size), whatever their number."""
+    """The global indices that rank `dp_rank` reads in the step that begins at sample `first`, one list per micro-batch.
+
+    Together the ranks read [first, first + global_batch_size), however many they are.
+    """
     own = range(first + dp_rank, first + global_batch_size, dp_size)
     return [list(own[at : at + micro_batch_size]) for at in range(0, len(own), micro_batch_size)]
 
@@ -155,7 +157,7 @@ def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
 
 
 def _budget(corpus: Corpus, samples: int, sequence_length: int) -> int | None:
-    """After how many samples a corpus is used up."""
+    """After how many samples a corpus is exhausted; None: never."""
     if corpus.epochs is not None:
         return max(1, math.floor(corpus.epochs * samples))
     if corpus.token_budget is not None:

@@ -1,4 +1,7 @@
-"""Parquet files and the Arrow files of folders saved by `datasets`. A range counts row groups, or record batches."""
+"""Reading Parquet files, and the Arrow files of folders saved by `datasets`.
+
+A range [start, stop) counts row groups in a Parquet file and record batches in an Arrow file.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from pipeline.data.records import (
 )
 from pipeline.errors import DataError
 
-# Few rows at a time: what matters for memory is the longest documents that can meet in one batch.
+# Few rows at a time: the memory needed is that of the longest documents in one batch.
 _ROWS = 256
 
 
@@ -46,12 +49,12 @@ def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[R
         row = sum(file.metadata.row_group(group).num_rows for group in range(start))
         groups = list(range(start, stop))
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=keys.all, use_threads=False):
-            yield from _column_records([batch.column(key) for key in keys.all], row)
+            yield from _records([batch.column(key) for key in keys.all], row)
             row += batch.num_rows
 
 
 def arrow_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
-    """The same for an Arrow stream file, in record batches.
+    """Splits an Arrow stream file into record-batch ranges of about `unit_bytes` of text: (start, stop, bytes).
 
     Raises:
         DataError: the file is damaged or lacks a column of `keys`.
@@ -71,12 +74,12 @@ def arrow_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Rec
                 return
             if number >= start:
                 for at in range(0, batch.num_rows, _ROWS):
-                    yield from _column_records([batch.column(key).slice(at, _ROWS) for key in keys.all], row + at)
+                    yield from _records([batch.column(key).slice(at, _ROWS) for key in keys.all], row + at)
             row += batch.num_rows
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `datasets` saved, in its own order; of a dictionary of splits, all of them.
+    """The Arrow files of a folder saved by `datasets`, in its order; with several splits, those of all.
 
     Raises:
         DataError: the folder was not saved by `datasets`.
@@ -93,27 +96,23 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     return [folder / Path(file["filename"]).name for file in orjson.loads(state.read_bytes())["_data_files"]]
 
 
-def _column_records(columns: Sequence[pa.Array], first_row: int) -> Iterator[Record]:
+def _records(columns: Sequence[pa.Array], first_row: int) -> Iterator[Record]:
     """The records of a column of texts, or of one of answers and one of prompts."""
-    documents, *prompts = columns
-    if not prompts:
-        yield from _text_records(documents, first_row)
+    if len(columns) == 1:
+        yield from _column_records(columns[0], first_row)
         return
-    pairs = zip(_text_records(documents, first_row), _text_records(prompts[0], first_row), strict=True)
-    for row, (document, prompt) in enumerate(pairs, start=first_row):
-        yield with_prompt(row, document, prompt.text if isinstance(prompt, Document) else None)
+    pairs = zip(*(_column_records(column, first_row) for column in columns), strict=True)
+    for row, (answer, prompt) in enumerate(pairs, start=first_row):
+        yield with_prompt(row, answer, prompt.text if isinstance(prompt, Document) else None)
 
 
-def _text_records(column: pa.Array, first_row: int) -> Iterator[Record]:
-    text_like = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if not text_like:
-        for at, value in enumerate(column.to_pylist()):
-            yield checked_text(first_row + at, value)
-        return
-    # Through bytes: a column may hold what is not UTF-8, and one such value must not cost the others.
-    raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
-    for at in range(len(raw)):
-        yield _text_record(first_row + at, raw[at].as_py())
+def _column_records(column: pa.Array, first_row: int) -> Iterator[Record]:
+    is_large = pa.types.is_large_string(column.type)
+    is_text = is_large or pa.types.is_string(column.type)
+    if is_text:  # as bytes: one value that is not UTF-8 must not make the others unreadable
+        column = column.cast(pa.large_binary() if is_large else pa.binary())
+    for row, value in enumerate(column, start=first_row):
+        yield _text_record(row, value.as_py()) if is_text else checked_text(row, value.as_py())
 
 
 def _text_record(row: int, value: bytes | None) -> Record:
@@ -131,7 +130,7 @@ def _open_parquet(path: Path) -> Any:  # noqa: ANN401  # pyarrow has no type hin
     try:
         return pq.ParquetFile(path, memory_map=True, pre_buffer=False)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _open_arrow(path: Path) -> Any:  # noqa: ANN401

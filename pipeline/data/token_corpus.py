@@ -1,4 +1,4 @@
-"""A corpus as one run of tokens: its shards one after the other, opened when they are needed."""
+"""A token corpus on disk: its manifest, its tokens as one sequence, and samples of fixed length cut from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,19 @@ from pipeline.data.token_shards import PromptedShard, Shard
 from pipeline.errors import DataError
 from pipeline.files import is_plain_name, write_json
 
-# --- What a folder of token shards holds. `manifest.json` is written last: a folder without one is unfinished -------
-# It says nothing about when, where or by how many workers it was made: the same corpus gives the same bytes.
+MANIFEST = "manifest.json"
+"""Written last: without it a corpus is unfinished."""
+IGNORED = -100
+"""The target where nothing is predicted."""
+_MAX_OPEN_SHARDS = 64
 
-NAME = "manifest.json"
 
-
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TokenizerRecord(_Part):
-    """The tokenizer that made the ids; `backend` is the library that encoded: a checked fast path, or the reference."""
+class TokenizerRecord(_Strict):
+    """The tokenizer of a corpus. `backend` is the library that encoded: the checked fast encoder or the reference."""
 
     fingerprint: str
     vocab_size: int
@@ -37,27 +38,27 @@ class TokenizerRecord(_Part):
     backend: str
 
 
-class InputFile(_Part):
-    """A file that was read; `sha256` is of its bytes as they lie on the disk."""
+class InputFile(_Strict):
+    """An input file; `sha256` is of its bytes on disk."""
 
     path: str
     bytes: int
     sha256: str
 
 
-class ShardRecord(_Part):
-    """A `.bin`/`.idx` pair in the manifest's folder."""
+class ShardRecord(_Strict):
+    """A pair of `.bin` and `.idx` in the manifest's folder."""
 
     name: str
     documents: int
     tokens: int
 
 
-class Manifest(_Part):
-    """The contents of `manifest.json`. `characters` and `bytes` (UTF-8) count the accepted text of this part.
+class Manifest(_Strict):
+    """The contents of `manifest.json`. They depend on the job alone, not on when, where or by whom it was done.
 
-    `prompt_tokens` and `prompt_bytes` say how much of `tokens` and `bytes` is prompts, in a corpus that has them
-    (`prompt_key` is not None); then each shard has a third file, see `prompts.py`.
+    `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
+    None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
     """
 
     format: str = "scale-cpt token corpus 1"
@@ -80,17 +81,17 @@ class Manifest(_Part):
     shards: list[ShardRecord]
 
     def save(self, folder: Path) -> None:
-        """Publishes the manifest in `folder`, which makes the corpus whole."""
-        write_json(folder / NAME, self.model_dump())
+        """Publishes the manifest in `folder`, which completes the corpus."""
+        write_json(folder / MANIFEST, self.model_dump())
 
 
 def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the corpus in `folder`.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: it is missing or damaged.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -102,114 +103,8 @@ def load_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: not a manifest of this project: {where}: {fault['msg']}") from None
 
 
-# --- Fixed-length samples cut from a corpus' run of tokens: which token is predicted from which, and who may see whom
-
-IGNORED = -100
-
-
-class Sample(NamedTuple):
-    """A sequence, each array int64 [S].
-
-    tokens: what the model reads.
-    targets: the token after each, or -100 where nothing is to be predicted.
-    positions: counted from the beginning of the document, or of the sample where the document began before it.
-    document_ids: 0, 1, ... within the sample; attention never crosses from one to another.
-    answer_starts: bool [S]; where the target is the first token behind a prompt.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    document_ids: npt.NDArray[np.int64]
-    answer_starts: npt.NDArray[np.bool_]
-
-
-def pack(
-    window: npt.NDArray[Any],
-    document_starts: npt.NDArray[np.int64],
-    sequence_length: int,
-    *,
-    padding: int,
-    document_mask: bool,
-    prompts: npt.NDArray[np.bool_] | None = None,
-) -> Sample:
-    """Makes a sample of up to `sequence_length + 1` consecutive tokens.
-
-    Args:
-        window: the tokens, one more than the sample reads; fewer at the end of a corpus, which is padded.
-        document_starts: the places in `window` at which a document begins, ascending.
-        sequence_length: S.
-        padding: the token to fill up with; never predicted, and a document of its own.
-        document_mask: keep documents apart. Otherwise the sample is one run of text, and only padding is set apart.
-        prompts: which tokens of `window` are read but never predicted, where there are such.
-    """
-    present = min(len(window), sequence_length)
-    tokens = np.full(sequence_length, padding, dtype=np.int64)
-    tokens[:present] = window[:present]
-    targets = np.full(sequence_length, IGNORED, dtype=np.int64)
-    targets[: len(window) - 1] = window[1:]
-
-    borders = document_starts[(document_starts > 0) & (document_starts <= sequence_length)] if document_mask else _NONE
-    if present < sequence_length:
-        borders = np.append(borders[borders < present], present)
-    targets[borders - 1] = IGNORED
-    answer_starts = np.zeros(sequence_length, dtype=np.bool_)
-    if prompts is not None:
-        targets[: len(window) - 1][prompts[1:]] = IGNORED
-        answer_starts[: len(window) - 1] = prompts[:-1] & ~prompts[1:]
-    inner = borders[borders < sequence_length]
-    starts_here = np.zeros(sequence_length, dtype=np.int64)
-    starts_here[inner] = 1
-    document_ids = np.cumsum(starts_here)
-    begins = np.concatenate([[0], inner])
-    positions = np.arange(sequence_length, dtype=np.int64) - begins[document_ids]
-    return Sample(tokens, targets, positions, document_ids, answer_starts)
-
-
-def cuts_between_documents(
-    document_starts: npt.NDArray[np.int64], tokens: int, sequence_length: int
-) -> npt.NDArray[np.int64]:
-    """Where samples of at most `sequence_length` begin, if each holds as many whole documents as fit.
-
-    A document longer than a sample begins one, and goes on in the next, with what follows behind its end.
-    """
-    borders = [*document_starts.tolist(), tokens]
-    cuts = [0]
-    while cuts[-1] + sequence_length < tokens:
-        furthest = cuts[-1] + sequence_length
-        border = borders[bisect.bisect_right(borders, furthest) - 1]
-        cuts.append(border if border > cuts[-1] else furthest)
-    return np.array(cuts, dtype=np.int64)
-
-
-_NONE = np.zeros(0, dtype=np.int64)
-
-
-# --- A corpus as one run of tokens: its shards one after the othe ---
-
-_OPEN_SHARDS = 64
-
-
-class TokenSource(Protocol):
-    """A run of `tokens` ids in which documents begin at known places."""
-
-    tokens: int
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The ids [start, stop)."""
-        ...
-
-    def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The places in [start, stop) at which a document begins, ascending."""
-        ...
-
-    def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Which of the ids [start, stop) belong to a prompt; None where no document has one."""
-        ...
-
-
 class TokenCorpus:
-    """The corpus in `folder`, as its manifest describes it.
+    """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
 
     Raises:
         DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
@@ -231,23 +126,23 @@ class TokenCorpus:
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The ids [start, stop)."""
         pieces = [shard.read(low, high) for shard, low, high, _ in self._pieces(start, stop)]
         return np.concatenate(pieces).astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The positions in [start, stop) at which a document begins, ascending."""
         pieces = [shard.document_starts(low, high) + before for shard, low, high, before in self._pieces(start, stop)]
         return np.concatenate(pieces)
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        pieces = [
-            shard.prompt_mask(low, high)
-            for shard, low, high, _ in self._pieces(start, stop)
-            if isinstance(shard, PromptedShard)
-        ]
-        return np.concatenate(pieces) if pieces else None
+        """Which of the ids [start, stop) belong to a prompt; None in a corpus without prompts."""
+        shards = self._pieces(start, stop)
+        masks = [shard.prompt_mask(low, high) for shard, low, high, _ in shards if isinstance(shard, PromptedShard)]
+        return np.concatenate(masks) if masks else None
 
     def locate_document(self, document: int) -> tuple[Shard, int]:
-        """The shard that holds the corpus' `document`-th document, and the document's number there."""
+        """The shard that holds a document of the corpus, and the document's number in it."""
         for number, shard in enumerate(self.manifest.shards):
             if document < shard.documents:
                 return self._shard(number), document
@@ -258,13 +153,13 @@ class TokenCorpus:
         """Opens every shard.
 
         Raises:
-            DataError: one is missing, damaged, or not what the manifest says.
+            DataError: one is missing, damaged, or differs from the manifest.
         """
         for number in range(len(self.manifest.shards)):
             self._shard(number)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """The shards that [start, stop) lies in: the range within each, and the tokens before it."""
+        """The shards of [start, stop), each with the range within it and the tokens before it."""
         pieces: list[tuple[Shard, int, int, int]] = []
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
@@ -275,7 +170,7 @@ class TokenCorpus:
         return pieces
 
     def _shard(self, number: int) -> Shard:
-        """The open shard; of very many only the last used stay open."""
+        """An open shard. Only the most recently used stay open."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -288,7 +183,7 @@ class TokenCorpus:
                 f"{shard.bin_path}: expected {described.tokens} tokens as in the manifest, found {shard.tokens}"
             )
         self._open[number] = shard
-        if len(self._open) > _OPEN_SHARDS:
+        if len(self._open) > _MAX_OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
         return shard
 
@@ -296,16 +191,33 @@ class TokenCorpus:
         return {**self.__dict__, "_open": OrderedDict()}
 
 
-class PackedCorpus:
-    """A run of tokens cut into samples of `sequence_length`, each token read exactly once.
+class Sample(NamedTuple):
+    """A sequence of S tokens; all arrays are int64 [S] except the last.
 
-    Sample k reads the tokens from k·S to (k+1)·S; the last one is filled up with padding. With `whole_documents` a
-    sample ends where the last document ends that fits, and each is filled up: an answer stays with its prompt.
+    tokens: what the model reads.
+    targets: the next token of each, or IGNORED where nothing is predicted.
+    positions: counted from the beginning of the document, or of the sample if the document began before it.
+    document_ids: 0, 1, ... within the sample; attention does not cross documents.
+    answer_starts: bool [S]; where the target is the first token after a prompt.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int64]
+    answer_starts: npt.NDArray[np.bool_]
+
+
+class PackedCorpus:
+    """A corpus cut into samples of `sequence_length` (S); each token is read exactly once.
+
+    Sample k reads the tokens from k·S to (k+1)·S; the last one is padded. With `whole_documents` each sample holds as
+    many whole documents as fit and is padded, so that an answer stays with its prompt.
     """
 
     def __init__(
         self,
-        source: TokenSource,
+        source: TokenCorpus,
         sequence_length: int,
         *,
         padding: int,
@@ -318,9 +230,7 @@ class PackedCorpus:
         self._document_mask = document_mask
         self._cuts: Sequence[int] | npt.NDArray[np.int64] = range(0, source.tokens, sequence_length)
         if whole_documents:
-            self._cuts = cuts_between_documents(
-                source.document_starts(0, source.tokens), source.tokens, sequence_length
-            )
+            self._cuts = _cuts_between_documents(source, sequence_length)
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -332,12 +242,65 @@ class PackedCorpus:
         stop = int(self._cuts[index + 1]) if index + 1 < len(self) else self.source.tokens
         if stop - start == self._sequence_length:
             stop = min(stop + 1, self.source.tokens)  # the last target
-        starts = self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, np.int64)
         return pack(
             self.source.read(start, stop),
-            starts,
+            self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, dtype=np.int64),
             self._sequence_length,
             padding=self._padding,
-            document_mask=self._document_mask,
             prompts=self.source.prompt_mask(start, stop),
         )
+
+
+def _cuts_between_documents(source: TokenCorpus, sequence_length: int) -> npt.NDArray[np.int64]:
+    """Where samples begin if each holds as many whole documents as fit.
+
+    A document longer than a sample starts a new one and continues in the next, followed by other documents.
+    """
+    borders = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
+    cuts = [0]
+    while cuts[-1] + sequence_length < source.tokens:
+        furthest = cuts[-1] + sequence_length
+        border = borders[bisect.bisect_right(borders, furthest) - 1]
+        cuts.append(border if border > cuts[-1] else furthest)
+    return np.array(cuts, dtype=np.int64)
+
+
+def pack(
+    window: npt.NDArray[Any],
+    document_starts: npt.NDArray[np.int64],
+    sequence_length: int,
+    *,
+    padding: int,
+    prompts: npt.NDArray[np.bool_] | None = None,
+) -> Sample:
+    """Makes a sample of up to S + 1 consecutive tokens.
+
+    Args:
+        window: the tokens, one more than the sample reads; fewer where the sample is padded.
+        document_starts: the positions in `window` at which a document begins, ascending. If none is given, the sample
+            is one continuous text, and only padding is separate.
+        sequence_length: S.
+        padding: the token to pad with; it is never predicted, and is a document of its own.
+        prompts: which tokens of `window` are read but never predicted; None if there are none.
+    """
+    present = min(len(window), sequence_length)
+    tokens = np.full(sequence_length, padding, dtype=np.int64)
+    tokens[:present] = window[:present]
+    targets = np.full(sequence_length, IGNORED, dtype=np.int64)
+    targets[: len(window) - 1] = window[1:]
+
+    borders = document_starts[(document_starts > 0) & (document_starts <= sequence_length)]
+    if present < sequence_length:
+        borders = np.append(borders[borders < present], present)
+    targets[borders - 1] = IGNORED
+    answer_starts = np.zeros(sequence_length, dtype=np.bool_)
+    if prompts is not None:
+        targets[: len(window) - 1][prompts[1:]] = IGNORED
+        answer_starts[: len(window) - 1] = prompts[:-1] & ~prompts[1:]
+    inner = borders[borders < sequence_length]
+    starts_here = np.zeros(sequence_length, dtype=np.int64)
+    starts_here[inner] = 1
+    document_ids = np.cumsum(starts_here)
+    begins = np.concatenate([[0], inner])
+    positions = np.arange(sequence_length, dtype=np.int64) - begins[document_ids]
+    return Sample(tokens, targets, positions, document_ids, answer_starts)

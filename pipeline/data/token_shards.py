@@ -1,8 +1,11 @@
-"""Token shards in Megatron's `.bin`/`.idx` format: `.bin` holds the ids, `.idx` where each document begins.
+"""Token shards in Megatron's format: `<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
 
 Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
-(int32) and byte offsets (int64) of the sequences, and the sequence at which each document begins (int64).
-Our writer makes one sequence a document; the reader takes several. All offsets are 64-bit.
+(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). Our writer makes one
+sequence per document; the reader accepts several. All offsets are 64-bit.
+
+In a corpus with prompts `<shard>.prompts.npy` (NumPy's format, int32) holds one number per document: how many of its
+first tokens are the prompt and what precedes it (a BOS). These tokens are read, but never predicted.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-# Megatron's own limit for 16 bits: a little below 2**16.
+# Megatron's own limit for 16 bits.
 _UINT16_VOCABULARY = 65_500
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that holds ids below `vocab_size`: uint16 where it can, else int32."""
+    """The type that stores ids below `vocab_size`: uint16 if they fit, else int32."""
     return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
 
 
 class ShardWriter:
-    """Appends documents to a `.bin` file, opened with the first one, and writes the `.idx` that belongs to it."""
+    """Appends documents to a `.bin` file, which `open_bin` opens with the first one, and writes its `.idx`."""
 
     def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
@@ -71,12 +74,12 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
-    """A writer whose `.bin` and `.idx` are there, whole, when the block ends; without a document there are none."""
+    """A writer whose `.bin` and `.idx` are published when the block ends. Without documents there are no files."""
     bin_path, idx_path = shard_files(prefix)
     with contextlib.ExitStack() as opened:
         writer = ShardWriter(lambda: opened.enter_context(published_file(bin_path, scratch)), dtype)
         yield writer
-    # An empty shard is never published, to be removed again: another job may be writing the same unit.
+    # Never publish an empty shard and remove it again: another job may be writing the same unit.
     if writer.documents > 0:
         with published_file(idx_path, scratch) as idx_file:
             writer.write_index(idx_file)
@@ -88,15 +91,15 @@ def shard_files(prefix: Path) -> tuple[Path, Path]:
 
 
 class Shard:
-    """An open `<prefix>.bin` and `<prefix>.idx`. Nothing is read before it is asked for.
+    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for.
 
     Attributes:
         dtype: the type of a stored id.
-        documents: how many there are.
-        tokens: how many ids `.bin` holds.
+        documents: the number of documents.
+        tokens: the number of ids.
 
     Raises:
-        DataError: one of the files is missing, is not of this format, or is shorter than the index says.
+        DataError: a file is missing, is not of this format, or is shorter than the index says.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -106,22 +109,19 @@ class Shard:
             self._index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
             bin_bytes = self.bin_path.stat().st_size
         except FileNotFoundError as error:
-            raise DataError(f"{error.filename}: no such file; a token shard is a .bin beside its .idx") from None
+            raise DataError(f"{error.filename}: no such file; a token shard is a .bin and an .idx") from None
         except ValueError:
             raise DataError(f"{self.idx_path}: expected a token index, found an empty file") from None
         self.dtype, self._sequences, self._ends = self._read_header()
         self.documents = self._ends - 1
-        self.tokens, odd = divmod(bin_bytes, self.dtype.itemsize)
-        if odd or self.tokens < self._tokens_in_index:
-            raise DataError(
-                f"{self.bin_path}: expected {self._tokens_in_index} tokens of {self.dtype}, found {bin_bytes} bytes"
-            )
-        self.tokens = self._tokens_in_index
+        self.tokens = self._tokens_in_index()
+        if bin_bytes % self.dtype.itemsize or bin_bytes < self.tokens * self.dtype.itemsize:
+            raise DataError(f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes")
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         header = self._index[: _HEADER.size].tobytes()
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise DataError(f"{self.idx_path}: not an index of Megatron's format (.idx)")
+            raise DataError(f"{self.idx_path}: not an index in Megatron's format")
         _, version, code, sequences, ends = _HEADER.unpack(header)
         expected = _HEADER.size + sequences * 12 + ends * 8
         if version != _VERSION or code not in _DTYPES or ends < 1 or len(self._index) < expected:
@@ -143,7 +143,6 @@ class Shard:
         """The first sequence of each document, and the number of sequences."""
         return self._array(_HEADER.size + self._sequences * 12, self._ends, np.int64)
 
-    @cached_property
     def _tokens_in_index(self) -> int:
         if self._sequences == 0:
             return 0
@@ -151,18 +150,18 @@ class Shard:
         return int(self._pointers[-1]) // self.dtype.itemsize + last_length
 
     def document_start(self, document: int) -> int:
-        """The token at which `document` begins; for `document == documents`, the number of tokens."""
+        """The position at which `document` begins; for `document == documents`, the number of tokens."""
         sequence = int(self._first_sequences[document])
         if sequence == self._sequences:
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The document that `token` belongs to: a binary search, which touches a few pages of the index and no more."""
+        """The document of the token at position `token`, by a binary search that reads few pages of the index."""
         return bisect.bisect_right(range(self.documents), token, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens in [start, stop) at which a document begins, in ascending order."""
+        """The positions in [start, stop) at which a document begins, ascending."""
         sequences = self._first_sequences[self.document_at(start) : self.document_at(stop - 1) + 1]
         starts = self._pointers[sequences] // self.dtype.itemsize
         return starts[starts >= start]
@@ -182,7 +181,7 @@ class Shard:
         return self.read(self.document_start(document), self.document_start(document + 1))
 
     def close(self) -> None:
-        """Lets go of the file; a later read opens it again."""
+        """Closes the `.bin` file; a later read opens it again."""
         descriptor = self.__dict__.pop("_descriptor", None)
         if descriptor is not None:
             os.close(descriptor)
@@ -191,19 +190,14 @@ class Shard:
         self.close()
 
 
-# --- Which tokens of a shard are prompts: read, but never predicted -------------------------------------------------
-# Beside the `.bin` and the `.idx`, which stay as Megatron has them, `<shard>.prompts.npy` (NumPy's format, int32) holds
-# one number a document: how many of its tokens, from the first on, are what comes before a text (a BOS) and the prompt.
-
-
 def prompts_file(prefix: Path) -> Path:
-    """The file beside a shard."""
+    """The `.prompts.npy` of a shard."""
     return prefix.with_name(prefix.name + ".prompts.npy")
 
 
 @contextlib.contextmanager
 def writing_prompt_lengths(prefix: Path, scratch: Path | None = None) -> Iterator[list[npt.NDArray[Any]]]:
-    """A list to append arrays of lengths to; when the block ends the file is there, whole, if there are any."""
+    """A list to append arrays of prompt lengths to; their file is published when the block ends, if there are any."""
     lengths: list[npt.NDArray[Any]] = []
     yield lengths
     if lengths:
@@ -215,7 +209,7 @@ class PromptedShard(Shard):
     """An open shard of documents with prompts.
 
     Raises:
-        DataError: one of its files is missing or damaged, or they do not belong together.
+        DataError: a file is missing or damaged, or the files do not belong together.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -224,9 +218,9 @@ class PromptedShard(Shard):
         try:
             self._prompt_lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
-            raise DataError(f"{path}: no such file; a corpus with prompts has one beside every .idx") from None
+            raise DataError(f"{path}: no such file; every shard of a corpus with prompts has one") from None
         except (ValueError, EOFError, OSError) as error:
-            raise DataError(f"{path}: not an array of NumPy's format: {error}") from None
+            raise DataError(f"{path}: not an array in NumPy's format: {error}") from None
         found = self._prompt_lengths
         if found.dtype != np.int32 or found.shape != (self.documents,):
             raise DataError(f"{path}: expected {self.documents} lengths of int32, found {found.shape} of {found.dtype}")

@@ -1,7 +1,10 @@
 """Loading a tokenizer: Hugging Face folders, `tokenizer.json`, SentencePiece `.model`.
 
-A document becomes `document_start + ids + document_end`: what the base's own post-processor puts before a text (a BOS,
-or nothing), and an end-of-document token. Both are recorded in every corpus manifest.
+A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor puts before a text (a
+BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
+
+Two libraries define the ids, `tokenizers` and `sentencepiece`. The fast encoder, `gigatoken`, is used only while it
+agrees with them.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ import tokenizers
 from pipeline import log
 from pipeline.errors import DataError
 
-# --- The libraries that turn texts into ids: two references, and `gigatoken`, trusted only while it agrees with them
-
-# What the fast path must get right before it is tried on a corpus: scripts, spaces, digits, emoji, controls.
-_PROBE = (
+_FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+# For a tokenizer.json alone, which does not say which of its special tokens ends a text.
+_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
+# What the fast encoder must get right before it is used: scripts, spaces, digits, emoji, controls.
+_TEST_TEXTS = (
     "The quick brown fox can't jump over 12,345 lazy dogs.",
     "  leading spaces,\ttabs,\r\nline ends\n\n\n and trailing ones  ",
     "한국어 문장입니다. 정말 재미있어요ㅋㅋㅋ!! 2024년 3월",
@@ -37,6 +41,69 @@ _PROBE = (
 _logger = log.get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded tokenizer.
+
+    Attributes:
+        path: the file it was read from.
+        fingerprint: equal for tokenizers that produce equal ids, whatever folder they are in.
+        vocab_size: the largest id plus one.
+        document_start: the ids before every document, often none.
+        document_end: the ids after every document.
+        reference: the library that defines the ids.
+        fast: the fast encoder, or None if it does not support this tokenizer.
+    """
+
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    document_start: tuple[int, ...]
+    document_end: tuple[int, ...]
+    reference: Reference
+    fast: Encoder | None
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of `ids`, including special tokens if the library shows them."""
+        return self.reference.decode([int(token) for token in ids])
+
+
+def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
+    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a SentencePiece `.model`.
+
+    Args:
+        path: the file or folder.
+        end_of_document: the token that ends a document, if the tokenizer's own files do not say or are wrong.
+
+    Raises:
+        DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
+    """
+    file = tokenizer_file(path)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot read this tokenizer: {error.strerror}") from None
+    return (_load_sentencepiece if file.suffix == ".model" else _load_hugging_face)(file, content, end_of_document)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The file of the tokenizer at `path`.
+
+    Raises:
+        DataError: there is none.
+    """
+    if path.is_file():
+        return path
+    for name in _FILE_NAMES:
+        if (path / name).is_file():
+            return path / name
+    if path.is_dir():
+        raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
+    raise DataError(
+        f"{path}: no such tokenizer; give a Hugging Face folder, a tokenizer.json or a SentencePiece .model"
+    )
+
+
 class Encoded(NamedTuple):
     """The ids of several texts, joined: `ids: uint32 [sum of lengths]`, `lengths: int64 [texts]`."""
 
@@ -45,7 +112,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Anything that turns texts into ids without adding special tokens to them."""
+    """Turns texts into ids, without special tokens around them."""
 
     name: str
 
@@ -66,6 +133,9 @@ class HuggingFaceEncoder:
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in encodings])
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(ids, skip_special_tokens=False))
+
 
 class SentencePieceEncoder:
     """The reference for a `.model` file: the `sentencepiece` library."""
@@ -78,36 +148,42 @@ class SentencePieceEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(ids))
+
     def special_spellings(self) -> re.Pattern[str]:
-        """Matches the spelling of every piece that stands for no text, or for itself."""
+        """Matches the spelling of every control piece and of the unknown piece."""
         library = self._library
         special = [i for i in range(library.get_piece_size()) if library.is_control(i) or library.is_unknown(i)]
         return re.compile("|".join(re.escape(library.id_to_piece(i)) for i in special))
 
 
+Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
+
+
 class GigatokenEncoder:
-    """The fast path.
+    """The fast encoder.
 
-    It remembers every word it meets, so it is made anew after so much text: memory must not follow the corpus.
+    It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
 
-    Where a text spells a special token (`</s>`), `sentencepiece` sees text and gigatoken the token:
-    a batch with such a spelling in it goes to the reference.
+    Where a text spells a special token (`</s>`), `sentencepiece` sees text and gigatoken the token. The reference
+    encodes every batch with such a spelling in it.
     """
 
     name = "gigatoken"
     characters_between_renewals = 256 * 2**20
 
-    def __init__(self, content: bytes, reference: HuggingFaceEncoder | SentencePieceEncoder) -> None:
-        of_sentencepiece = isinstance(reference, SentencePieceEncoder)
-        self._make = gigatoken.Tokenizer.from_sentencepiece if of_sentencepiece else gigatoken.Tokenizer.from_json
-        self._left_to_reference = reference.special_spellings() if isinstance(reference, SentencePieceEncoder) else None
+    def __init__(self, content: bytes, reference: Reference) -> None:
+        is_sentencepiece = isinstance(reference, SentencePieceEncoder)
+        self._special = reference.special_spellings() if isinstance(reference, SentencePieceEncoder) else None
+        self._make = gigatoken.Tokenizer.from_sentencepiece if is_sentencepiece else gigatoken.Tokenizer.from_json
         self._reference = reference
         self._content = content
         self._library = self._make(content)
         self._characters = 0
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        if self._left_to_reference and any(map(self._left_to_reference.search, texts)):
+        if self._special and any(map(self._special.search, texts)):
             return self._reference.encode(texts)
         characters = sum(map(len, texts))
         if self._characters + characters > self.characters_between_renewals:
@@ -118,115 +194,34 @@ class GigatokenEncoder:
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
 
-def fast_encoder(content: bytes, reference: HuggingFaceEncoder | SentencePieceEncoder) -> Encoder | None:
-    """The fast path for the tokenizer file `content`, or None where it is unsupported or differs on a probe text."""
+def fast_encoder(content: bytes, reference: Reference) -> Encoder | None:
+    """The fast encoder for the tokenizer file `content`; None if it is unsupported or fails on a test text."""
     try:
         encoder = GigatokenEncoder(content, reference)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        _logger.info("gigatoken does not support this tokenizer (%s): %s encodes", _first_line(error), reference.name)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        _logger.info("gigatoken does not support this tokenizer (%s): %s encodes", reason, reference.name)
         return None
-    if not all(agree(encoder, reference, [text]) for text in _PROBE):
-        _logger.warning("gigatoken differs from %s on the probe text: %s encodes", reference.name, reference.name)
+    if not all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
+        _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
         return None
     return encoder
 
 
-def agree(one: Encoder, other: Encoder, texts: Sequence[str]) -> bool:
-    """Whether two encoders give the same ids for each of `texts`."""
-    mine, theirs = one.encode(texts), other.encode(texts)
-    return np.array_equal(mine.lengths, theirs.lengths) and np.array_equal(mine.ids, theirs.ids)
+def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
+    """Whether two encoders produce the same ids for each of `texts`."""
+    ours, theirs = first.encode(texts), second.encode(texts)
+    return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    lengths = np.fromiter((len(one) for one in ids), dtype=np.int64, count=len(ids))
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     flat = np.empty(int(lengths.sum()), dtype=np.uint32)
     at = 0
-    for one in ids:
-        flat[at : at + len(one)] = one
-        at += len(one)
+    for of_text in ids:
+        flat[at : at + len(of_text)] = of_text
+        at += len(of_text)
     return Encoded(flat, lengths)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-# --- Loading a tokenizer: Hugging Face folders, `tokenizer.json`, ---
-
-_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
-# Asked only of a bare tokenizer.json, which does not say which of its special tokens ends a text.
-_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
-
-Library = Union[tokenizers.Tokenizer, sentencepiece.SentencePieceProcessor]
-IdOfToken = Callable[[str], Union[int, None]]
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """A loaded tokenizer.
-
-    Attributes:
-        path: the file it was read from.
-        fingerprint: equal for tokenizers that give equal ids, whatever folder they lie in.
-        vocab_size: one more than the largest id.
-        document_start: the ids put before every document, often none.
-        document_end: the ids put after every document.
-        reference: the library that defines the ids.
-        fast: the fast path, or None where it does not support this tokenizer.
-    """
-
-    path: Path
-    fingerprint: str
-    vocab_size: int
-    document_start: tuple[int, ...]
-    document_end: tuple[int, ...]
-    reference: Encoder
-    fast: Encoder | None
-    _library: Library
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of `ids`, special tokens included where the library shows them."""
-        plain = [int(token) for token in ids]
-        if isinstance(self._library, tokenizers.Tokenizer):
-            return str(self._library.decode(plain, skip_special_tokens=False))
-        return str(self._library.decode(plain))
-
-
-def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
-    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a SentencePiece `.model`.
-
-    Args:
-        path: the file or folder.
-        end_of_document: the token that ends a document, where the tokenizer's own files do not say or say wrongly.
-
-    Raises:
-        DataError: there is no tokenizer, it is damaged, or no token can end a document.
-    """
-    file = tokenizer_file(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot read this tokenizer: {error.strerror}") from None
-    load = _load_sentencepiece if file.suffix == ".model" else _load_hugging_face
-    return load(file, content, end_of_document)
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The file that holds the tokenizer at `path`.
-
-    Raises:
-        DataError: there is none.
-    """
-    if path.is_file():
-        return path
-    for name in _NAMES:
-        if (path / name).is_file():
-            return path / name
-    if path.is_dir():
-        raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
-    raise DataError(
-        f"{path}: no such tokenizer; give a Hugging Face folder, a tokenizer.json or a SentencePiece .model"
-    )
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
@@ -234,20 +229,22 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
         described = json.loads(content)
         library = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # noqa: BLE001  # the library raises a bare Exception for a file it cannot read
-        raise DataError(f"{file}: not a tokenizer.json that can be read: {error}") from None
+        raise DataError(f"{file}: cannot read this tokenizer.json: {error}") from None
     library.no_truncation()
     library.no_padding()
-    start, end = _post_processed(library)
+    bare: list[int] = library.encode("a", add_special_tokens=False).ids
+    framed: list[int] = library.encode("a", add_special_tokens=True).ids
+    at = next(at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare)
+    start, end = tuple(framed[:at]), tuple(framed[at + len(bare) :])
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
         fingerprint=_fingerprint(described),
         vocab_size=1 + max(library.get_vocab(with_added_tokens=True).values()),
         document_start=start,
-        document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, guess=True),
+        document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, known_ends=_KNOWN_ENDS),
         reference=reference,
         fast=fast_encoder(content, reference),
-        _library=library,
     )
 
 
@@ -269,15 +266,14 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         fingerprint="sentencepiece:" + hashlib.sha256(content).hexdigest(),
         vocab_size=int(library.get_piece_size()),
         document_start=(int(library.bos_id()),) if adds_bos else (),
-        document_end=_document_end(file, id_of_token, end_of_document, own_end=own_end, guess=False),
+        document_end=_document_end(file, id_of_token, end_of_document, own_end=own_end, known_ends=()),
         reference=reference,
         fast=fast_encoder(content, reference),
-        _library=library,
     )
 
 
 def _fingerprint(described: dict[str, Any]) -> str:
-    """A hash of what decides the ids: truncation and padding do not, and merges have two equal spellings."""
+    """A hash of what decides the ids: not truncation and padding, nor which of two spellings merges have."""
     canonical = {key: value for key, value in described.items() if key not in ("version", "truncation", "padding")}
     model = dict(canonical.get("model", {}))
     if "merges" in model:
@@ -287,18 +283,15 @@ def _fingerprint(described: dict[str, Any]) -> str:
     return "tokenizers:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _post_processed(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer's post-processor puts before and after a text."""
-    bare: list[int] = library.encode("a", add_special_tokens=False).ids
-    framed: list[int] = library.encode("a", add_special_tokens=True).ids
-    at = next(at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare)
-    return tuple(framed[:at]), tuple(framed[at + len(bare) :])
-
-
 def _document_end(
-    file: Path, id_of_token: IdOfToken, wanted: str | None, *, own_end: tuple[int, ...], guess: bool
+    file: Path,
+    id_of_token: Callable[[str], int | None],
+    wanted: str | None,
+    *,
+    own_end: tuple[int, ...],
+    known_ends: tuple[str, ...],
 ) -> tuple[int, ...]:
-    """The ids that end a document: the user's word, the tokenizer's own, the files beside it, a well-known token."""
+    """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
     if wanted is not None:
         if (found := id_of_token(wanted)) is None:
             raise DataError(f"{file}: has no token {wanted!r} to end documents with; name one of its own")
@@ -306,24 +299,24 @@ def _document_end(
     if own_end:
         return own_end
     token = _json_beside(file, "tokenizer_config.json").get("eos_token")
-    names = [token.get("content") if isinstance(token, dict) else token, *(_KNOWN_ENDS if guess else ())]
-    if names[0] is None:
+    if token is None:
         for name in ("generation_config.json", "config.json"):
             ids = _json_beside(file, name).get("eos_token_id")
             if ids not in (None, []):
                 return (int(ids[0] if isinstance(ids, list) else ids),)
-    for name in names:
-        if name is not None and (found := id_of_token(name)) is not None:
+    for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
+        if candidate is not None and (found := id_of_token(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 
 
 def _json_beside(file: Path, name: str) -> dict[str, Any]:
-    path = file.parent / name
-    if not path.is_file():
-        return {}
+    """The JSON object in another file of the tokenizer's folder; empty if there is none."""
+    path = file.with_name(name)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except ValueError as error:
         raise DataError(f"{path}: not a JSON file: {error}") from None
     return value if isinstance(value, dict) else {}

@@ -1,27 +1,27 @@
-"""Training a SentencePiece tokenizer on a sample of the same inputs, and comparing tokenizers on given text."""
+"""Training a SentencePiece tokenizer, and comparing tokenizers on given texts."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import sentencepiece
 
-from pipeline.data.records import Document, Keys
+from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.units import default_unit_bytes, input_files, split_file, unit_records
+from pipeline.data.units import good_documents
 from pipeline.errors import DataError
 from pipeline.files import published_file
 
-# SentencePiece drops what is longer, in bytes.
-_LONGEST_SENTENCE = 16_384
+_MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
 _BATCH = 256
 
 
 class Fertility(NamedTuple):
-    """How finely a tokenizer cuts a text; without the tokens around documents."""
+    """How many tokens a tokenizer makes of a text, without those around documents."""
 
     characters: int
     bytes: int
@@ -37,27 +37,8 @@ class Fertility(NamedTuple):
 
 
 def texts(inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None) -> Iterator[str]:
-    """The texts of the good documents of the inputs; with a limit, about the same of each file."""
+    """Streams the texts of the usable documents of the inputs; with `max_bytes`, about equally much of each file."""
     return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes))
-
-
-def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
-    """The good documents of the inputs, streamed; with a limit, about the same of each file."""
-    files = input_files(inputs)
-    share = None if max_bytes is None else max_bytes // len(files)
-    for file in files:
-        yield from _documents_of(file, keys, share)
-
-
-def _documents_of(file: Path, keys: Keys, max_bytes: int | None) -> Iterator[Document]:
-    taken = 0
-    for unit in split_file(file, 0, keys, default_unit_bytes([file])):
-        for record in unit_records(unit, keys):
-            if isinstance(record, Document):
-                yield record
-                taken += record.utf8_bytes
-                if max_bytes is not None and taken >= max_bytes:
-                    return
 
 
 def train_sentencepiece(
@@ -72,7 +53,7 @@ def train_sentencepiece(
     """Trains a model with byte fallback on `documents` and publishes it at `output` (.model).
 
     Raises:
-        DataError: the text is too little, or too uniform, for so large a vocabulary.
+        DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
     model = io.BytesIO()
     try:
@@ -87,7 +68,7 @@ def train_sentencepiece(
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=_LONGEST_SENTENCE,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
             num_threads=threads,
             minloglevel=2,
         )
@@ -100,26 +81,19 @@ def train_sentencepiece(
 
 
 def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:
-    """How many tokens the reference of `tokenizer` makes of `documents`."""
+    """How many tokens `tokenizer` makes of `documents`."""
     encoder = tokenizer.fast or tokenizer.reference
     characters = size = tokens = 0
-    batch: list[str] = []
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        size += len(text.encode())
-        if len(batch) == _BATCH:
-            tokens += len(encoder.encode(batch).ids)
-            batch = []
-    if batch:
+    while batch := list(islice(documents, _BATCH)):
+        characters += sum(map(len, batch))
+        size += sum(len(text.encode()) for text in batch)
         tokens += len(encoder.encode(batch).ids)
     return Fertility(characters, size, tokens)
 
 
 def _sentences(documents: Iterator[str]) -> Iterator[str]:
-    """Documents line by line: SentencePiece learns from sentences, and would drop whole documents as too long."""
+    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
+    step = _MAX_SENTENCE_BYTES // 4  # a character has at most four bytes
     for document in documents:
         for line in document.split("\n"):
-            # A character has at most four bytes.
-            step = _LONGEST_SENTENCE // 4
             yield from (line[at : at + step] for at in range(0, len(line), step))

@@ -1,4 +1,4 @@
-"""What a worker does with one unit: read, check, tokenize, write; and the record of it that says the unit is done."""
+"""Tokenizing one unit of a job: read, check, encode, write shards, and last the record that marks the unit as done."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
@@ -24,16 +25,16 @@ from pipeline.errors import DataError
 from pipeline.files import file_hash, write_json
 
 _BATCH_BYTES = 2 * 2**20
-# The fast path is checked on the beginning of one document a batch: often enough to notice, too little to slow it down.
+# Of every batch the beginning of one document is checked: enough to notice an error, too little to cost time.
 _CHECKED_CHARACTERS = 2048
 _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides what a token corpus holds. Who does the work, and how it is spread, is not in it.
+    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it.
 
-    `unit_bytes` is the size of a unit of work; None lets the size of the input decide.
+    `unit_bytes` is the size of a unit of work; None derives it from the size of the input.
     """
 
     inputs: tuple[str, ...]
@@ -48,7 +49,7 @@ class Job:
 
     @property
     def keys(self) -> Keys:
-        """Where a record has its text, and its prompt."""
+        """The keys of a record's text and prompt."""
         return Keys(self.text_key, self.prompt_key)
 
     @property
@@ -58,17 +59,17 @@ class Job:
 
     @property
     def state(self) -> Path:
-        """Where unfinished work lies, until the manifest is written."""
+        """The folder of unfinished work; removed when the manifest is written."""
         return self.output / ".units"
 
     @property
     def reference_only(self) -> Path:
-        """Exists once the fast path was caught in a difference: everything is then encoded by the reference."""
+        """Exists once the fast encoder has made an error: the reference library then encodes everything."""
         return self.state / "reference_only.json"
 
 
 class PartCounts(BaseModel):
-    """What one unit gave to the train or to the held-out part."""
+    """What one unit contributed to the train or to the held-out part."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,7 +82,7 @@ class PartCounts(BaseModel):
 
 
 class UnitRecord(BaseModel):
-    """The outcome of a unit; its file is written after everything else of the unit, and makes the unit done."""
+    """The outcome of a unit. Its file is written after all other files of the unit, and marks the unit as done."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -96,56 +97,56 @@ class UnitRecord(BaseModel):
         return self.train.documents + self.heldout.documents + sum(self.rejected.values())
 
 
-def unit_record_path(job: Job, unit: Unit) -> Path:
-    """The file that says that `unit` is done."""
-    return job.state / f"{unit.name}.json"
-
-
 def finished_record(job: Job, unit: Unit) -> UnitRecord | None:
-    """The outcome of `unit`, if it is done and still stands."""
+    """The outcome of `unit`, if it is done and still valid."""
     try:
-        record = UnitRecord.model_validate_json(unit_record_path(job, unit).read_bytes())
+        record = UnitRecord.model_validate_json((job.state / f"{unit.name}.json").read_bytes())
     except FileNotFoundError:
         return None
     return None if record.backend == "gigatoken" and job.reference_only.exists() else record
 
 
-def hash_path(job: Job, file_index: int) -> Path:
-    """The file that holds the hash of an input."""
-    return job.state / f"{file_index:05d}.sha256.json"
+def hash_input(job: Job, file_index: int, path: Path) -> str:
+    """The SHA-256 of an input file, computed once and kept in the job's state."""
+    cached = job.state / f"{file_index:05d}.sha256.json"
+    if not cached.exists():
+        write_json(cached, file_hash(path))
+    return str(orjson.loads(cached.read_bytes()))
 
 
-def hash_input(job: Job, file_index: int, path: str) -> str:
-    """The SHA-256 of an input file, computed once."""
-    known = hash_path(job, file_index)
-    if not known.exists():
-        write_json(known, file_hash(Path(path)))
-    return known.read_text().strip().strip('"')
+def is_heldout(text: str, fraction: float) -> bool:
+    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards, unless that has been done.
 
     Raises:
-        DataError: the tokenizer gave an id outside its own vocabulary.
+        DataError: the tokenizer produced an id outside its own vocabulary.
     """
     if (done := finished_record(job, unit)) is not None:
         return done
-    tokenizer = _tokenizer(job.tokenizer, job.end_of_document)
+    tokenizer = _cached_tokenizer(job.tokenizer, job.end_of_document)
     fast = None if job.reference_only.exists() else tokenizer.fast
     if fast is not None:
         try:
             return _tokenize_with(job, unit, tokenizer, fast)
         except _Disagreement as difference:
-            _logger.warning(
-                "%s, unit %s: %s; the whole corpus is now encoded by the reference", unit.path, unit.name, difference
-            )
+            _logger.warning("%s, unit %s: %s; the reference encodes the whole corpus", unit.path, unit.name, difference)
             write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
     return _tokenize_with(job, unit, tokenizer, tokenizer.reference)
 
 
+@lru_cache(maxsize=1)
+def _cached_tokenizer(path: str, end_of_document: str | None) -> Tokenizer:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
+    return load_tokenizer(Path(path), end_of_document=end_of_document)
+
+
 class _Disagreement(Exception):  # noqa: N818  # not an error: the reference takes over
-    """The fast path gave other ids than the reference."""
+    """The fast encoder and the reference produced different ids."""
 
 
 def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder) -> UnitRecord:
@@ -161,40 +162,29 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder)
             return _Part(writer, tokenizer, encoder, prompts)
 
         train = part(job.output)
-        heldout = part(job.heldout) if job.heldout_fraction > 0 else train
+        heldout = part(job.heldout) if job.heldout_fraction > 0 else None
         for record in unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 quarantine.add(record)
-            elif heldout is not train and is_heldout(record.whole_text, job.heldout_fraction):
+            elif heldout is not None and is_heldout(record.whole_text, job.heldout_fraction):
                 heldout.add(record)
             else:
                 train.add(record)
-        train.flush()
-        heldout.flush()
-    outcome = UnitRecord(
-        backend=encoder.name,
-        train=train.counts,
-        heldout=heldout.counts if heldout is not train else PartCounts(),
-        rejected=dict(sorted(quarantine.counts.items())),
-    )
-    write_json(unit_record_path(job, unit), outcome.model_dump())
+        outcome = UnitRecord(
+            backend=encoder.name,
+            train=train.finish(),
+            heldout=heldout.finish() if heldout is not None else PartCounts(),
+            rejected=dict(sorted(quarantine.counts.items())),
+        )
+    write_json(job.state / f"{unit.name}.json", outcome.model_dump())
     return outcome
 
 
-def is_heldout(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part: by a hash of its text, so that copies of it stay together.
-
-    `text` begins with the prompt, where there is one.
-    """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
-
-
 class _Part:
-    """Collects the documents of one part, and encodes them in batches.
+    """Collects the documents of one part of a unit, encodes them in batches and writes them.
 
-    With `prompt_lengths`, to which it appends, every document has a prompt. Prompt and text are encoded apart, so that
-    the tokens of a prompt are the same whatever follows.
+    With `prompt_lengths`, a list to append to, every document has a prompt. Prompt and text are encoded separately, so
+    that the tokens of a prompt do not depend on the text after it.
     """
 
     def __init__(
@@ -208,73 +198,60 @@ class _Part:
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._prompt_lengths = prompt_lengths
-        self._texts: list[str] = []  # of a document with a prompt two
-        self._batch_bytes = self._bytes = self._characters = 0
-        self._prompt_bytes = self._prompt_tokens = 0
-
-    @property
-    def counts(self) -> PartCounts:
-        """What was written so far."""
-        return PartCounts(
-            documents=self._writer.documents,
-            tokens=self._writer.tokens,
-            characters=self._characters,
-            bytes=self._bytes,
-            prompt_tokens=self._prompt_tokens,
-            prompt_bytes=self._prompt_bytes,
-        )
+        self._counts = PartCounts()
+        self._texts: list[str] = []  # two for a document with a prompt
+        self._batch_bytes = 0
 
     def add(self, document: Document) -> None:
         self._texts += [document.text] if document.prompt is None else [document.prompt, document.text]
-        self._characters += len(document.whole_text)
-        self._prompt_bytes += document.prompt_utf8_bytes
+        self._counts.documents += 1
+        self._counts.characters += len(document.whole_text)
+        self._counts.prompt_bytes += document.prompt_utf8_bytes
         self._batch_bytes += document.utf8_bytes + document.prompt_utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
-            self.flush()
+            self._encode_batch()
 
-    def flush(self) -> None:
-        if not self._texts:
-            return
-        reference = self._tokenizer.reference
+    def finish(self) -> PartCounts:
+        """Writes the last batch; the counts of everything written."""
+        if self._texts:
+            self._encode_batch()
+        return self._counts
+
+    def _encode_batch(self) -> None:
+        tokenizer = self._tokenizer
         checked = [self._texts[self._writer.documents % len(self._texts)][:_CHECKED_CHARACTERS]]
-        if self._encoder is not reference and not agree(self._encoder, reference, checked):
-            raise _Disagreement(f"{self._encoder.name} and {reference.name} differ on {checked[0][:60]!r}")
+        if self._encoder is not tokenizer.reference and not agree(self._encoder, tokenizer.reference, checked):
+            raise _Disagreement(f"{self._encoder.name} and {tokenizer.reference.name} differ on {checked[0][:60]!r}")
         ids, lengths = self._encoder.encode(self._texts)
-        if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+        if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
             raise DataError(
-                f"{self._tokenizer.path}: gave the id {ids.max()}, but has a vocabulary of {self._tokenizer.vocab_size}"
+                f"{tokenizer.path}: produced the id {ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
             )
-        start, end = self._tokenizer.document_start, self._tokenizer.document_end
         if self._prompt_lengths is not None:
             prompts, answers = lengths.reshape(-1, 2).T
             lengths = prompts + answers
-            self._prompt_lengths.append(len(start) + prompts)
-            self._prompt_tokens += int(self._prompt_lengths[-1].sum())
-        framed, framed_lengths = frame_documents(ids, lengths, start, end)
+            self._prompt_lengths.append(len(tokenizer.document_start) + prompts)
+            self._counts.prompt_tokens += int(self._prompt_lengths[-1].sum())
+        framed, framed_lengths = _frame(ids, lengths, tokenizer.document_start, tokenizer.document_end)
         self._writer.add(framed, framed_lengths)
-        self._bytes += self._batch_bytes
+        self._counts.tokens += len(framed)
+        self._counts.bytes += self._batch_bytes
         self._texts, self._batch_bytes = [], 0
 
 
-def frame_documents(
+def _frame(
     ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], start: Sequence[int], end: Sequence[int]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Puts `start` and `end` around every one of the joined documents `ids: [T]`, of `lengths: [documents]`."""
+    """Puts `start` and `end` around each of the joined documents `ids: [T]`, of `lengths: [documents]`."""
     framed_lengths = lengths + len(start) + len(end)
     stops = np.cumsum(framed_lengths)
+    starts = stops - framed_lengths
     framed = np.empty(int(stops[-1]), dtype=ids.dtype)
-    body = np.ones(len(framed), dtype=bool)
-    for at, token in enumerate(start):
-        framed[stops - framed_lengths + at] = token
-        body[stops - framed_lengths + at] = False
-    for at, token in enumerate(reversed(end), start=1):
-        framed[stops - at] = token
-        body[stops - at] = False
-    framed[body] = ids
+    is_body = np.ones(len(framed), dtype=bool)
+    frame = [(starts + at, token) for at, token in enumerate(start)]
+    frame += [(stops - len(end) + at, token) for at, token in enumerate(end)]
+    for places, token in frame:
+        framed[places] = token
+        is_body[places] = False
+    framed[is_body] = ids
     return framed, framed_lengths
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(path: str, end_of_document: str | None) -> Tokenizer:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    return load_tokenizer(Path(path), end_of_document=end_of_document)

@@ -1,6 +1,7 @@
-"""Units of work: ranges of the input files, small enough that a crash loses little.
+"""Input files, their split into units of work, and the records in them.
 
-Which units there are depends on the files and on the unit size alone, never on who works on them.
+A unit is a range of one file, small enough that little is lost when a worker dies. The units follow from the files and
+the unit size alone, never from the workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data import tables
-from pipeline.data.records import Keys, Record
+from pipeline.data.records import Document, Keys, Record
 from pipeline.data.text_files import Stream, line_records, open_stream, text_length
 from pipeline.errors import DataError
 
@@ -24,12 +25,12 @@ _KINDS: dict[str, Kind] = {
 }  # fmt: skip
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 _UNITS_PER_CORPUS = 64
-_SMALLEST_UNIT, _LARGEST_UNIT = 4 * 2**20, 64 * 2**20
+_MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A range [start, stop) of a file: bytes of text, row groups or record batches. `text_bytes` is about its size."""
+    """A range [start, stop) of a file: bytes of text, row groups or record batches. `text_bytes` is approximate."""
 
     name: str
     path: str
@@ -43,66 +44,45 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name: files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
 
     Raises:
-        DataError: something is missing, empty, named twice, or of a format that is not read.
+        DataError: a file is missing, empty, named twice, or of an unknown format.
     """
     found: list[Path] = []
     for name in inputs:
-        matches = [Path(name)] if Path(name).exists() else _matching(name)
+        # Path.glob takes no absolute pattern.
+        matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         if not matches:
             raise DataError(f"{name}: no such file, and no file matches it as a pattern")
-        for match in matches:
+        for match in map(Path, matches):
             found += tables.saved_dataset_files(match) if match.is_dir() else [match]
     for file in found:
-        file_kind(file)
+        _kind(file)
         if file.stat().st_size == 0:
             raise DataError(f"{file}: is empty; leave it out or put documents in it")
-    if doubled := sorted({str(file) for file in found if found.count(file) > 1}):
-        raise DataError(f"{doubled[0]}: is named twice among the inputs")
+    if duplicates := sorted({str(file) for file in found if found.count(file) > 1}):
+        raise DataError(f"{duplicates[0]}: is named twice among the inputs")
     return found
 
 
 def default_unit_bytes(files: Sequence[Path]) -> int:
-    """A unit size that gives small inputs to several workers and large ones not too many shards."""
+    """A unit size that gives small inputs to several workers and splits large ones into few shards."""
     total = sum(file.stat().st_size for file in files)
-    return min(max(total // _UNITS_PER_CORPUS, _SMALLEST_UNIT), _LARGEST_UNIT)
-
-
-def _matching(pattern: str) -> list[Path]:
-    return [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207  # Path.glob: no absolute ones
-
-
-def file_kind(path: Path) -> Kind:
-    """What a file holds, by its name.
-
-    Raises:
-        DataError: its name ends in none of the known ways.
-    """
-    suffixes = path.suffixes
-    compressed = bool(suffixes) and suffixes[-1] in _COMPRESSIONS
-    suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
-    kind = _KINDS.get(suffix)
-    if kind is None or (compressed and kind in ("parquet", "arrow")):
-        known = ", ".join(_KINDS)
-        raise DataError(
-            f"{path}: unknown format; expected a name ending in {known}, the text ones also in .gz, .zst, .xz"
-        )
-    return kind
+    return min(max(total // _UNITS_PER_CORPUS, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
 
 
 def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
-    """The units of one file, in its order. A compressed file is read once for its length.
+    """The units of one file, in order. A compressed file is read once for its length.
 
     Raises:
-        DataError: a Parquet or Arrow file is damaged or lacks a column of `keys`, or lines of text should have prompts.
+        DataError: a Parquet or Arrow file is damaged or lacks a column of `keys`, or plain text would need prompts.
     """
-    kind = file_kind(path)
+    kind = _kind(path)
     if kind == "parquet":
         ranges = tables.parquet_ranges(path, keys, unit_bytes)
     elif kind == "arrow":
         ranges = tables.arrow_ranges(path, keys, unit_bytes)
     elif kind == "text" and keys.prompt is not None:
         raise DataError(
-            f"{path}: a line of text has no {keys.prompt!r}; texts behind prompts come as JSONL, Parquet or Arrow"
+            f"{path}: a line of text has no {keys.prompt!r}; give texts with prompts as JSONL, Parquet or Arrow"
         )
     else:
         length = text_length(path)
@@ -121,10 +101,37 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
         return tables.parquet_records(path, unit.start, unit.stop, keys)
     if unit.kind == "arrow":
         return tables.arrow_records(path, unit.start, unit.stop, keys)
-    return line_records(_kept_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
+    return line_records(_cached_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
+
+
+def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
+    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of each file."""
+    files = input_files(inputs)
+    for file in files:
+        taken = 0
+        units = split_file(file, 0, keys, default_unit_bytes([file]))
+        for record in (record for unit in units for record in unit_records(unit, keys)):
+            if isinstance(record, Document):
+                yield record
+                taken += record.utf8_bytes
+                if max_bytes is not None and taken >= max_bytes // len(files):
+                    break
+
+
+def _kind(path: Path) -> Kind:
+    suffixes = path.suffixes
+    compressed = bool(suffixes) and suffixes[-1] in _COMPRESSIONS
+    suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
+    kind = _KINDS.get(suffix)
+    if kind is None or (compressed and kind in ("parquet", "arrow")):
+        raise DataError(
+            f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats also with .gz, .zst "
+            "or .xz behind it"
+        )
+    return kind
 
 
 @lru_cache(maxsize=1)
-def _kept_stream(path: Path) -> Stream:
-    """The stream of the last file: the next unit of a compressed one then goes on where the last ended."""
+def _cached_stream(path: Path) -> Stream:
+    """The stream of the last file: reading the next unit of a compressed file continues where the last unit ended."""
     return open_stream(path)

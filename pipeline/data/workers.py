@@ -1,4 +1,4 @@
-"""Who does the work: processes of this machine, or the ranks of an MPI job. A free one takes the next task."""
+"""Pools of workers, each of which takes the next task when it is free: processes of this machine, or MPI ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Runs functions over tasks; results come in the order in which they are ready."""
+    """Runs functions over tasks, on an Executor of concurrent.futures or mpi4py; with None, in this process."""
 
-    def __init__(self, executor: Any) -> None:  # noqa: ANN401  # an Executor of concurrent.futures or mpi4py
+    def __init__(self, executor: Any) -> None:  # noqa: ANN401
         self._executor = executor
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yields `function(task)` for every task.
+        """Yields `function(task)` for every task, in the order in which they finish.
 
         Raises:
             DataError: a worker died.
@@ -39,8 +39,8 @@ class Workers:
                 yield future.result()
         except BrokenProcessPool:
             raise DataError(
-                "a worker process was killed, perhaps for want of memory; start the same command again, "
-                "with fewer --workers if need be: finished work is kept"
+                "a worker process was killed, perhaps for lack of memory; start the same command again, "
+                "with fewer --workers if needed: finished work is kept"
             ) from None
         finally:
             for future in futures:
@@ -49,25 +49,25 @@ class Workers:
 
 @contextlib.contextmanager
 def local_workers(count: int) -> Iterator[Workers]:
-    """`count` processes of this machine; one works in this very process."""
+    """`count` processes of this machine; a single worker is this process."""
     if count == 1:
         yield Workers(None)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pipeline.data.unit_work"])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as executor:
-        executor.submit(_nothing)  # the fork server imports while the caller prepares
+        executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
         yield Workers(executor)
 
 
 @contextlib.contextmanager
 def mpi_workers() -> Iterator[Workers | None]:
-    """The ranks of an MPI job: rank 0 hands out the tasks, the others work and get None when all is done.
+    """The ranks of an MPI job: rank 0 distributes the tasks; the others do them and get None when all are done.
 
     Raises:
-        LayoutError: the world is not as large as Slurm's allocation, as happens without an MPI launcher.
+        LayoutError: the world is smaller than Slurm's allocation, as it is without an MPI launcher.
     """
-    from mpi4py import MPI  # imported here: it starts MPI
+    from mpi4py import MPI  # the import starts MPI
     from mpi4py.futures import MPICommExecutor
 
     world = MPI.COMM_WORLD
@@ -84,12 +84,8 @@ def mpi_workers() -> Iterator[Workers | None]:
         yield None if executor is None else Workers(executor)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _follow_parent() -> None:
-    """A worker whose parent was killed must not go on alone; Ctrl-C is for the parent to handle."""
+    """Makes a worker end with its parent, and leaves Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

@@ -1,9 +1,9 @@
-"""The end of a run: what it learned, what it forgot, what it cost, and where everything lies."""
+"""The summary of a finished run: what it learned, what it forgot, what it cost, and where its results are."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"
-# What the trainer measured and the summary passes on.
+# What the trainer measured and the summary repeats.
 _FROM_TRAINING = (
     "step0_max_abs_logit_difference",
     "trainable_parameters",
@@ -32,6 +32,7 @@ _FROM_TRAINING = (
     "checkpoint",
     "tensorboard",
 )
+_METHOD_NAMES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}
 
 Scores = Mapping[str, Score]
 """By the corpus's name."""
@@ -39,7 +40,7 @@ Scores = Mapping[str, Score]
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A trained and converted run: its folder, the trainer's figures, and how its export was verified."""
+    """A trained and converted run: its folder, the contents of training.json, and of its export's verification.json."""
 
     folder: Path
     training: Mapping[str, Any]
@@ -51,8 +52,8 @@ class FinishedRun:
         return self.folder / HF_FOLDER
 
     @property
-    def trained_share(self) -> float:
-        """How much of the model trained."""
+    def trained_fraction(self) -> float:
+        """The fraction of the parameters that was trained."""
         return float(self.training["trainable_parameters"]) / float(self.training["total_parameters"])
 
 
@@ -60,7 +61,7 @@ def open_run(folder: Path) -> FinishedRun:
     """The finished run in `folder`.
 
     Raises:
-        CheckpointError: it has not been trained to its end.
+        CheckpointError: its training is not finished.
         ConversionError: it has not been converted.
     """
     try:
@@ -78,7 +79,7 @@ def open_run(folder: Path) -> FinishedRun:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Everything that the table and summary.json show; `comparison` is full fine-tuning's run, where there is one."""
+    """Everything that the table and summary.json show. `comparison` is the full fine-tuning run, if there is one."""
 
     config: RunConfig
     run: FinishedRun
@@ -89,11 +90,11 @@ class RunSummary:
     def as_json(self) -> dict[str, Any]:
         """The contents of summary.json."""
         values: dict[str, Any] = {key: self.run.training[key] for key in _FROM_TRAINING if key in self.run.training}
-        values["trained_fraction"] = self.run.trained_share
+        values["trained_fraction"] = self.run.trained_fraction
         values |= _flat(self.before, "before") | _flat(self.after, "after")
         values["export_max_abs_logit_difference"] = self.run.verification["max_abs"]
         values["hf_folder"] = str(self.run.hf_folder)
-        values["scores"] = {"before": _as_json(self.before), "after": _as_json(self.after)}
+        values["scores"] = {"before": self.before, "after": self.after}
         if self.comparison:
             other, scores = self.comparison
             values["comparison"] = {
@@ -105,34 +106,35 @@ class RunSummary:
         return values
 
     def as_text(self) -> str:
-        """The table, and where things lie."""
-        rows = [self._row("base", None, self.before), self._row(_method_name(self.config), self.run, self.after)]
+        """The table, and where the results are."""
+        method = self.config.method
+        name = f"SCALE-{method.variant.capitalize()}" if isinstance(method, ScaleMethod) else _METHOD_NAMES[method.name]
+        rows = [self._row("base", None, self.before), self._row(name, self.run, self.after)]
         if self.comparison:
             rows.append(self._row("full fine-tuning", *self.comparison))
         header = ["", "trained"]
-        for name in self.before:
-            header += [f"{name}: perplexity", "bits per byte"]
-        places = [
-            ("TensorBoard", self.run.training.get("tensorboard")),
-            ("checkpoint", self.run.training.get("checkpoint")),
-            ("Hugging Face folder", self.run.hf_folder),
-            ("these figures", self.run.folder / SUMMARY),
-        ]
-        listed = "\n".join(f"{what:<20} {where}" for what, where in places)
-        return f"{table(header, rows)}\n\n{listed}"
+        for corpus in self.before:
+            header += [f"{corpus}: perplexity", "bits per byte"]
+        places = {
+            "TensorBoard": self.run.training.get("tensorboard"),
+            "checkpoint": self.run.training.get("checkpoint"),
+            "Hugging Face folder": self.run.hf_folder,
+            "these figures": self.run.folder / SUMMARY,
+        }
+        return "\n".join([table(header, rows), "", *(f"{what:<20} {where}" for what, where in places.items())])
 
-    def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> Sequence[str]:
-        cells = [label, f"{run.trained_share:.1%}" if run else ""]
-        for name in self.before:
-            cells += [readable(scores[name].perplexity), f"{scores[name].bits_per_byte:.3f}"]
+    def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> list[str]:
+        cells = [label, f"{run.trained_fraction:.1%}" if run else ""]
+        for corpus in self.before:
+            cells += [readable(scores[corpus].perplexity), f"{scores[corpus].bits_per_byte:.3f}"]
         return cells
 
 
 def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary:
     """Scores the base and the exported model on the run's held-out texts, and writes `summary.json` into its folder.
 
-    A run in `<folder>-fft` is scored beside it. `max_tokens` limits what is scored of each corpus; None takes twice
-    what validation during the run takes, 0 everything.
+    A run in `<folder>-fft` is scored for comparison. `max_tokens` limits what is scored of each corpus: None takes
+    twice what validation during the run takes, 0 everything.
     """
     run = open_run(config.folder)
     if max_tokens is None:
@@ -152,19 +154,9 @@ def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary
     return summary
 
 
-def _method_name(config: RunConfig) -> str:
-    if isinstance(config.method, ScaleMethod):
-        return f"SCALE-{config.method.variant.capitalize()}"
-    return {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}[config.method.name]
-
-
 def _flat(scores: Scores, when: str) -> dict[str, float]:
     flat = {}
-    for name, score in scores.items():
-        flat[f"{name}_perplexity_{when}"] = score.perplexity
-        flat[f"{name}_bits_per_byte_{when}"] = score.bits_per_byte
+    for corpus, score in scores.items():
+        flat[f"{corpus}_perplexity_{when}"] = score.perplexity
+        flat[f"{corpus}_bits_per_byte_{when}"] = score.bits_per_byte
     return flat
-
-
-def _as_json(scores: Scores) -> dict[str, Any]:
-    return {name: score.as_json() for name, score in scores.items()}

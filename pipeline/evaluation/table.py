@@ -12,7 +12,7 @@ from pipeline.run_folder.metrics import mean, spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, figures to the right."""
+    """Aligned columns: the first on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -23,32 +23,32 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def readable(perplexity: float) -> str:
-    """Four digits, or a power of ten where a model knows nothing of a text."""
+    """A perplexity with two decimals, or in scientific notation if it is very large."""
     return f"{perplexity:.2f}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def cell(value: float | None, form: str) -> str:
-    """A figure in a format's words; nothing where there is none."""
+    """A value in the given format; empty if there is none."""
     return "" if value is None else format(value, form)
 
 
-def over_seeds(values: Sequence[float], words: Callable[[float], str]) -> str:
-    """The mean, and behind it one standard deviation (of a sample) where there are several."""
-    around = spread(values)
-    return words(mean(values)) + ("" if around is None else f" ±{words(around)}")
+def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The mean, followed by the sample standard deviation if there are several values."""
+    deviation = spread(values)
+    return form(mean(values)) + ("" if deviation is None else f" ±{form(deviation)}")
 
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
-    """One row a corpus and model, by both their names; of a single model the corpora's say enough."""
+    """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
     rows = []
     for model, corpora in scores.items():
-        for corpus, one in corpora.items():
+        for corpus, score in corpora.items():
             name = corpus if len(scores) == 1 else f"{model}: {corpus}"
-            sizes = [f"{one.documents:,}", f"{one.tokens:,}"]
-            rows.append([name, *sizes, readable(one.perplexity), f"{one.bits_per_byte:.4f}"])
+            sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
+            rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
     return table(["", "documents", "tokens", "perplexity", "bits per byte"], rows)
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """The same figures for a program, dataclasses included."""
+    """The same values as JSON; dataclasses may be among them."""
     return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data import token_corpus as corpora
 from pipeline.data.corpora import heldout_folder, train_folder
+from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.files import free_bytes, sync
@@ -251,8 +251,8 @@ def _small_files(config: RunConfig) -> Iterator[Path]:
     if isinstance(config.method, ScaleMethod):
         yield config.upscaled_folder / expansions.MANIFEST
     for name in config.data.corpora:
-        yield train_folder(config.data, name) / corpora.NAME
-        yield heldout_folder(config.data, name) / corpora.NAME
+        yield train_folder(config.data, name) / MANIFEST
+        yield heldout_folder(config.data, name) / MANIFEST
 
 
 def check_same_files(config: RunConfig, base: BaseFolder, ranks: Ranks) -> Finding:

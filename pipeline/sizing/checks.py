@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data import token_corpus as manifests
 from pipeline.data.corpora import corpus_jobs, is_tokenized, train_folder
-from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -160,7 +159,7 @@ def _plans(config: RunConfig, samples: Samples | None, epochs: dict[str, float])
         yield CorpusPlan(
             name=name,
             role=corpus.role,
-            tokens=manifests.load_manifest(train_folder(config.data, name)).tokens if samples else None,
+            tokens=load_manifest(train_folder(config.data, name)).tokens if samples else None,
             epochs=epochs.get(name),
             validation_sequences=min(len(heldout), config.validation.max_sequences) if heldout is not None else None,
         )

@@ -1,23 +1,30 @@
-"""Small corpora and jobs for the tests of this folder."""
+"""Small corpora and jobs, and the command lines in this process."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
+import logging
 import lzma
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from io import StringIO
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import zstandard
 
+from pipeline import command_line
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import Manifest, TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import local_workers
@@ -33,6 +40,11 @@ COMPRESS = {
     ".zst": zstandard.ZstdCompressor().compress,
     ".xz": lzma.compress,
 }
+
+
+@cache
+def stories_tokenizer() -> Tokenizer:
+    return load_tokenizer(STORIES260K)
 
 
 def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
@@ -67,7 +79,7 @@ def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, *
 
 def texts_in(folder: Path) -> list[str]:
     """The documents of a finished corpus as text, without the tokens around them."""
-    corpus, tokenizer = TokenCorpus(folder), load_tokenizer(STORIES260K)
+    corpus, tokenizer = TokenCorpus(folder), stories_tokenizer()
     found = []
     for number in range(corpus.manifest.documents):
         shard, document = corpus.locate_document(number)
@@ -87,5 +99,22 @@ def contents(*folders: Path) -> dict[str, str]:
     }
 
 
+def run_main(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What the command line `tool` does with `arguments`, in this process."""
+    main = runpy.run_path(str(PROJECT / "tools" / tool))["main"]
+    logger = logging.getLogger("pipeline")
+    before = logger.handlers[:], logger.level, logger.propagate
+    out, err = StringIO(), StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", [tool, *map(str, arguments)]):
+            command_line.run(main)
+    except SystemExit as ended:
+        return subprocess.CompletedProcess([tool], int(ended.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    raise AssertionError("command_line.run always exits")
+
+
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same of tools/preprocess_data.py in a process of its own."""
     return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False)

@@ -128,7 +128,7 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path):
 def test_a_cut_parquet_file_is_one_line(tmp_path: Path):
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
-    with pytest.raises(DataError, match="not a whole Parquet file") as error:
+    with pytest.raises(DataError, match="not a complete Parquet file") as error:
         split_file(tmp_path / "x.parquet", 0, Keys(), 100)
     assert "\n" not in str(error.value)
 
@@ -151,12 +151,12 @@ def test_ranges_share_out_the_lines(pieces: list[bytes], ended: bool, data: st.D
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
     edges = [0, *cuts, len(content)]
-    blocks = lines_module._BLOCK, lines_module._BLOCK_PAST_END
-    lines_module._BLOCK = lines_module._BLOCK_PAST_END = data.draw(st.integers(1, 40))
+    blocks = lines_module._BLOCK_BYTES, lines_module._BLOCK_BYTES_PAST_END
+    lines_module._BLOCK_BYTES = lines_module._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
     try:
         found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
     finally:
-        lines_module._BLOCK, lines_module._BLOCK_PAST_END = blocks
+        lines_module._BLOCK_BYTES, lines_module._BLOCK_BYTES_PAST_END = blocks
     assert [line.content for line in found] == content.split(b"\n")[
         : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
     ]
@@ -168,7 +168,7 @@ def test_a_compressed_file_can_be_read_anywhere(reads: list[tuple[int, int]]):
     content = bytes(range(256)) * 20
     stream = DecompressedStream.__new__(DecompressedStream)
     stream.fault = None
-    stream._decompressed = lambda: iter([content[at : at + 300] for at in range(0, len(content), 300)] + [b""])  # type: ignore[method-assign]
+    stream.pieces = lambda: iter([content[at : at + 300] for at in range(0, len(content), 300)] + [b""])  # type: ignore[method-assign]
     stream._restart()
     for offset, size in reads:
         part = stream.read_at(offset, size)

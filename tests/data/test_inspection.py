@@ -1,18 +1,14 @@
-"""The two smaller command lines: looking into a corpus, and training a tokenizer."""
+"""The command lines that inspect a corpus and train a tokenizer."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from pipeline.data.corpora import decoded_documents, summary
-from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import DataError
-from tests.data.helpers import PROJECT, STORIES260K, documents, tokenize, write_jsonl
+from tests.data.helpers import PROJECT, STORIES260K, documents, run_main, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 
@@ -21,49 +17,42 @@ def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
-def test_documents_come_back_as_text(tmp_path: Path):
+def test_the_inspecting_command_line(tmp_path: Path):
+    """What the manifest says, the quarantine, and every document as text; then a shard that is missing."""
     texts = documents(30)
-    tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", texts), unit_bytes=1000)
-    corpus, tokenizer = TokenCorpus(tmp_path / "corpus"), load_tokenizer(STORIES260K)
-    decoded = [text for _, text in decoded_documents(corpus, tokenizer, 30, seed=1)]
-    assert sorted(decoded) == sorted(f"<s> {text}</s>" for text in texts)
-    assert decoded != [text for _, text in decoded_documents(corpus, tokenizer, 30, seed=2)]
+    source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
+    tokenize(tmp_path / "corpus", source, unit_bytes=1000)
+    done = run("inspect_data.py", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
+    assert done.returncode == 0, done.stderr
+    summary, *decoded = done.stdout.split("\n--- ")
+    values = dict(re.split("  +", line, maxsplit=1) for line in summary.splitlines())
+    assert values["rejected"] == "empty_text 1, text_not_string 1"
+    assert values["documents"] == "30"
+    assert str(source) in values["input"]
+    assert values["rejected records"].endswith("quarantine.jsonl")
+    found = [document.partition(" ---\n")[2].rstrip("\n") for document in decoded]
+    assert sorted(found) == sorted(f"<s> {text}</s>".rstrip("\n") for text in texts)
+
+    def order(seed: int) -> list[str]:
+        arguments = [tmp_path / "corpus", "--tokenizer", STORIES260K, "--characters", "20", "--seed", str(seed)]
+        return re.findall("--- .*, document .* ---", run_main("inspect_data.py", *arguments).stdout)
+
+    assert len(order(1)) == 3
+    assert order(1) != order(2)
+    next((tmp_path / "corpus").glob("*.bin")).unlink()
+    done = run_main("inspect_data.py", tmp_path / "corpus")
+    assert done.returncode == 1
+    assert ".bin: no such file" in done.stderr
 
 
 def test_another_tokenizer_decodes_nothing(tmp_path: Path):
     tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(3)))
-    changed = (STORIES260K / "tokenizer.json").read_text().replace('"Prepend"', '"Prepend" ')
-    other = tmp_path / "tokenizer.json"
-    other.write_text(changed.replace('"ignore_merges": false', '"ignore_merges": true'))
-    with pytest.raises(DataError, match="is not the tokenizer that made"):
-        list(
-            decoded_documents(
-                TokenCorpus(tmp_path / "corpus"), load_tokenizer(other, end_of_document="</s>"), 1, seed=0
-            )
-        )
-
-
-def test_the_summary_names_what_matters(tmp_path: Path):
-    source = write_jsonl(tmp_path / "x.jsonl", [*documents(30), 1, ""])
-    made = tokenize(tmp_path / "corpus", source)
-    said = dict(summary(made))
-    assert said["rejected"] == "empty_text 1, text_not_string 1"
-    assert said["documents"] == "30"
-    assert str(source) in said["input"]
-
-
-def test_the_inspecting_command_line(tmp_path: Path):
-    tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", [*documents(30), 1]))
-    done = run(
-        "inspect_data.py", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "2", "--characters", "20"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "quarantine.jsonl" in done.stdout
-    assert done.stdout.count("--- 00000-000000, document ") == 2
-    (tmp_path / "corpus" / "00000-000000.bin").unlink()
-    done = run("inspect_data.py", tmp_path / "corpus")
+    described = (STORIES260K / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(described.replace('"ignore_merges": false', '"ignore_merges": true'))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    done = run_main("inspect_data.py", tmp_path / "corpus", "--tokenizer", tmp_path)
     assert done.returncode == 1
-    assert "00000-000000.bin: no such file" in done.stderr
+    assert f"tokenizer.json: did not make {tmp_path / 'corpus'}" in done.stderr
 
 
 def test_the_training_command_line_compares_tokenizers(tmp_path: Path):

@@ -66,7 +66,7 @@ def test_the_token_after_the_sample_is_its_last_target():
 
 
 def test_arrays_are_int64():
-    sample = pack(np.arange(4, dtype=np.uint16), np.array([0]), 8, padding=0, document_mask=True)
+    sample = pack(np.arange(4, dtype=np.uint16), np.array([0]), 8, padding=0)
     assert [array.dtype for array in sample] == [np.dtype(np.int64)] * 4 + [np.dtype(bool)]
     assert {array.shape for array in sample} == {(8,)}
 

@@ -1,4 +1,4 @@
-"""A corpus depends on its job alone: not on who worked on it, how often they were killed, or in which order."""
+"""A corpus depends on its job alone: not on the workers, how often they were killed, or their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.data.helpers import (
     contents,
     documents,
     job,
-    run_tool,
+    run_main,
     texts_in,
     tokenize,
     write_jsonl,
@@ -42,27 +42,20 @@ from tests.disks import SmallDisk
 from tests.texts import REVIEWS, STORIES
 from tests.waiting import PATIENCE_S
 
-# 100 units of an eighth of a MiB, of two compressed files: none is done before it is killed.
+# 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is killed.
 ARGUMENTS = [
-    "--input",
-    REVIEWS,
-    STORIES,
-    "--tokenizer",
-    STORIES260K,
-    "--heldout-fraction",
-    "0.1",
-    "--unit-mib",
-    "0.125",
+    *("--input", REVIEWS, STORIES, "--tokenizer", STORIES260K),
+    *("--heldout-fraction", "0.1", "--unit-mib", "0.25"),
 ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one process makes of it that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "corpus"
-    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**17)
-    made = contents(folder, folder.with_name("corpus.heldout"))
-    assert len(made) > 300
+def undisturbed(module_folder: Path) -> dict[str, str]:
+    """The corpus of one process that nothing interrupts."""
+    folder = module_folder / "corpus"
+    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
+    made = corpus_contents(folder)
+    assert len(made) > 150
     return made
 
 
@@ -71,138 +64,115 @@ def corpus_contents(folder: Path) -> dict[str, str]:
 
 
 class Running:
-    """The tool at work in the background, in a process group of its own."""
+    """The tool in the background, in a process group of its own."""
 
     def __init__(self, output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
         command = [*launcher, *TOOL, *map(str, ARGUMENTS), "--output", str(output), *arguments]
-        self.state = output / ".units"
+        self.output = output
         self.process = subprocess.Popen(
             command, cwd=PROJECT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
     def units_done(self) -> int:
-        return len(list(self.state.glob("*-*[0-9].json")))
+        return len(list((self.output / ".units").glob("*-*[0-9].json")))
 
-    def wait_for_units(self, count: int) -> bool:
-        """Waits until so many units are done; False if the job ended before."""
+    def wait_for_units(self, count: int) -> None:
+        """Waits until `count` units are done."""
         while self.units_done() < count:
-            if self.process.poll() is not None:
-                return False
+            assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.002)
-        return True
 
-    def finish(self) -> str:
-        output, errors = self.process.communicate()
-        assert self.process.returncode == 0, errors
-        return output
+    def kill_everything(self) -> str:
+        """Ends the whole process group; what the tool wrote to stderr."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        return self.errors()
 
-
-def kill_everything(running: Running) -> None:
-    os.killpg(running.process.pid, signal.SIGKILL)
-
-
-def kill_the_parent(running: Running) -> None:
-    running.process.kill()
-
-
-def kill_a_worker(running: Running) -> None:
-    random.choice(worker_processes(running)).kill()
-
-
-def worker_processes(running: Running) -> list[psutil.Process]:
-    """The workers: children of the process that forks them, which is a child of the job's own."""
-    return [worker for server in psutil.Process(running.process.pid).children() for worker in server.children()]
-
-
-@pytest.mark.parametrize("kill", [kill_everything, kill_the_parent, kill_a_worker])
-def test_killed_at_random_instants(tmp_path: Path, undisturbed: dict[str, str], kill: Callable[[Running], None]):
-    """Killed again and again, each time a little further on, and started again with other workers."""
-    chance = random.Random(kill.__name__)
-    kills = 0
-    for workers in (2, 3, 2):
-        running = Running(tmp_path / "corpus", "--workers", str(workers))
-        if running.wait_for_units(running.units_done() + chance.randint(1, 8)):
-            time.sleep(chance.uniform(0, 0.03))
-            kill(running)
-            kills += 1
-        _, errors = running.process.communicate()
+    def errors(self) -> str:
+        _, errors = self.process.communicate()
         assert "Traceback" not in errors
-        assert not (tmp_path / "corpus" / "manifest.json").exists()
-    assert kills == 3
-    assert Running(tmp_path / "corpus", "--workers", "1").finish()
-    assert corpus_contents(tmp_path / "corpus") == undisturbed
+        assert not (self.output / "manifest.json").exists()
+        return errors
+
+    def finish(self) -> None:
+        _, errors = self.process.communicate()
+        assert self.process.returncode == 0, errors
 
 
-def test_killed_before_its_first_unit(tmp_path: Path, undisturbed: dict[str, str]):
-    for delay in (0.3, 1.0):
-        running = Running(tmp_path / "corpus", "--workers", "2")
-        time.sleep(delay)
-        kill_everything(running)
-        running.process.communicate()
-    Running(tmp_path / "corpus", "--workers", "2").finish()
-    assert corpus_contents(tmp_path / "corpus") == undisturbed
+def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
+    """Before the first unit; all processes at once; the parent alone; one worker. Then finished by one process."""
+    chance = random.Random(7)
+    output = tmp_path / "corpus"
 
+    early = Running(output, "--workers", "2")
+    time.sleep(0.5)
+    early.kill_everything()
 
-def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path):
-    running = Running(tmp_path / "corpus", "--workers", "2")
-    assert running.wait_for_units(3)
-    family = psutil.Process(running.process.pid).children(recursive=True)
-    assert len(family) >= 3  # the fork server, which needs a tracker, and two workers
-    running.process.kill()
-    running.process.communicate()
-    gone, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
-    assert not alive
-    assert len(gone) == len(family)
+    whole = Running(output, "--workers", "2")
+    whole.wait_for_units(chance.randint(1, 8))
+    time.sleep(chance.uniform(0, 0.03))
+    whole.kill_everything()
 
+    parent = Running(output, "--workers", "3")
+    parent.wait_for_units(parent.units_done() + chance.randint(1, 8))
+    family = psutil.Process(parent.process.pid).children(recursive=True)
+    assert len(family) >= 4  # the fork server, which needs a tracker, and three workers
+    parent.process.kill()
+    parent.errors()
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]  # no worker outlives its parent
 
-def test_a_lost_worker_is_one_line(tmp_path: Path):
-    running = Running(tmp_path / "corpus", "--workers", "2")
-    assert running.wait_for_units(2)
-    kill_a_worker(running)
-    _, errors = running.process.communicate()
-    assert running.process.returncode == 1
+    worker = Running(output, "--workers", "2")
+    worker.wait_for_units(worker.units_done() + chance.randint(1, 8))
+    # The workers are children of the fork server, which is a child of the job's own process.
+    workers = [child for server in psutil.Process(worker.process.pid).children() for child in server.children()]
+    chance.choice(workers).kill()
+    errors = worker.errors()
+    assert worker.process.returncode == 1
     assert "error: a worker process was killed" in errors
-    assert "Traceback" not in errors
+
+    Running(output, "--workers", "1").finish()
+    assert corpus_contents(output) == undisturbed
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_an_interrupt_is_one_line(tmp_path: Path, workers: str):
     running = Running(tmp_path / "corpus", "--workers", workers)
-    assert running.wait_for_units(2)
+    running.wait_for_units(2)
     os.killpg(running.process.pid, signal.SIGINT)
-    _, errors = running.process.communicate()
+    errors = running.errors()
     assert running.process.returncode == 130
     assert errors.rstrip().endswith("interrupted")
-    assert "Traceback" not in errors
-    assert not list((tmp_path / "corpus").rglob("*.tmp"))
+    assert not list((tmp_path / "corpus").rglob("*.partial"))
 
 
 def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undisturbed: dict[str, str]):
-    """As in a job array: three at the same time, of which one dies; then a corpus that one of three makes alone."""
+    """As in a job array: three shares at the same time, of which one dies; then one share alone."""
     together = [Running(tmp_path / "a" / "corpus", "--workers", "1", "--share", f"{k}/3") for k in range(3)]
-    assert together[1].wait_for_units(4)
-    kill_everything(together[1])
+    together[1].wait_for_units(4)
+    os.killpg(together[1].process.pid, signal.SIGKILL)
     for survivor in (together[0], together[2]):
         survivor.finish()
+    together[1].process.communicate()
     assert corpus_contents(tmp_path / "a" / "corpus") == undisturbed
-    Running(tmp_path / "b" / "corpus", "--workers", "1", "--share", "2/3").finish()
+    alone = job(tmp_path / "b" / "corpus", REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
+    with local_workers(1) as workers:
+        preprocess(alone, workers, share=(2, 3))
     assert corpus_contents(tmp_path / "b" / "corpus") == undisturbed
 
 
 class _Disturbed(Workers):
-    """Real workers, beside whom something else happens once: before they begin, or after they end, such a task."""
+    """Real workers; once, before or after they do the named task, something else happens."""
 
     def __init__(self, task: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
         super().__init__(None)
         self._task, self._before, self._after = task, before, after
 
     def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
-        concerned = isinstance(function, partial) and function.func.__name__ == self._task
-        if concerned and self._before is not None:
+        is_task = isinstance(function, partial) and function.func.__name__ == self._task
+        if is_task and self._before is not None:
             self._before, now = None, self._before
             now()
         yield from super().run(function, tasks)
-        if concerned and self._after is not None:
+        if is_task and self._after is not None:
             self._after, now = None, self._after
             now()
 
@@ -210,7 +180,7 @@ class _Disturbed(Workers):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "_hash_one"])
 def test_another_job_finishes_meanwhile(tmp_path: Path, task: str, when: str):
-    """Wherever this job stands when the other clears the state away, the corpus is whole, and it says so."""
+    """At whatever point of this job another removes the state, the corpus is complete, and this job says so."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
     settings: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**12}
     alone = tokenize(tmp_path / "alone" / "corpus", source, **settings)
@@ -224,7 +194,7 @@ def test_another_job_finishes_meanwhile(tmp_path: Path, task: str, when: str):
 
 
 def test_no_record_that_goes_at_the_end_is_left_out(tmp_path: Path):
-    """Another job that has finished may clear records away while this one writes down what came out."""
+    """Another job that has finished may remove records while this one writes the manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
     whole = tokenize(tmp_path / "alone", source, unit_bytes=2**12)
     state = tmp_path / "shared" / ".units"
@@ -240,14 +210,11 @@ def test_no_record_that_goes_at_the_end_is_left_out(tmp_path: Path):
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
 
 
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: nothing was tried on MPI (make slurm)"
-)
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
 def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str]):
     running = Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "3"))
-    assert running.wait_for_units(3)
-    kill_everything(running)
-    running.process.communicate()
+    running.wait_for_units(3)
+    running.kill_everything()
     Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "2")).finish()
     assert corpus_contents(tmp_path / "corpus") == undisturbed
 
@@ -347,32 +314,32 @@ def test_a_fast_path_that_errs_is_replaced_for_the_whole_corpus(
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 
     monkeypatch.setattr(GigatokenEncoder, "encode", erring)
-    unit_work._tokenizer.cache_clear()
+    unit_work._cached_tokenizer.cache_clear()
     with caplog.at_level("WARNING", logger="pipeline"):
         made = tokenize(tmp_path / "erring", tmp_path / "?.jsonl", unit_bytes=1000)
     assert "gigatoken and tokenizers differ on '거짓" in caplog.text
     assert made.tokenizer.backend == "tokenizers"
 
     monkeypatch.setattr("pipeline.data.tokenizer.fast_encoder", lambda *_: None)
-    unit_work._tokenizer.cache_clear()
+    unit_work._cached_tokenizer.cache_clear()
     tokenize(tmp_path / "reference", tmp_path / "?.jsonl", unit_bytes=1000)
     assert list(contents(tmp_path / "erring").values()) == list(contents(tmp_path / "reference").values())
-    unit_work._tokenizer.cache_clear()
+    unit_work._cached_tokenizer.cache_clear()
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tokenizer = unit_work._tokenizer(str(STORIES260K), None)
+    tokenizer = unit_work._cached_tokenizer(str(STORIES260K), None)
     object.__setattr__(tokenizer, "vocab_size", 300)
     try:
         with pytest.raises(DataError, match="but has a vocabulary of 300"):
             tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(20)))
     finally:
-        unit_work._tokenizer.cache_clear()
+        unit_work._cached_tokenizer.cache_clear()
     assert not list((tmp_path / "corpus").glob("*.bin"))
 
 
 def test_memory_does_not_follow_the_corpus(tmp_path: Path):
-    """Four times the text, the same memory."""
+    """Four times the text takes the same memory."""
     content = write_jsonl(tmp_path / "small.jsonl", documents(3000, words=200)).read_bytes()
     (tmp_path / "small.jsonl").write_bytes(content * 4)
     (tmp_path / "large.jsonl").write_bytes(content * 16)
@@ -413,7 +380,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
         "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    done = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
         "english", "english.heldout", "korean", "korean.heldout",
@@ -421,9 +388,9 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     assert load_manifest(tmp_path / "tokens" / "english.heldout").part == "heldout"
     assert texts_in(tmp_path / "tokens" / "english.heldout") == documents(5, seed=2)
     made = contents(tmp_path / "tokens")
-    again = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    again = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
     assert again.returncode == 0
-    assert again.stderr.count("there already") == 3
+    assert again.stderr.count("already complete") == 3
     assert contents(tmp_path / "tokens") == made
 
 
@@ -432,7 +399,7 @@ def test_what_would_stop_the_training_is_said_before_the_hours_of_tokenizing(tmp
     demo["data"] |= {"folder": str(tmp_path / "tokens"), "sequence_length": 1024}
     demo["deepspeed"] = "none.json"
     (tmp_path / "run.yaml").write_text(json.dumps(demo))
-    done = run_tool("--config", tmp_path / "run.yaml", "--workers", "1")
+    done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("error: 2 faults: deepspeed: none.json: no such file")
     assert "data.sequence_length: 1024 is beyond the base's context of 512" in done.stderr
@@ -447,7 +414,7 @@ def test_what_would_stop_the_training_is_said_before_the_hours_of_tokenizing(tmp
     ],
 )
 def test_what_the_command_line_refuses(arguments: list[str], message: str):
-    done = run_tool(*arguments)
+    done = run_main("preprocess_data.py", *arguments)
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
 
@@ -456,15 +423,15 @@ def test_what_the_command_line_refuses(arguments: list[str], message: str):
 def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Callable[..., SmallDisk], workers: str):
     disk = small_disk(mib=1)
     output = disk.path / "corpus"
-    done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == PASSING_FAULT
     assert "error: no space left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (output / "manifest.json").exists()
     disk.grow(mib=100)
-    done = run_tool(*ARGUMENTS, "--output", output, "--workers", workers)
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == 0
-    assert not list(output.rglob("*.tmp"))
+    assert not list(output.rglob("*.partial"))
 
 
 def test_workers_in_other_processes_say_what_is_wrong(tmp_path: Path):
@@ -477,6 +444,6 @@ def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
     write_jsonl(tmp_path / "x.jsonl", ["one"])
     (tmp_path / "corpus").write_text("a file")
     for output in (tmp_path / "corpus", tmp_path / "corpus" / "below"):
-        with local_workers(1) as workers, pytest.raises(DataError, match=r"corpus.*: no folder can be made there"):
+        with local_workers(1) as workers, pytest.raises(DataError, match=r"corpus.*: cannot make this folder"):
             preprocess(job(output, tmp_path / "x.jsonl"), workers)
     assert (tmp_path / "corpus").read_text() == "a file"

@@ -1,4 +1,4 @@
-"""Answers behind prompts: what is stored, that the prompts are known again, and what is refused."""
+"""Answers to prompts: what is stored, that prompts are recognized, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 from pipeline.data import unit_work
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.token_shards import Shard, prompts_file
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import is_heldout
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, contents, documents, tokenize
+from tests.data.helpers import contents, documents, stories_tokenizer, tokenize
 
 PAIRS = [(f"Who is {number}?\nAnswer:", answer) for number, answer in enumerate(documents(120))]
 
@@ -30,7 +29,7 @@ def write_pairs(path: Path, pairs: list[tuple[str, str]] = PAIRS, *more: object)
 
 def expected(prompt: str, answer: str) -> tuple[list[int], list[int]]:
     """What is read, and what is predicted."""
-    encode = load_tokenizer(STORIES260K).reference.encode
+    encode = stories_tokenizer().reference.encode
     return [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
 
 
@@ -136,7 +135,7 @@ def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
     for change, said in (
         (lambda: np.save(beside, whole[:-1]), "expected 120 lengths of int32, found .119,. of int32"),
         (lambda: np.save(beside, whole.astype(np.int64)), "expected 120 lengths of int32, found .120,. of int64"),
-        (lambda: beside.write_bytes(b"no array"), "not an array of NumPy's format"),
+        (lambda: beside.write_bytes(b"no array"), "not an array in NumPy's format"),
         (beside.unlink, "no such file"),
     ):
         change()

@@ -15,17 +15,11 @@ from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.samples import TrainingSamples, load_heldout
 from pipeline.data.token_corpus import IGNORED, TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize, write_jsonl
 
 LENGTH = 48
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tokens")
 
 
 def described(folder: Path, **changes: object) -> Data:
@@ -42,7 +36,8 @@ def described(folder: Path, **changes: object) -> Data:
 
 
 @pytest.fixture(scope="module")
-def data(folder: Path) -> Data:
+def data(module_folder: Path) -> Data:
+    folder = module_folder
     for seed, name in enumerate(("korean", "english", "english.heldout")):
         write_jsonl(folder / f"{name}.jsonl", documents(150, seed))
     made = described(folder)
@@ -53,7 +48,7 @@ def data(folder: Path) -> Data:
 
 
 def training(data: Data, seed: int = 1) -> TrainingSamples:
-    return TrainingSamples(data, seed=seed, tokenizer_fingerprint=load_tokenizer(STORIES260K).fingerprint)
+    return TrainingSamples(data, seed=seed, tokenizer_fingerprint=stories_tokenizer().fingerprint)
 
 
 def pass_of(samples: TrainingSamples, corpus: str, count: int) -> list[np.ndarray]:
@@ -100,16 +95,17 @@ def test_samples_travel_to_other_processes(data: Data):
 
 
 def test_documents_begin_and_end_as_the_tokenizer_says(data: Data):
+    samples = training(data)
     for index in range(40):
-        sample = training(data)[index]
+        sample = samples[index]
         begins = np.flatnonzero(np.diff(sample.document_ids)) + 1
         assert np.all(np.isin(sample.tokens[begins], (1, 2)))  # BOS, or padding, which is EOS
         assert np.all(sample.targets[begins - 1] == IGNORED)
         assert np.all(sample.tokens[begins - 1] == 2)
 
 
-def test_document_mask_off(folder: Path, data: Data):
-    masked, run_on = training(data), training(described(folder, document_mask=False))
+def test_document_mask_off(module_folder: Path, data: Data):
+    masked, run_on = training(data), training(described(module_folder, document_mask=False))
     assert np.array_equal(masked[0].tokens, run_on[0].tokens)
     joined = [run_on[index] for index in range(20)]
     assert all(
@@ -135,11 +131,11 @@ def test_held_out_parts(data: Data):
     assert parts["english"].bytes == sum(len(text.encode()) for text in documents(150, 2))
 
 
-def test_budgets(folder: Path, data: Data):
+def test_budgets(module_folder: Path, data: Data):
     def total(**limits: object) -> int | None:
         corpora = {name: corpus.model_dump() for name, corpus in data.corpora.items()}
         corpora["korean"].update(limits)
-        return training(described(folder, corpora=corpora, replay_fraction=0.0)).total
+        return training(described(module_folder, corpora=corpora, replay_fraction=0.0)).total
 
     samples = -(-TokenCorpus(data.folder / "korean").tokens // LENGTH)
     assert total() is None
@@ -158,7 +154,7 @@ def test_another_tokenizers_corpus_is_refused(data: Data):
         load_heldout(data, tokenizer_fingerprint="tokenizers:0123")
 
 
-def test_a_missing_or_unfinished_or_damaged_corpus_is_refused(folder: Path, data: Data, tmp_path: Path):
+def test_a_missing_or_unfinished_or_damaged_corpus_is_refused(data: Data, tmp_path: Path):
     elsewhere = data.model_copy(update={"folder": tmp_path})
     with pytest.raises(DataError, match="does not exist"):
         training(elsewhere)

@@ -160,8 +160,8 @@ def test_the_fast_path_forgets_what_it_learnt(monkeypatch: pytest.MonkeyPatch):
     ("content", "message"),
     [
         (None, "no such tokenizer"),
-        (b"{", "not a tokenizer.json"),
-        (b'{"model": {"type": "BPE"}}', "not a tokenizer.json"),
+        (b"{", "cannot read this tokenizer.json"),
+        (b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
     ],
 )
 def test_no_or_damaged_tokenizer_is_one_line(tmp_path: Path, content: bytes | None, message: str):

@@ -18,7 +18,8 @@ import zstandard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import AVERAGE, comparison, load_local_tasks, run_benchmarks
+from pipeline.evaluation.benchmarks import AVERAGE, comparison, run_benchmarks
+from pipeline.evaluation.local_tasks import load_local_tasks
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 
@@ -155,9 +156,9 @@ def test_what_is_missing_is_named(files, tmp_path, monkeypatch):
             run_benchmarks(STORIES, tasks, data=data, **options)
         assert "\n" not in str(caught.value)
 
-    refused(DataError, r"arc_easy/test\.jsonl: no such file; arc_easy is measured on it", "arc_easy")
-    refused(DataError, "no file of any task of blimp", "blimp")
-    refused(ConfigError, "--tasks mmlu: no task with a place.*kobest_copa", "mmlu")
+    refused(DataError, r"arc_easy/test\.jsonl: no such file; arc_easy is scored on it", "arc_easy")
+    refused(DataError, "no file for any task of blimp", "blimp")
+    refused(ConfigError, "--tasks mmlu: cannot be read from local files.*kobest_copa", "mmlu")
     refused(ConfigError, "--limit: expected at least 1, found 0", "arc_easy", limit=0)
     copa = tmp_path / "kobest" / "copa" / "test.jsonl"
     copa.parent.mkdir(parents=True)

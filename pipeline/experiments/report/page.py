@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from pipeline.errors import MissingPackageError
 from pipeline.experiments.report.figures import figures_of, listed, new_and_kept
-from pipeline.experiments.report.runs import Group, Run, corpora, frontier, group, measure_of, overview
+from pipeline.experiments.report.runs import Group, Run, corpora, group, measure_of, not_dominated, overview
 from pipeline.experiments.report.svg import Drawing, readable
 from pipeline.experiments.report.tables import beside, costs, each_corpus, results
 from pipeline.files import published_file
@@ -28,7 +28,7 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
     """The report of `runs`, as HTML; `others` are those of one study elsewhere, to stand beside them in a table."""
     groups, whole = overview(runs), group(runs)
     environment = Environment(
-        loader=PackageLoader("pipeline.report"),
+        loader=PackageLoader("pipeline.experiments.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -63,7 +63,7 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
 def findings(groups: Sequence[Group]) -> list[str]:
     """What the first picture shows, in sentences."""
     measure = measure_of(row for one in groups for row in one.rows)
-    placed = [(one.label, place) for one in groups if (place := one.standing(measure))]
+    placed = [(group.label, place) for group in groups if (place := group.standing(measure))]
     if len(placed) < 2:
         return []
     names = new_and_kept(groups)
@@ -72,14 +72,14 @@ def findings(groups: Sequence[Group]) -> list[str]:
     told = [f"{most} learned most: {measure.noun} {measure.said(at_most, *names)}."]
     if least != most:
         told.append(f"{least} forgot least: {measure.noun} {measure.said(at_least, *names)}.")
-    best = [one.label for one in frontier(groups, measure)]
+    best = [label for label, _ in not_dominated(placed)]
     return [*told, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
 
 
 @cache
 def style_sheet(*, picture: bool = False) -> str:
     """The style of the page; of a `picture` that of its figures alone, in light colours that need no variables."""
-    text = (files("pipeline.report") / "templates" / "style.css").read_text(encoding="utf-8")
+    text = (files("pipeline.experiments.report") / "templates" / "style.css").read_text(encoding="utf-8")
     figures, _, rest = text.partition("/* the page */")
     if not picture:
         return figures + rest
@@ -111,7 +111,7 @@ def write_pngs(runs: Sequence[Run], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     # A node of a cluster often has no font, and words would be missing from the picture without a word of it.
-    with as_file(files("pipeline.report") / "fonts") as fonts:
+    with as_file(files("pipeline.experiments.report") / "fonts") as fonts:
         for figure in figures_of(overview(runs)):
             drawing = figure.draw(WIDE).markup(style_sheet(picture=True))
             picture = resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS_PER_CSS_PIXEL, font_dirs=[str(fonts)])

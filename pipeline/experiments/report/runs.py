@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import RunFolderError
 from pipeline.experiments.report.axes import change, points, round_changes, round_points
@@ -28,6 +28,7 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 
+T = TypeVar("T")
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
 
 
@@ -314,14 +315,13 @@ def figure_names(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(figure for row in rows for figures in row.after.values() for figure in figures))
 
 
-def frontier(groups: Sequence[Group], measure: Measure) -> list[Group]:
-    """Those than which no other both learned more and forgot less."""
-    placed = [(one, place) for one in groups if (place := one.standing(measure))]
+def not_dominated(placed: Sequence[tuple[T, Standing]]) -> list[tuple[T, Standing]]:
+    """The Pareto front: those than which no other learned as much and forgot as little, and was better in one."""
 
-    def beaten(place: Standing) -> bool:
+    def is_dominated(place: Standing) -> bool:
         return any(
             other.learned >= place.learned and other.forgotten <= place.forgotten and other != place
             for _, other in placed
         )
 
-    return [one for one, place in placed if not beaten(place)]
+    return [(item, place) for item, place in placed if not is_dominated(place)]

@@ -16,7 +16,7 @@ from pipeline.experiments.report.page import findings, page
 from pipeline.experiments.report.runs import Run, group, overview, read_runs
 from tests.experiments.report.studies import METHODS, answers, rows, write_study, write_tried
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOID = {"meta"}
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
 STRANGE = (

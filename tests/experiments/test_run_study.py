@@ -99,15 +99,7 @@ def test_the_report_reads_the_folder_of_a_run(finished):
     (run,) = read_runs([study / row["folder"]])
     assert run.row.label == run.source == "adapt.lr_0.002.seed_1"
     assert run.row.roles == {"english": "replay", "korean": "new"}
-    given = (
-        "before",
-        "after",
-        "during",
-        "learning_rate",
-        "peak_memory_gib",
-        "trainable_parameters",
-        "total_parameters",
-    )
+    same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
     read = json.loads(run.row.model_dump_json())
     assert {key: read[key] for key in same} == {key: row[key] for key in same}
     assert read["learning_rate"] == pytest.approx(2e-3) and run.row.tokens_seen == row["tokens_seen"]

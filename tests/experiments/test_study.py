@@ -121,7 +121,10 @@ def faulty(change):
         (lambda study, methods, _: methods["lora"].update(learning_rates=[1.0, 1.0]), "learning_rates: each once"),
         (lambda study, methods, settings: settings.update(sead=1), "settings, for adapt: .*sead: unknown key"),
         (lambda study, methods, settings: settings["data"].update(folder="${home}"), "no other place than"),
-        (lambda study, methods, settings: settings.update(folder="runs/x"), "settings.folder: the study sets it for every run"),
+        (
+            lambda study, methods, settings: settings.update(folder="runs/x"),
+            "settings.folder: the study sets it",
+        ),
         (lambda study, methods, settings: settings.update(seed=7), "settings.seed: the study sets it for every run"),
         (
             lambda study, methods, settings: settings["schedule"].update(learning_rate=1.0),

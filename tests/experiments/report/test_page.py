@@ -207,7 +207,7 @@ def test_whatever_a_study_holds_there_is_a_page(content, diagnostics, tmp_path):
 def test_who_is_not_drawn_is_named(tmp_path):
     content = odd(lambda row: row["after"]["english"].update(perplexity=math.inf if row["method"] == "fft" else 11.0))
     text, _ = made(tmp_path, content)
-    assert "Not drawn, for want of a finite figure in every run: Full fine-tuning." in text
+    assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
     assert "\N{INFINITY}" in check(text).texts
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -31,8 +29,7 @@ from pipeline.experiments.biography import (
     write_corpora,
 )
 from tests.data.helpers import contents
-
-PROJECT = Path(__file__).parents[2]
+from tests.experiments.studies import call_tool
 
 
 def test_the_pools_have_the_papers_sizes_and_nothing_twice():
@@ -150,9 +147,16 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
         (["--pool-fraction", "2"], "--pool-fraction: expected a number above 0 and at most 1, found 2.0"),
     ],
 )
-def test_impossible_arguments_are_an_error_of_one_line(tmp_path: Path, arguments: list[str], said: str):
-    command = [sys.executable, "tools/make_biographies.py", *arguments, "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
+def test_impossible_arguments_are_an_error_of_one_line(tmp_path: Path, arguments: list[str], said: str, monkeypatch):
+    with pytest.raises(DataError, match=f"^{said}") as raised:
+        call_tool(monkeypatch, "make_biographies", *arguments, "--output", tmp_path / "out")
+    assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_makes_the_texts(tmp_path: Path, monkeypatch, capsys):
+    size = ["--people", "40", "--pool-fraction", "0.05", "--vocab-size", "400", "--seed", "5"]
+    call_tool(monkeypatch, "make_biographies", *size, "--output", tmp_path / "texts")
+    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 pretrained, 10 of them Task 0's, 4 Task 1's\n"
+    people = [json.loads(line) for line in (tmp_path / "texts" / "people.jsonl").read_text().splitlines()]
+    assert Counter(person["group"] for person in people) == {"pretrained": 20, "task1": 4}

@@ -20,6 +20,7 @@ from pipeline.experiments.biography_results import (
     rates_table,
     read_summary,
 )
+from tests.experiments.studies import call_tool
 
 
 def figures(task0: float, task1: float) -> dict[str, dict[str, float]]:
@@ -118,6 +119,14 @@ def test_every_attribute_by_itself(summary: Path):
     _, _, fft, _ = cells(attribute_table(rows, "task0"))
     assert fft[1:] == ["13.0%", "14.0%", "15.0%", "16.0%", "17.0%", "100.0%"]
     assert all(TASKS[task] in attribute_table(rows, task) for task in TASKS)
+
+
+def test_the_command_line_prints_all_tables(summary: Path, monkeypatch, capsys):
+    call_tool(monkeypatch, "show_biographies", summary)
+    printed = capsys.readouterr().out
+    rows = read_summary(summary)
+    tables = [end_table(rows), matched_table(rows), rates_table(summary), course_table(rows)]
+    assert all(text in printed for text in [*tables, *(attribute_table(rows, task) for task in TASKS)])
 
 
 def test_another_study_is_refused(tmp_path: Path):

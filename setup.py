@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
+SEARCH = ["optuna>=5,<6"]
 
 setup(
     name="scale-cpt",
@@ -16,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"], "pipeline.report": ["templates/*", "fonts/*"]},
+    package_data={"pipeline": ["py.typed"], "pipeline.experiments.report": ["templates/*", "fonts/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",
@@ -42,9 +43,11 @@ setup(
     extras_require={
         "eval": EVAL,
         "report": REPORT,
+        "search": SEARCH,
         "dev": [
             *EVAL,
             *REPORT,
+            *SEARCH,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -1,8 +1,8 @@
-"""Makes the texts of the biography study: people who never were, five biographies of each, and questions about them.
+"""Makes the texts of the biography study: invented people, five biographies of each, and questions about them.
 
     python tools/make_biographies.py --people 4000 --pool-fraction 0.1 --output runs/biography/texts
 
-The same arguments give the same bytes. docs/biographies.md says what the files are.
+The same arguments give the same bytes. docs/biographies.md describes the files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipeline.experiments.biography import write_corpora
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="the folder to make")
+    add("--output", type=Path, required=True, help="the folder to write")
     add(
         "--people",
         type=int,
         default=200_000,
-        help="in all: half are pretrained, a quarter are Task 0's, a tenth Task 1's",
+        help="in all: half have biographies, a quarter are in Task 0, a tenth in Task 1",
     )
     add(
         "--pool-fraction",

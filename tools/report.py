@@ -1,10 +1,10 @@
-"""One page that shows what runs learned and what they forgot: pictures, tables, costs; in one HTML file.
+"""Writes one HTML page that shows what runs learned and forgot: figures, tables, costs.
 
     python tools/report.py runs/korean --output report.html
     python tools/report.py runs/korean --output report.html --beside docs/results/paper-korean
     python tools/report.py runs/demo runs/demo-fft --output report.html --png docs/figures
 
-A RUN is a study's folder, with its summary.json, or a run's own, with its metrics.jsonl.
+A RUN is a study's folder, with its summary.json, or a run's folder, with its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
     parser.add_argument("--title", default="What was learned, what was forgotten", help="the page's heading")
-    parser.add_argument("--beside", type=Path, metavar="STUDY", help="a study elsewhere, for a table by method")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the figures there too, as pictures")
+    parser.add_argument("--beside", type=Path, metavar="STUDY", help="another study, for a table by method")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write the figures there, as PNG files")
     arguments = parser.parse_args()
 
     runs = read_runs(arguments.runs)

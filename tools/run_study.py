@@ -1,9 +1,9 @@
-"""Runs a study: the runs that it compares, side by side on this machine; prints its tables and writes summary.json.
+"""Runs a study: all runs that it compares, several at a time; prints its tables and writes summary.json.
 
     python tools/run_study.py configs/studies/korean_quick.yaml
 
-Stopped (Ctrl-C) or killed, the same command goes on; what is finished is not done again. On a cluster
-slurm/run_study.sh makes every run a job of its own.
+Stopped (Ctrl-C) or killed, the same command continues; finished runs are skipped. On a cluster slurm/run_study.sh
+submits every run as a job of its own.
 """
 
 from __future__ import annotations
@@ -21,27 +21,31 @@ logger = log.get_logger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
-    parser.add_argument("--data", type=Path, default="data", help="the texts (default: those that come along, data)")
-    parser.add_argument("--jobs", type=int, help="runs side by side (default: as many as the cores hold)")
-    parser.add_argument("--due", action="store_true", help="only list what can be done: name, configuration, stages")
-    parser.add_argument("--ended", nargs="*", default=[], help="with --due: names; an error where one is due still")
+    parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: as many as the cores hold)")
+    parser.add_argument(
+        "--due", action="store_true", help="only list what can be done now: name, configuration, stages"
+    )
+    parser.add_argument(
+        "--ended",
+        nargs="*",
+        default=[],
+        help="with --due: tasks whose jobs are over; none may be pending",
+    )
     arguments = parser.parse_args()
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
-    from pipeline.experiments.conduct import (  # after the options: --help waits for no torch
-        conduct,
-        open_study,
-        summarise,
-    )
-    from pipeline.experiments.pending import due_after
+    from pipeline.experiments.pending import pending_after  # after the options: --help does not wait for torch
+    from pipeline.experiments.run_study import open_study, run_study
+    from pipeline.experiments.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:
-        for task in due_after(runs, arguments.ended):
+        for task in pending_after(runs, arguments.ended):
             task.run.write()
             print(task.name, task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
         return
-    conduct(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
+    run_study(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
     print(summarise(runs).as_text())
     folder = runs.study.folder
     logger.info(

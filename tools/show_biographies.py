@@ -1,4 +1,4 @@
-"""Prints what a finished study of biographies showed: both tasks at the end, and Task 0 while Task 1 was learned.
+"""Prints the tables of a finished study of biographies: both tasks at the end, and Task 0 while Task 1 was learned.
 
 python tools/show_biographies.py runs/biography
 """
@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the study's folder")
     study = parser.parse_args().study
-    from pipeline.experiments import biography_results as results  # --help waits for no torch
+    from pipeline.experiments import biography_results as results  # --help does not wait for torch
 
     rows = results.read_summary(study)
     tables = [results.end_table(rows), results.matched_table(rows), results.rates_table(study)]

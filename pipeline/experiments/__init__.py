@@ -1,1 +1,1 @@
-"""A study: runs on one base that differ in method, learning rate and seed, and what they showed."""
+"""Studies: runs on one base that differ in method, learning rate and seed; their results; a search; the report."""

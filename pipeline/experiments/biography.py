@@ -1,7 +1,14 @@
-"""What people may be called, and where they may live, learn and work. Made of parts: all is readable, and none real.
+"""The texts of the biography study: invented people, biographies of them, questions about them, and a tokenizer.
 
-As many of each as Zheng et al. (2025) have: 400 first, 400 middle and 1000 last names, 200 cities, 300 universities,
-100 majors, 263 companies, each in one city.
+    OUTPUT/biographies.jsonl            {"text": ...}, five of each of the first half of all people
+    OUTPUT/task0/<attribute>.jsonl      {"prompt": ..., "answer": ...} about the first quarter
+    OUTPUT/task1/<attribute>.jsonl      about the last tenth, who have no biographies
+    OUTPUT/tokenizer/                   trained on all of these texts
+    OUTPUT/people.jsonl                 all people with their attributes
+
+Of 200,000 people, as in the paper, 100,000 have biographies, 50,000 of these are in Task 0, 20,000 others in Task 1.
+The pools are as large as those of Zheng et al. (2025): 400 first, 400 middle and 1000 last names, 200 cities, 300
+universities, 100 majors, 263 companies, each in one city. Their values are combined from parts, and none is real.
 """
 
 from __future__ import annotations
@@ -10,16 +17,15 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.errors import DataError
 from pipeline.files import published_folder, write_json, write_text
 
-# Every beginning goes with every end.
+# Every first part is combined with every second part.
 _FIRST = (
     "Al Bel Cor Dar El Fen Gal Hal Is Jor Kel Lor Mar Nor Or Per Ros Sal Tam Vin",
     "a an ara as en ena eth ia ian ic in ina is ita o on ora ric us yn",
@@ -62,7 +68,7 @@ _COMPANY = (
 
 @dataclass(frozen=True)
 class Pools:
-    """The values there are. Company number i is in the city `company_cities[i]`, always."""
+    """All values. Company number i is in the city `company_cities[i]`."""
 
     first_names: Sequence[str]
     middle_names: Sequence[str]
@@ -74,13 +80,12 @@ class Pools:
     company_cities: Sequence[str]
 
     @property
-    def full_names(self) -> int:
-        """How many there can be."""
+    def full_name_count(self) -> int:
         return len(self.first_names) * len(self.middle_names) * len(self.last_names)
 
 
 def make_pools(fraction: float = 1.0) -> Pools:
-    """The pools, or of each the same fraction, at least two.
+    """The pools, reduced to a fraction of their sizes, but at least two values each.
 
     Raises:
         DataError: the fraction is not above 0 and at most 1.
@@ -90,7 +95,7 @@ def make_pools(fraction: float = 1.0) -> Pools:
 
     def some(values: Sequence[str], size: int) -> list[str]:
         wanted = max(2, round(size * fraction))
-        # In an order of chance, always the same: neighbours have parts in common.
+        # Shuffled, always in the same way, because neighbours have parts in common.
         return random.Random(size).sample(values, len(values))[:wanted]
 
     states = _STATES.split()
@@ -105,16 +110,14 @@ def make_pools(fraction: float = 1.0) -> Pools:
         universities=some([form.format(place + side) for place, side, form in places], 300),
         majors=some(list(_joined(*_MAJOR, between=" ")), 100),
         companies=companies,
-        # Every city has companies, one or two, where there are as many of either as the paper has.
+        # At full size, every city has one or two companies.
         company_cities=[cities[at % len(cities)] for at in range(len(companies))],
     )
 
 
-def _joined(beginnings: str, ends: str, between: str = "") -> Iterator[str]:
-    return (beginning + between + end for beginning, end in product(beginnings.split(), ends.split()))
+def _joined(firsts: str, seconds: str, between: str = "") -> Iterator[str]:
+    return (first + between + second for first, second in product(firsts.split(), seconds.split()))
 
-
-# --- People, each with a name of their own and six attributes, drawn with a seed ------------------------------------
 
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
@@ -124,12 +127,12 @@ YEARS = (1900, 2099)
 DAYS = (1, 28)
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
-"""The last one follows from the one before it."""
+"""The company determines the company's city."""
 
 
 @dataclass(frozen=True)
 class Person:
-    """Someone who never was."""
+    """An invented person."""
 
     name: str
     birthday: str
@@ -141,22 +144,22 @@ class Person:
 
 
 def make_people(count: int, pools: Pools, seed: int) -> list[Person]:
-    """So many people, no two with the same full name: the same ones for the same arguments.
+    """`count` people with different full names; the same arguments give the same people.
 
     Raises:
-        DataError: the pools have not so many full names.
+        DataError: the pools have fewer full names.
     """
-    if count > pools.full_names:
+    if count > pools.full_name_count:
         raise DataError(
-            f"--people: {count} people need as many names, but these pools have {pools.full_names}; "
+            f"--people: {count} people need as many names, but these pools have {pools.full_name_count}; "
             "ask for fewer, or raise --pool-fraction"
         )
     choice = random.Random(seed)
-    return [_person(number, pools, choice) for number in choice.sample(range(pools.full_names), count)]
+    return [_person(number, pools, choice) for number in choice.sample(range(pools.full_name_count), count)]
 
 
 def _person(number: int, pools: Pools, choice: random.Random) -> Person:
-    """The person with the `number`-th of all full names."""
+    """A person with the `number`-th of all full names."""
     number, last = divmod(number, len(pools.last_names))
     first, middle = divmod(number, len(pools.middle_names))
     company = choice.randrange(len(pools.companies))
@@ -171,10 +174,8 @@ def _person(number: int, pools: Pools, choice: random.Random) -> Person:
     )
 
 
-# --- What is written of people, and what is asked about them --------------------------------------------------------
-
 BIOGRAPHIES = 5
-"""Of each person."""
+"""per person"""
 
 SENTENCES = {
     "birthday": (
@@ -232,31 +233,28 @@ QUESTIONS = {
 
 
 def biographies(person: Person, seed: int) -> list[str]:
-    """Five texts on one person: each has a sentence on every attribute, in an order and a wording of its own."""
+    """Five texts about one person: each has a sentence on every attribute, in random order and wording."""
     choice = random.Random(f"{seed} {person.name}")
-    return [_biography(person, choice) for _ in range(BIOGRAPHIES)]
-
-
-def _biography(person: Person, choice: random.Random) -> str:
-    order = choice.sample(ATTRIBUTES, len(ATTRIBUTES))
-    return " ".join(choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order)
+    orders = (choice.sample(ATTRIBUTES, len(ATTRIBUTES)) for _ in range(BIOGRAPHIES))
+    return [
+        " ".join(choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order)
+        for order in orders
+    ]
 
 
 def question(person: Person, attribute: str) -> dict[str, str]:
-    """A record of a prompt and its answer, which begins with a space."""
+    """A record of `prompt` and `answer`; the answer starts with a space."""
     return {
         "prompt": QUESTIONS[attribute].format(name=person.name) + "\nAnswer:",
         "answer": " " + str(getattr(person, attribute)),
     }
 
 
-# --- A small tokenizer of the kind that Pythia has: byte-level BPE, spaces with the word behind them, no BOS --------
-
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Trains one on `texts`, and writes it into `folder` as Hugging Face's libraries have it."""
+    """Trains a tokenizer like Pythia's (byte-level BPE, no BOS); writes it into `folder` in Hugging Face's format."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -272,22 +270,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     write_json(folder / "tokenizer_config.json", settings)
 
 
-# --- The files of the study: biographies to pretrain on, and questions about some of these people and about others ---
-# OUTPUT/biographies.jsonl            {"text": ...}, five of each of the first half of all people
-# OUTPUT/task0/<attribute>.jsonl      {"prompt": ..., "answer": ...} about the first quarter
-# OUTPUT/task1/<attribute>.jsonl      about the last tenth, of whom there is no biography
-# OUTPUT/tokenizer/                   trained on all of it
-# OUTPUT/people.jsonl                 who is who, written last
-
-# Of 200,000 people 100,000 have biographies, 50,000 of these are Task 0's, and 20,000 of the others Task 1's.
-_PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1
+_PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1  # of all people
 _FEWEST = 20
 _MADE_OF = "made_of.json"
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Who is written of, and who is asked about. `task0` are some of the pretrained; `task1` are none of them."""
+    """The people with biographies, and those of both tasks: `task0` is part of `pretrained`, `task1` is not."""
 
     pretrained: Sequence[Person]
     task0: Sequence[Person]
@@ -298,7 +288,7 @@ def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
     """The people of a study, in the paper's proportions.
 
     Raises:
-        DataError: there are too few for the proportions, or too many for the names.
+        DataError: too few for the proportions, or too many for the pools.
     """
     if people < _FEWEST:
         raise DataError(f"--people: expected {_FEWEST} or more, of whom a tenth is Task 1's, found {people}")
@@ -311,15 +301,18 @@ def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
 
 
 def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int, vocab_size: int) -> Roster:
-    """Writes the files; the same arguments give the same bytes. Where `output` holds them already, nothing is written.
+    """Writes the files, unless `output` holds them already; the same arguments give the same bytes.
 
     Raises:
-        DataError: `output` holds those of other arguments, or these cannot be.
+        DataError: `output` holds the files of other arguments, or there are too few or too many people.
     """
     roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
     made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
     if output.exists():
-        _check_same(output, made_of)
+        path = output / _MADE_OF
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else "something else"
+        if found != made_of:
+            raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
         return roster
     texts = [text for person in roster.pretrained for text in biographies(person, seed)]
     random.Random(seed).shuffle(texts)
@@ -330,26 +323,14 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
             (folder / task).mkdir(exist_ok=True)
             _write(folder / task / f"{attribute}.jsonl", (question(person, attribute) for person in tasks[task]))
         (folder / "tokenizer").mkdir()
-        train_tokenizer([*texts, *_questions(tasks.values())], vocab_size, folder / "tokenizer")
+        asked = [question(person, attribute) for person in chain(*tasks.values()) for attribute in ATTRIBUTES]
+        answered = [record["prompt"] + record["answer"] for record in asked]
+        train_tokenizer([*texts, *answered], vocab_size, folder / "tokenizer")
         groups = {"pretrained": roster.pretrained, "task1": roster.task1}
-        _write(folder / "people.jsonl", ({"group": name, **asdict(one)} for name in groups for one in groups[name]))
+        people_in = ((name, person) for name, members in groups.items() for person in members)
+        _write(folder / "people.jsonl", ({"group": name, **asdict(person)} for name, person in people_in))
         (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
     return roster
-
-
-def _check_same(output: Path, made_of: dict[str, Any]) -> None:
-    path = output / _MADE_OF
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else "something else"
-    if found != made_of:
-        raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; name another --output")
-
-
-def _questions(groups: Iterable[Sequence[Person]]) -> Iterator[str]:
-    for people in groups:
-        for person in people:
-            for attribute in ATTRIBUTES:
-                asked = question(person, attribute)
-                yield asked["prompt"] + asked["answer"]
 
 
 def _write(path: Path, records: Iterable[dict[str, str]]) -> None:

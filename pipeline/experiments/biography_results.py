@@ -1,4 +1,4 @@
-"""What a study of biographies showed: how well Task 0 is still answered while Task 1 is learned."""
+"""The tables of a study of biographies: how well Task 0 is still answered while Task 1 is learned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.run_folder.metrics import Figures, mean
 
 TASKS = {"task0": "Task 0", "task1": "Task 1"}
 OWN_ATTRIBUTES = ATTRIBUTES[:-1]
-"""Those that tell something new of a person: the company's city follows from the company, and is told apart."""
+"""All but the company's city, which follows from the company and is reported separately."""
 HARD, SOFT, EXACT = "first_token_accuracy", "first_token_probability", "exact_match"
 
 
@@ -22,7 +22,7 @@ def read_summary(study: Path) -> list[Row]:
 
     Raises:
         RunFolderError: the study is not finished.
-        DataError: it is none of biographies.
+        DataError: it is not a study of biographies.
     """
     rows = read_rows(study)
     for number, row in enumerate(rows):
@@ -32,28 +32,28 @@ def read_summary(study: Path) -> list[Row]:
 
 
 def rates_table(study: Path) -> str:
-    """Both tasks at the end of each run of the grids, the learning rates that were not chosen among them.
+    """Both tasks at the end of the run at each learning rate, chosen or not.
 
     Raises:
         RunFolderError, DataError: as `read_summary`.
     """
     lines = []
-    for number, one in enumerate(read_tried(study)):
+    for number, run in enumerate(read_tried(study)):
         known = ["diverged", ""]
-        if not one.diverged:
-            _check_asked(one.after, f"{study / LEARNING_RATES}: row {number}")
-            known = [f"{mean_figure(one.after, task):.1%}" for task in TASKS]
-        lines.append([one.label, f"{one.learning_rate:g}", *known])
+        if not run.diverged:
+            _check_asked(run.after, f"{study / LEARNING_RATES}: row {number}")
+            known = [f"{mean_figure(run.after, task):.1%}" for task in TASKS]
+        lines.append([run.label, f"{run.learning_rate:g}", *known])
     return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
 
 
 def mean_figure(figures: Figures, task: str, name: str = HARD, attributes: Iterable[str] = OWN_ATTRIBUTES) -> float:
-    """The mean of a task's figure over attributes."""
+    """The mean of a figure of a task over attributes."""
     return mean([figures[f"{task}_{attribute}"][name] for attribute in attributes])
 
 
 def end_table(rows: Sequence[Row]) -> str:
-    """What each method knows of both tasks at the end: means over seeds, hard figures with one standard deviation."""
+    """Both tasks at the end: means over seeds, hard figures with one standard deviation."""
     header = ["", "trained", "learning rate"]
     for title in TASKS.values():
         header += [f"{title}: hard", "before", "soft", "exact match", "company's city"]
@@ -66,14 +66,16 @@ def course_table(rows: Sequence[Row], columns: int = 10) -> str:
     steps = sorted(set.intersection(*(set(course) for own in courses.values() for course in own)))
     shown = steps[:: max(1, -(-len(steps) // columns))]
     shown = [*shown, *({steps[-1]} - set(shown))]
-    lines = [[label, *(f"{mean([one[step] for one in own]):.1%}" for step in shown)] for label, own in courses.items()]
+    lines = [
+        [label, *(f"{mean([course[step] for course in own]):.1%}" for step in shown)] for label, own in courses.items()
+    ]
     return table(["Task 0, hard, after step", *map(str, shown)], lines)
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
-    """Task 0 where Task 1 is first known so well, which sets methods side by side that learn at different speeds.
+    """Task 0 where Task 1 first reaches `learned`, which compares methods that learn at different speeds.
 
-    Means over the seeds that come so far, whose number stands there where others do not.
+    Means over the seeds that reach it; where not all do, their number is in the last column.
     """
     header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
     lines = []
@@ -93,18 +95,20 @@ def attribute_table(rows: Sequence[Row], task: str) -> str:
     header = [f"{TASKS[task]}, hard, after", *(attribute.replace("_", " ") for attribute in ATTRIBUTES)]
     lines = []
     for label, own in _by_label(rows).items():
-        figures = (mean([mean_figure(row.after, task, attributes=[one]) for row in own]) for one in ATTRIBUTES)
+        figures = (
+            mean([mean_figure(row.after, task, attributes=[attribute]) for row in own]) for attribute in ATTRIBUTES
+        )
         lines.append([label, *(f"{value:.1%}" for value in figures)])
     return table(header, lines)
 
 
 def _check_asked(figures: Figures, place: str) -> None:
-    """Raises DataError where a question of the biographies was not asked; `place` says where the figures stand."""
+    """Raises DataError where a corpus of the biographies is missing; `place` says where the figures were read."""
     for corpus in (f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES):
         if not {HARD, SOFT, EXACT} <= figures.get(corpus, {}).keys():
             raise DataError(
                 f"{place}: expected the corpora of a study of biographies, found none called {corpus} with answers; "
-                "name the folder of a study of configs/studies/biography*.yaml"
+                "give the folder of a study of configs/studies/biography*.yaml"
             )
 
 
@@ -114,15 +118,17 @@ def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _course(row: Row) -> dict[int, float]:
-    """Task 0's figure by step."""
+    """Task 0's hard accuracy by step."""
     return {validation.step: mean_figure(validation.figures, "task0") for validation in row.validations}
 
 
 def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:
-    """The first look at which Task 1 is known so well: its step, and both tasks' figures."""
-    validations = row.validations
-    known = ((one.step, mean_figure(one.figures, "task1"), mean_figure(one.figures, "task0")) for one in validations)
-    return next((one for one in known if one[1] >= learned), None)
+    """The first validation at which Task 1 reaches `learned`: its step, and both tasks' figures."""
+    for validation in row.validations:
+        task1 = mean_figure(validation.figures, "task1")
+        if task1 >= learned:
+            return validation.step, task1, mean_figure(validation.figures, "task0")
+    return None
 
 
 def _end_line(own: Sequence[Row]) -> list[str]:

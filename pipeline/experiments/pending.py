@@ -1,4 +1,7 @@
-"""Which learning rate a method is compared at: chosen by what was learned alone, whatever was forgotten."""
+"""What is left to do of a study, by what the folders of its runs hold; and which learning rate each method gets.
+
+Nothing else is recorded. The question is asked again whenever a run ended, by one process or by a chain of jobs.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,9 @@ from pipeline.experiments.study_runs import StudyRun, StudyRuns, Trial
 from pipeline.run_folder.status import read_status
 
 
-def best_learning_rate(perplexities: Mapping[float, float]) -> float:
-    """The rate with the lowest perplexity; of equal ones the smaller. A run without a finite one is the worst."""
-    finite = {rate: value if math.isfinite(value) else math.inf for rate, value in perplexities.items()}
-    return min(sorted(finite), key=finite.__getitem__)
-
-
-def is_at_the_edge(rate: float, grid: Sequence[float]) -> bool:
-    """Whether a better one may lie outside of the grid, if that has an outside."""
-    return len(grid) > 1 and rate in (min(grid), max(grid))
-
-
-# --- What is left to do of a study: asked again whenever something ended, by one process here or by jobs on a cluster
-
-
 @dataclass(frozen=True)
 class Task:
-    """Some stages of slurm/cpt_korean.sh for one run, on so many ranks where this machine is all there is."""
+    """Some stages of slurm/cpt_korean.sh for one run; `ranks` is the number of processes on this machine."""
 
     run: StudyRun
     stages: tuple[str, ...]
@@ -39,127 +28,137 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Of the run, and of the stage where that is not training."""
-        own = self.run.config.folder.name
-        return own if "train" in self.stages else f"{own}: {' '.join(self.stages)}"
+        """The run's name, and the stages where training is not among them."""
+        folder = self.run.config.folder.name
+        return folder if "train" in self.stages else f"{folder}: {' '.join(self.stages)}"
 
 
-def due(runs: StudyRuns) -> list[Task]:
-    """What can be done now, side by side; nothing where the study is done."""
+def pending_tasks(runs: StudyRuns) -> list[Task]:
+    """What can be done now, all of it at the same time; empty where the study is finished.
+
+    Raises:
+        StudyError: a method diverged at every learning rate.
+    """
     study = runs.study
     for run, stage in zip(runs.stages, study.stages.values(), strict=True):
         if not _is_converted(run):
-            return [Task(run, ("tokenize", *_training(run), "convert"), stage.ranks)]
-    trials = {trial: runs.trial(trial) for trial in trials_so_far(runs)}
+            return [Task(run, ("tokenize", *_training_stages(run), "convert"), stage.ranks)]
+    trials = {trial: runs.trial(trial) for trial in known_trials(runs)}
     first = next(iter(trials.values()))
     if not is_tokenized(first.config.data):
         return [Task(first, ("tokenize",), 1)]
-    return [Task(run, _training(run), study.ranks) for trial, run in trials.items() if not _is_over(runs, trial)]
+    return [Task(run, _training_stages(run), study.ranks) for trial, run in trials.items() if not _is_over(runs, trial)]
 
 
-def trials_so_far(runs: StudyRuns) -> list[Trial]:
-    """The runs that are known to belong to the study: those of the grids, and where one is done, the chosen ones."""
+def pending_after(runs: StudyRuns, ended: Collection[str]) -> list[Task]:
+    """What can be done now that the jobs of the tasks with the names `ended` are over.
+
+    A task is not submitted twice, however its job ended: an error, `scancel`, a lost node. A run that diverged at one
+    of several learning rates is finished.
+
+    Raises:
+        StudyError: some of `ended` are still pending.
+        RunFolderError: the folder of one of them was removed.
+    """
+    tasks = pending_tasks(runs)
+    unfinished = [task for task in tasks if task.name in ended]
+    if not unfinished:
+        return tasks
+    first, *others = unfinished
+    status = read_status(first.run.config.folder)
+    also = f" (nor are {', '.join(task.name for task in others)})" if others else ""
+    raise StudyError(
+        f"{first.name}: its job is over, and it is not done{also}; the run is {status.state}: {status.why}; "
+        "the output of its job says more; submit the study again to continue with what is left",
+        USER_ERROR,
+    )
+
+
+def run_count(runs: StudyRuns) -> int:
+    """How many runs the study has in all, those that train the base included."""
+    methods = runs.study.methods.values()
+    return len(runs.stages) + sum(len(own.learning_rates) + len(runs.study.seeds) - 1 for own in methods)
+
+
+def finished_count(runs: StudyRuns) -> int:
+    """How many of them are finished."""
+    stages = sum(_is_converted(run) for run in runs.stages)
+    if stages < len(runs.stages):
+        return stages
+    return stages + sum(_is_over(runs, trial) for trial in known_trials(runs))
+
+
+def known_trials(runs: StudyRuns) -> list[Trial]:
+    """The runs of every grid of learning rates, and those of the other seeds where the rate is chosen."""
     trials = []
     for name in runs.study.methods:
-        trials += grid(runs, name)
+        trials += _grid(runs, name)
         if (rate := chosen_rate(runs, name)) is not None:
             trials += [Trial(name, rate, seed) for seed in runs.study.seeds[1:]]
     return trials
 
 
-def grid(runs: StudyRuns, method: str) -> list[Trial]:
-    """The runs among which the learning rate of `method` is chosen."""
-    return [Trial(method, rate, runs.study.seeds[0]) for rate in runs.study.methods[method].learning_rates]
-
-
 def chosen_rate(runs: StudyRuns, method: str) -> float | None:
-    """The learning rate at which `method` is compared; None while runs that decide it are not done.
-
-    Raises:
-        StudyError: none of its runs came to an end.
-    """
-    trials = grid(runs, method)
-    if len(trials) == 1:
-        return trials[0].learning_rate
-    if not all(_is_over(runs, trial) for trial in trials):
-        return None
-    return best_rate(outcomes(runs, method))
-
-
-def outcomes(runs: StudyRuns, method: str) -> dict[Trial, Outcome | None]:
-    """What became of the finished runs of a method's grid; None of those that diverged."""
-    found = {trial: runs.trial(trial) for trial in grid(runs, method)}
-    return {trial: None if has_diverged(run) else read_outcome(run) for trial, run in found.items()}
-
-
-def best_rate(outcomes: Mapping[Trial, Outcome | None]) -> float:
-    """The learning rate of the run, of those of a method's grid, that learned most.
+    """The learning rate at which `method` is compared; None until all runs of its grid are finished.
 
     Raises:
         StudyError: all of them diverged.
     """
-    left = {
+    trials = _grid(runs, method)
+    if len(trials) == 1:
+        return trials[0].learning_rate
+    return best_rate(outcomes(runs, method)) if all(_is_over(runs, trial) for trial in trials) else None
+
+
+def outcomes(runs: StudyRuns, method: str) -> dict[Trial, Outcome | None]:
+    """The outcomes of the finished runs of a method's grid; None for those that diverged."""
+    grid = {trial: runs.trial(trial) for trial in _grid(runs, method)}
+    return {trial: None if has_diverged(run) else read_outcome(run) for trial, run in grid.items()}
+
+
+def best_rate(outcomes: Mapping[Trial, Outcome | None]) -> float:
+    """The learning rate of the run, of those of a method's grid, that learned most, whatever it forgot.
+
+    Raises:
+        StudyError: all of them diverged.
+    """
+    perplexities = {
         trial.learning_rate: outcome.perplexity("new", outcome.after)
         for trial, outcome in outcomes.items()
         if outcome is not None
     }
-    if not left:
+    if not perplexities:
         (method,) = {trial.method for trial in outcomes}
         raise StudyError(f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR)
-    return best_learning_rate({rate: math.inf if value is None else value for rate, value in left.items()})
+    return best_learning_rate({rate: math.inf if value is None else value for rate, value in perplexities.items()})
 
 
-def run_count(runs: StudyRuns) -> int:
-    """How many runs the study has in all, those that make the base included."""
-    study = runs.study
-    return len(runs.stages) + sum(len(one.learning_rates) + len(study.seeds) - 1 for one in study.methods.values())
+def best_learning_rate(perplexities: Mapping[float, float]) -> float:
+    """The rate with the lowest perplexity, the lower rate of equal ones; what is not finite counts as infinite."""
+    finite = {rate: value if math.isfinite(value) else math.inf for rate, value in perplexities.items()}
+    return min(sorted(finite), key=finite.__getitem__)
 
 
-def finished_count(runs: StudyRuns) -> int:
-    """How many of them are done."""
-    stages = sum(_is_converted(run) for run in runs.stages)
-    if stages < len(runs.stages):
-        return stages
-    return stages + sum(_is_over(runs, trial) for trial in trials_so_far(runs))
+def is_at_the_edge(rate: float, grid: Sequence[float]) -> bool:
+    """Whether a better rate may lie outside of the grid."""
+    return len(grid) > 1 and rate in (min(grid), max(grid))
 
 
-def _training(run: StudyRun) -> tuple[str, ...]:
+def _grid(runs: StudyRuns, method: str) -> list[Trial]:
+    """The runs among which the learning rate of `method` is chosen."""
+    return [Trial(method, rate, runs.study.seeds[0]) for rate in runs.study.methods[method].learning_rates]
+
+
+def _training_stages(run: StudyRun) -> tuple[str, ...]:
     return ("upscale", "train") if isinstance(run.config.method, ScaleMethod) else ("train",)
 
 
 def _is_over(runs: StudyRuns, trial: Trial) -> bool:
-    """Whether nothing is left to do: of several rates, one that diverges is the worst, and has said all it can."""
+    """Whether nothing is left to do: trained, or diverged at one of several learning rates."""
     run = runs.trial(trial)
-    others = len(runs.study.methods[trial.method].learning_rates) > 1 and trial.seed == runs.study.seeds[0]
-    return is_trained(run) or (others and has_diverged(run))
+    is_one_of_several = trial.seed == runs.study.seeds[0] and len(_grid(runs, trial.method)) > 1
+    return is_trained(run) or (is_one_of_several and has_diverged(run))
 
 
 def _is_converted(run: StudyRun) -> bool:
     return is_trained(run) and (run.config.folder / HF_FOLDER / VERIFICATION).exists()
-
-
-# --- A study as a chain of jobs: whether it goes on, once the jobs of some tasks have ended -------------------------
-
-
-def due_after(runs: StudyRuns, ended: Collection[str]) -> list[Task]:
-    """What can be done now that the jobs of the tasks with the names `ended` are over.
-
-    None is submitted a second time, whatever ended its job: a fault, `scancel`, a lost node. A run that diverged at one
-    of several learning rates is not due.
-
-    Raises:
-        StudyError: some of `ended` are due still.
-        RunFolderError: somebody removed the folder of one.
-    """
-    tasks = due(runs)
-    left = [task for task in tasks if task.name in ended]
-    if not left:
-        return tasks
-    first, *others = left
-    status = read_status(first.run.config.folder)
-    also = f" (nor are {', '.join(task.name for task in others)})" if others else ""
-    raise StudyError(
-        f"{first.name}: its job is over, and it is not done{also}; the run is {status.state}: {status.why}; "
-        "the output of its job says more; submitted again, the study goes on with what is left",
-        USER_ERROR,
-    )

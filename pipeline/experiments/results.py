@@ -1,4 +1,4 @@
-"""What a finished run left in its folder, read once: how its row of the study's summary is made of it."""
+"""What finished runs and studies leave in their folders: metrics of a run; summary.json and learning_rates.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import Role
 from pipeline.errors import RunFolderError
 from pipeline.experiments.study_runs import StudyRun, Trial, measured_corpora
@@ -27,16 +27,15 @@ from pipeline.run_folder.metrics import (
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.divergence import REPORT as DIVERGENCE
 
-# --- What the folder of a finished study says: summary.json, a row a method and seed, and a row a learning rate -----
-
 SUMMARY = "summary.json"
 LEARNING_RATES = "learning_rates.json"
 REPLAY = "replay"
-"""The role of what must not be forgotten."""
+"""The role of corpora that must not be forgotten."""
+_FROM_TRAINING = ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds")
 
 
 class Row(BaseModel):
-    """A method and seed at the chosen learning rate; what a reader can do without may be missing."""
+    """A row of summary.json: a method and seed at its chosen rate. Files from elsewhere may lack what is optional."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -59,15 +58,12 @@ class Row(BaseModel):
     @property
     def validations(self) -> list[ValidationRecord]:
         """Every validation, from step 0 to the last step."""
-        return [
-            ValidationRecord(step=0, figures=self.before),
-            *self.during,
-            ValidationRecord(step=self.steps, figures=self.after),
-        ]
+        first = ValidationRecord(step=0, figures=self.before)
+        return [first, *self.during, ValidationRecord(step=self.steps, figures=self.after)]
 
 
 class Tried(BaseModel):
-    """A method at one learning rate of its grid, with the first seed; perplexities are of a role's corpora together."""
+    """A row of learning_rates.json: a method at one rate of its grid. Perplexities are means over a role's corpora."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,68 +78,12 @@ class Tried(BaseModel):
 
     @property
     def diverged(self) -> bool:
-        """Whether it came to no end that could be measured."""
         return not self.after
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """The rows of a study's summary.json, one at least.
-
-    Raises:
-        RunFolderError: the study is not finished, or its summary is damaged or of another shape.
-    """
-    return _read(folder / SUMMARY, Row)
-
-
-def read_tried(folder: Path) -> list[Tried]:
-    """Those of its learning_rates.json; raises what `read_rows` does."""
-    return _read(folder / LEARNING_RATES, Tried)
-
-
-def write_summary(folder: Path, rows: Sequence[Row], tried: Sequence[Tried]) -> None:
-    """Writes both files; what is infinite is null in them."""
-    # The rows last: who finds them finds the rates too.
-    write_json(folder / LEARNING_RATES, [one.model_dump() for one in tried])
-    write_json(folder / SUMMARY, [one.model_dump() for one in rows])
-
-
-R = TypeVar("R", Row, Tried)
-
-
-def _read(path: Path, kind: type[R]) -> list[R]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunFolderError(
-            f"{path}: no such file; tools/run_study.py writes it when the study is finished: the same command goes on"
-        ) from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise RunFolderError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
-    if not isinstance(values, list):
-        raise RunFolderError(f"{path}: expected a list, a row a run, found {type(values).__name__}; is it a study's?")
-    if not values:
-        raise RunFolderError(f"{path}: holds no run")
-    return [checked_row(kind, value, f"{path}: row {number}") for number, value in enumerate(values)]
-
-
-def checked_row(kind: type[R], values: object, place: str) -> R:
-    """`values` as a row; raises RunFolderError where they are none, with `place` for where they stood."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ": ".join(filter(None, [place, ".".join(map(str, fault["loc"]))]))
-        raise RunFolderError(f"{where}: {fault['msg']}; make or copy it again") from None
-
-
-# --- What a finished run left in its folder, read once: how its r ---
-
-_FROM_TRAINING = ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run left: the trainer's figures, and every validation from step 0 to the last step."""
+    """What a finished run left: training.json, every validation from step 0 to the last step, and its peak memory."""
 
     run: StudyRun
     training: Mapping[str, Any]
@@ -152,25 +92,24 @@ class Outcome:
 
     @property
     def before(self) -> Figures:
-        """What the base knew."""
         return self.validations[0].figures
 
     @property
     def after(self) -> Figures:
-        """What is known at the end."""
         return self.validations[-1].figures
 
     def perplexity(self, role: Role, figures: Figures) -> float | None:
-        """Of a role's held-out corpora in `figures`: the geometric mean, infinite where one is; None without any."""
+        """The geometric mean over a role's held-out corpora, infinite where one is; None without any."""
         names = measured_corpora(self.run.config, role)
         return geometric_mean([figures[name]["perplexity"] for name in names]) if names else None
 
     def row(self, trial: Trial, label: str, study_folder: Path) -> Row:
-        """Its row of the study's summary."""
+        """The run's row of summary.json."""
         config = self.run.config
+        method = config.method
         return Row(
             label=label,
-            method=short_name(config.method),
+            method=method.variant if isinstance(method, ScaleMethod) else method.name,
             seed=trial.seed,
             learning_rate=trial.learning_rate,
             **{key: self.training[key] for key in _FROM_TRAINING},
@@ -187,7 +126,7 @@ def read_outcome(run: StudyRun) -> Outcome:
     """What a finished run left.
 
     Raises:
-        RunFolderError: its figures are gone or damaged.
+        RunFolderError: its metrics are missing or damaged.
     """
     path = run.config.folder / METRICS
     lines = read_metrics(path)
@@ -195,10 +134,10 @@ def read_outcome(run: StudyRun) -> Outcome:
 
 
 def is_trained(run: StudyRun) -> bool:
-    """Whether the run has come to its end.
+    """Whether all steps of the run are trained.
 
     Raises:
-        ConfigError: one has in its folder, but with other settings.
+        ConfigError: its folder holds a trained run with other settings.
     """
     if not (run.config.folder / TRAINING).exists():
         return False
@@ -207,13 +146,62 @@ def is_trained(run: StudyRun) -> bool:
 
 
 def has_diverged(run: StudyRun) -> bool:
-    """Whether the run left the road and did not come to its end."""
+    """Whether the run ended because its loss diverged."""
     return (run.config.folder / DIVERGENCE).exists() and not is_trained(run)
 
 
-def short_name(method: Method) -> str:
-    """fft, freeze, lora, llama_pro; of SCALE the variant."""
-    return method.variant if isinstance(method, ScaleMethod) else method.name
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a study's summary.json, at least one.
+
+    Raises:
+        RunFolderError: the study is not finished, or the file is damaged or of another format.
+    """
+    return _read(folder / SUMMARY, Row)
+
+
+def read_tried(folder: Path) -> list[Tried]:
+    """The rows of its learning_rates.json; raises what `read_rows` does."""
+    return _read(folder / LEARNING_RATES, Tried)
+
+
+def write_summary(folder: Path, rows: Sequence[Row], tried: Sequence[Tried]) -> None:
+    """Writes both files; infinite values are null in them."""
+    # summary.json last: where it exists, the rates exist too.
+    write_json(folder / LEARNING_RATES, [row.model_dump() for row in tried])
+    write_json(folder / SUMMARY, [row.model_dump() for row in rows])
+
+
+RowType = TypeVar("RowType", Row, Tried)
+
+
+def checked_row(kind: type[RowType], values: object, place: str) -> RowType:
+    """`values` as a row.
+
+    Raises:
+        RunFolderError: they are not a row; it names `place`, where they were read.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ": ".join(filter(None, [place, ".".join(map(str, fault["loc"]))]))
+        raise RunFolderError(f"{where}: {fault['msg']}; write or copy the file again") from None
+
+
+def _read(path: Path, kind: type[RowType]) -> list[RowType]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFolderError(
+            f"{path}: no such file; tools/run_study.py writes it when the study is finished: run it again"
+        ) from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise RunFolderError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
+    if not isinstance(values, list):
+        raise RunFolderError(f"{path}: expected a list of rows, found {type(values).__name__}; is it a study's?")
+    if not values:
+        raise RunFolderError(f"{path}: expected at least one row, found none")
+    return [checked_row(kind, value, f"{path}: row {number}") for number, value in enumerate(values)]
 
 
 def _training(run: StudyRun) -> Mapping[str, Any]:

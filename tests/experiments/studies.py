@@ -1,22 +1,26 @@
-"""A small study: stories260K on a little of the demo's text."""
+"""A small study, stories260K on a little of the demo's text; and calls of the command lines in this process."""
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.bases import STORIES
 from tests.training.runs import write_config
 
+ROOT = Path(__file__).parents[2]
 STEPS = 3
 BEYOND = 9e5
-"""A learning rate after whose first step, where `let_diverge` was called, no number comes out."""
+"""A learning rate whose first step makes every number infinite, after `let_diverge`."""
 
 
 def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
-    """Full fine-tuning at two learning rates beside LoRA at one."""
+    """SCALE-Adapt at one learning rate, LoRA at two, with two seeds."""
     run = yaml.safe_load(write_config(folder / "template", tokens, zero=1).read_text())
     settings = {key: run[key] for key in ("data", "validation", "checkpoints", "preflight", "deepspeed")}
     settings["schedule"] = {**run["schedule"], "steps": STEPS}
@@ -37,7 +41,7 @@ def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
 
 
 def let_diverge(values: dict[str, Any]) -> None:
-    """Has every run at the learning rate BEYOND end for that."""
+    """Lets every run at the learning rate BEYOND diverge."""
     values["settings"]["stability"] = {"max_skipped_steps": 0}
     values["settings"]["schedule"]["weight_decay"] = 10.0
 
@@ -47,3 +51,10 @@ def write_study(folder: Path, values: dict[str, Any]) -> Path:
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path
+
+
+def call_tool(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
+    """Runs the `main` of tools/<name>.py in the project's root; errors are raised as they are."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"tools/{name}.py", *map(str, arguments)])
+    runpy.run_path(str(ROOT / "tools" / f"{name}.py"))["main"]()

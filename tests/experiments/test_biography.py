@@ -1,11 +1,9 @@
-"""People who never were: in the paper's numbers and proportions, the same every time, no two of one name."""
+"""The texts of the biography study: sizes and proportions as in the paper, reproducible, with different names."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -31,8 +29,7 @@ from pipeline.experiments.biography import (
     write_corpora,
 )
 from tests.data.helpers import contents
-
-PROJECT = Path(__file__).parents[2]
+from tests.experiments.studies import call_tool
 
 
 def test_the_pools_have_the_papers_sizes_and_nothing_twice():
@@ -59,7 +56,7 @@ def test_a_fraction_of_the_pools_keeps_their_proportions(fraction: float):
 
 @settings(max_examples=20)
 @given(st.integers(20, 400), st.integers(0, 2**32))
-def test_people_of_the_papers_proportions(count: int, seed: int):
+def test_people_have_the_papers_proportions(count: int, seed: int):
     roster = make_roster(count, pool_fraction=0.05, seed=seed)
     assert [len(group) for group in (roster.pretrained, roster.task0, roster.task1)] == [
         round(count / 2),
@@ -72,7 +69,7 @@ def test_people_of_the_papers_proportions(count: int, seed: int):
     assert roster == make_roster(count, pool_fraction=0.05, seed=seed)
 
 
-def test_another_seed_is_other_people():
+def test_another_seed_gives_other_people():
     pools = make_pools()
     ours, others = (make_people(500, pools, seed) for seed in (0, 1))
     assert {one.name for one in ours} != {one.name for one in others}
@@ -95,7 +92,7 @@ def test_every_attribute_takes_all_its_values_and_the_company_fixes_the_city():
     assert max(Counter(one.major for one in people).values()) < 2 * 20_000 / 100
 
 
-def test_biographies_tell_every_fact_behind_the_full_name_in_orders_of_their_own():
+def test_biographies_state_every_fact_with_the_full_name_in_varying_order():
     (person,) = make_people(1, make_pools(), 0)
     texts = biographies(person, 0)
     assert texts == biographies(person, 0) != biographies(person, 1)
@@ -108,7 +105,7 @@ def test_biographies_tell_every_fact_behind_the_full_name_in_orders_of_their_own
     assert all("{name}" in one and f"{{{key}}}" in one for key, some in SENTENCES.items() for one in some)
 
 
-def test_a_question_names_the_person_and_its_answer_begins_with_a_space():
+def test_a_question_names_the_person_and_its_answer_starts_with_a_space():
     (person,) = make_people(1, make_pools(), 0)
     for attribute in ATTRIBUTES:
         asked = question(person, attribute)
@@ -117,7 +114,7 @@ def test_a_question_names_the_person_and_its_answer_begins_with_a_space():
         assert asked["answer"] == " " + getattr(person, attribute)
 
 
-def test_the_files_are_the_same_every_time_and_not_written_over(tmp_path: Path):
+def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     arguments = {"pool_fraction": 0.05, "seed": 5, "vocab_size": 400}
     roster = write_corpora(tmp_path / "a", 40, **arguments)
     write_corpora(tmp_path / "b", 40, **arguments)
@@ -136,7 +133,7 @@ def test_the_files_are_the_same_every_time_and_not_written_over(tmp_path: Path):
     before = contents(tmp_path / "a")
     assert write_corpora(tmp_path / "a", 40, **arguments) == roster
     with pytest.raises(
-        DataError, match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*another --output"
+        DataError, match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*choose another --output"
     ):
         write_corpora(tmp_path / "a", 40, **{**arguments, "seed": 6})
     assert contents(tmp_path / "a") == before
@@ -150,9 +147,16 @@ def test_the_files_are_the_same_every_time_and_not_written_over(tmp_path: Path):
         (["--pool-fraction", "2"], "--pool-fraction: expected a number above 0 and at most 1, found 2.0"),
     ],
 )
-def test_what_cannot_be_made_is_one_line(tmp_path: Path, arguments: list[str], said: str):
-    command = [sys.executable, "tools/make_biographies.py", *arguments, "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
+def test_impossible_arguments_are_an_error_of_one_line(tmp_path: Path, arguments: list[str], said: str, monkeypatch):
+    with pytest.raises(DataError, match=f"^{said}") as raised:
+        call_tool(monkeypatch, "make_biographies", *arguments, "--output", tmp_path / "out")
+    assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_makes_the_texts(tmp_path: Path, monkeypatch, capsys):
+    size = ["--people", "40", "--pool-fraction", "0.05", "--vocab-size", "400", "--seed", "5"]
+    call_tool(monkeypatch, "make_biographies", *size, "--output", tmp_path / "texts")
+    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 pretrained, 10 of them Task 0's, 4 Task 1's\n"
+    people = [json.loads(line) for line in (tmp_path / "texts" / "people.jsonl").read_text().splitlines()]
+    assert Counter(person["group"] for person in people) == {"pretrained": 20, "task1": 4}

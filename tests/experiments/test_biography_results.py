@@ -20,10 +20,11 @@ from pipeline.experiments.biography_results import (
     rates_table,
     read_summary,
 )
+from tests.experiments.studies import call_tool
 
 
 def figures(task0: float, task1: float) -> dict[str, dict[str, float]]:
-    """The company's city is known as well as can be; the other five are known to these shares on average."""
+    """The company's city is fully known; the other five have these shares on average."""
     found = {}
     for task, known in (("task0", task0), ("task1", task1)):
         for at, attribute in enumerate(ATTRIBUTES):
@@ -74,7 +75,7 @@ def cells(text: str) -> list[list[str]]:
     return [[line.split("  ")[0], *re.split(r"  +", line)[1:]] for line in text.splitlines()]
 
 
-def test_the_end_is_the_mean_over_seeds_and_the_companys_city_stands_apart(summary: Path):
+def test_the_end_is_the_mean_over_seeds_and_the_companys_city_is_separate(summary: Path):
     _, _, fft, route = cells(end_table(read_summary(summary)))
     task1 = ["80.0% ±0.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
     assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0% ±7.1%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
@@ -92,7 +93,7 @@ def test_the_course_of_task_0_from_before_the_first_step_to_the_last(summary: Pa
     assert fft[1:] == ["90.0%", "60.0%", "15.0%"]
 
 
-def test_side_by_side_where_task_1_is_known_as_well(summary: Path):
+def test_task_0_where_task_1_is_known_as_well(summary: Path):
     rows = read_summary(summary)
     _, _, fft, route = cells(matched_table(rows, learned=0.5))
     assert fft == ["Full fine-tuning", "10", "50.0%", "80.0%"]
@@ -100,7 +101,7 @@ def test_side_by_side_where_task_1_is_known_as_well(summary: Path):
     assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
 
 
-def test_seeds_that_do_not_come_so_far_are_not_passed_over_in_silence(summary: Path):
+def test_seeds_that_do_not_reach_it_are_counted(summary: Path):
     rows = read_summary(summary)
     slower = rows[1].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
     assert cells(matched_table([rows[0], slower], learned=0.5))[-1] == [
@@ -118,6 +119,14 @@ def test_every_attribute_by_itself(summary: Path):
     _, _, fft, _ = cells(attribute_table(rows, "task0"))
     assert fft[1:] == ["13.0%", "14.0%", "15.0%", "16.0%", "17.0%", "100.0%"]
     assert all(TASKS[task] in attribute_table(rows, task) for task in TASKS)
+
+
+def test_the_command_line_prints_all_tables(summary: Path, monkeypatch, capsys):
+    call_tool(monkeypatch, "show_biographies", summary)
+    printed = capsys.readouterr().out
+    rows = read_summary(summary)
+    tables = [end_table(rows), matched_table(rows), rates_table(summary), course_table(rows)]
+    assert all(text in printed for text in [*tables, *(attribute_table(rows, task) for task in TASKS)])
 
 
 def test_another_study_is_refused(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A small study from its file to its summary, by real processes."""
+"""A small study from its YAML file to its summary, run by real processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from pipeline.errors import StudyError
-from pipeline.experiments.conduct import conduct, open_study, summarise
-from pipeline.experiments.pending import due, finished_count, run_count
+from pipeline.experiments.pending import finished_count, pending_tasks, run_count
+from pipeline.experiments.report.runs import read_runs
+from pipeline.experiments.run_study import open_study, run_study
+from pipeline.experiments.summary import summarise
 from tests.experiments.studies import BEYOND, STEPS, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
@@ -32,11 +34,12 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
-    """The study's folder, and what it printed; it was interrupted before its first run was done, and went on."""
+    """The study's folder, and what it printed; it was interrupted during its first run, and run again."""
     folder = tmp_path_factory.mktemp("study")
     values = study_values(folder, tokens)
     let_diverge(values)
-    values["methods"]["lora"]["learning_rates"] = [2e-3, 1e-5, BEYOND]
+    values["methods"]["adapt"]["method"]["variant"] = "route"
+    values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
@@ -54,17 +57,17 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     return folder / "study", printed
 
 
-def test_a_row_says_what_the_run_of_its_folder_recorded(finished):
+def test_a_row_has_the_figures_that_its_run_recorded(finished):
     study, _ = finished
     rows = json.loads((study / "summary.json").read_text())
     assert [(row["label"], row["method"], row["seed"]) for row in rows] == [
-        ("SCALE-Adapt", "adapt", 1),
+        ("SCALE-Adapt", "route", 1),
         ("LoRA", "lora", 1),
     ]
     for row in rows:
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
-        figures = {0: row["before"], STEPS: row["after"], **{one["step"]: one["figures"] for one in row["during"]}}
+        figures = {0: row["before"], STEPS: row["after"], **{each["step"]: each["figures"] for each in row["during"]}}
         assert sorted(figures) == list(range(STEPS + 1))
         for line in lines:
             for corpus in ("korean", "english"):
@@ -76,35 +79,47 @@ def test_a_row_says_what_the_run_of_its_folder_recorded(finished):
         for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
             assert row[key] == training[key]
         assert row["after"]["korean"]["perplexity"] < row["before"]["korean"]["perplexity"]
-    assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # one base
+    assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # the same base
 
 
-def test_the_learning_rate_is_the_one_that_learned_more(finished):
+def test_a_learning_rate_that_diverged_is_out(finished):
     study, printed = finished
     tried = json.loads((study / "learning_rates.json").read_text())
     at = {one["learning_rate"]: one for one in tried if one["label"] == "LoRA"}
-    assert at[2e-3]["new_perplexity"] < at[1e-5]["new_perplexity"]
-    assert (at[2e-3]["chosen"], at[1e-5]["chosen"], at[BEYOND]["chosen"]) == (True, False, False)
+    assert (at[2e-3]["chosen"], at[2e-3]["at_the_edge"], at[BEYOND]["chosen"]) == (True, True, False)
     assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
     (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
     assert line.endswith("diverged") and (study / f"lora.lr_{BEYOND:g}.seed_1" / "divergence.json").exists()
     assert "chosen" in printed and "SCALE-Adapt" in printed
 
 
-def test_what_is_finished_is_not_done_again(finished, tokens):
+def test_the_report_reads_the_folder_of_a_run(finished):
+    study, _ = finished
+    row, *_ = json.loads((study / "summary.json").read_text())
+    (run,) = read_runs([study / row["folder"]])
+    assert run.row.label == run.source == "adapt.lr_0.002.seed_1"
+    assert run.row.roles == {"english": "replay", "korean": "new"}
+    same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
+    read = json.loads(run.row.model_dump_json())
+    assert {key: read[key] for key in same} == {key: row[key] for key in same}
+    assert read["learning_rate"] == pytest.approx(2e-3) and run.row.tokens_seen == row["tokens_seen"]
+    assert any("preserved_fraction" in line for line in run.metrics)
+
+
+def test_finished_runs_are_skipped(finished, tokens):
     study, printed = finished
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
     runs = open_study(path, study)
-    assert (finished_count(runs), run_count(runs)) == (4, 4)
-    conduct(runs, jobs=2)
+    assert (finished_count(runs), run_count(runs)) == (3, 3)
+    run_study(runs, jobs=2)
     assert summarise(runs).as_text() == printed.rstrip("\n")
     assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
 
-    # Other seeds follow, at the chosen rate only.
+    # Other seeds are run at the chosen rate only.
     values = yaml.safe_load(path.read_text())
     write_study(study.parent, {**values, "seeds": [1, 2]})
-    tasks = due(open_study(path, study))
+    tasks = pending_tasks(open_study(path, study))
     assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
         ("adapt.lr_0.002.seed_2", ("upscale", "train")),
         ("lora.lr_0.002.seed_2", ("train",)),
@@ -115,7 +130,7 @@ def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
     values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
     values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "nowhere.jsonl")]
-    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*nowhere.jsonl: .* \(.*/log.txt has all\)"
+    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*nowhere.jsonl: .* \(all output: .*/log.txt\)"
     with pytest.raises(StudyError, match=said) as raised:
-        conduct(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
+        run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
     assert raised.value.exit_code == 1

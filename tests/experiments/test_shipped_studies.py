@@ -32,13 +32,13 @@ def runs(request, monkeypatch, tmp_path) -> StudyRuns:
         architecture = Path("configs/bases") / f"{name}.json"
     else:
         architecture = study.study.scratch.architecture
-    # Of the base the architecture is enough, and that is known before the base is trained.
-    monkeypatch.setattr(StudyRuns, "base", architecture)
+    # The architecture is enough, and known before the base is trained.
+    monkeypatch.setattr(study, "base", architecture)
     return study
 
 
 def of_experiment(name: str) -> pytest.MarkDecorator:
-    """The studies of one experiment of the paper; at least one there is."""
+    """The studies of one experiment of the paper."""
     own = [path for path in STUDIES if path.stem.startswith(name)]
     assert own, name
     return pytest.mark.parametrize("runs", own, ids=lambda path: path.stem, indirect=True)

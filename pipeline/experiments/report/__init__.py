@@ -1,1 +1,1 @@
-"""What runs showed, as one page that a person wants to look at, and its figures as pictures."""
+"""The report: what runs learned and forgot, as one HTML page with figures and tables, and as PNG files."""

@@ -1,4 +1,4 @@
-"""Axes: from figures to pixels, and the few round figures that are written beside them."""
+"""Axes, which map values to pixels and have few, round ticks; and how numbers are written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.run_folder.metrics import mean, spread
-
-# --- Numbers as people write them -----------------------------------------------------------------------------------
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
@@ -26,7 +24,7 @@ def short(value: float) -> str:
 
 
 def of_figure(name: str) -> Callable[[float], str]:
-    """How the values of a corpus's figure are written: comparably, with as many decimals down a column."""
+    """The format of a figure's values: the same number of decimals throughout a column."""
     if name == "perplexity":
         return lambda value: short(value) if value >= 1000 or not math.isfinite(value) else f"{value:.2f}"
     if name.endswith(("accuracy", "probability", "match")):
@@ -35,12 +33,12 @@ def of_figure(name: str) -> Callable[[float], str]:
 
 
 def change(nats: float) -> str:
-    """A perplexity against another, from the logarithm of their ratio: −61 %, +1.5 %, ×2.3, ÷12,000."""
+    """The ratio of two perplexities, from its logarithm: −61 %, +1.5 %, ×2.3, ÷12,000."""
     if not math.isfinite(nats):
         return short(nats)
     if math.log(2) - 1e-9 <= nats or nats <= -math.log(1000) + 1e-9:
         sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
-        size = min(abs(nats), 700.0)  # what a float can hold
+        size = min(abs(nats), 700.0)  # exp of more overflows
         return f"{sign}{math.exp(size):,.0f}" if math.log(99.5) <= size < 14 else f"{sign}{math.exp(size):.3g}"
     return percent(math.expm1(nats), signed=True)
 
@@ -51,7 +49,7 @@ def points(fraction: float) -> str:
 
 
 def percent(fraction: float, *, signed: bool = False) -> str:
-    """A fraction of one: 0.5 %, 12 %; −99.9 % where the last digits matter."""
+    """A fraction as a percentage: 0.5 %, 12 %; with more digits near 100 %: −99.9 %."""
     value = 100 * fraction
     near_end = 99 < abs(value) < 100
     digits = 2 if near_end and abs(value) > 99.9 else 1 if (0 < abs(value) < 9.95 or near_end) else 0
@@ -61,7 +59,7 @@ def percent(fraction: float, *, signed: bool = False) -> str:
 
 
 def count(value: float) -> str:
-    """Many: 812, 45.2 k, 1.24 M, 60 B."""
+    """A large number: 812, 45.2 k, 1.24 M, 60 B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}\N{NARROW NO-BREAK SPACE}{unit}"
@@ -82,24 +80,22 @@ def duration(seconds: float) -> str:
 
 
 def plus_minus(values: Sequence[float], words: Callable[[float], str]) -> tuple[str, str]:
-    """The mean, and `± spread`, empty without one, in the same words."""
+    """The mean, and `± spread`, which is empty for a single value; `words` formats both."""
     if not values:
         return NOTHING, ""
     around = spread(values)
     return words(mean(values)), "" if around is None else f"± {words(around)}"
 
 
-# --- Axes: from figures to pixels, and the few round figures that ---
-
 Words = Callable[[float], str]
-_LARGEST_DECADE = 307  # that a float can hold, five times over too
+_LARGEST_DECADE = 307  # 5e307 is still a float
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Figures on pixels from `start` to `end`; `ticks` are those that are written, in `words`.
+    """Maps values to pixels from `start` to `end`; `ticks` are labelled, formatted by `words`.
 
-    `low` and `high` are what `warp` makes of the figures at the ends.
+    `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
     """
 
     low: float
@@ -115,14 +111,14 @@ class Axis:
 
 
 def distance_axis(values: Iterable[float], start: float, end: float, words: Words, wanted: Sequence[float]) -> Axis:
-    """Distances from the base, which is at 0; those of `wanted` are written that have room, the first first."""
+    """An axis of distances from the base, which is at 0; `wanted` ticks are taken in order while there is room."""
     low, high = _padded([0.0, *values])
     axis = Axis(low, high, start, end, (), words)
     return _with_ticks(axis, [value for value in wanted if low <= value <= high], gap=76 if start < end else 30)
 
 
 def axis_from_zero(values: Iterable[float], start: float, end: float) -> Axis:
-    """An even axis from 0, or below it where `values` are."""
+    """A linear axis from 0, or from below 0 where there are negative `values`."""
     found = [0.0, *values]
     low, high = min(found), _padded(found)[1]
     ticks = _even(low, high, max(2, int(abs(end - start) / 36)))
@@ -131,13 +127,13 @@ def axis_from_zero(values: Iterable[float], start: float, end: float) -> Axis:
 
 
 def step_axis(steps: Iterable[float], start: float, end: float) -> Axis:
-    """Training steps, from 0."""
+    """An axis of training steps, from 0."""
     high = max([1.0, *steps])
     return Axis(0.0, high, start, end, _even(0.0, high, max(2, int((end - start) / 70))), count)
 
 
 def layer_axis(layers: Iterable[float], start: float, end: float) -> Axis:
-    """Layers, from the first."""
+    """An axis of layers, from 1."""
     high = max([2.0, *layers])
     axis = Axis(1.0, high, start, end, (), count)
     return _with_ticks(axis, [1.0, high, *(float(layer) for layer in range(2, int(high)))], gap=26)
@@ -156,7 +152,7 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
 
 
 def share_axis(start: float, end: float) -> Axis:
-    """From nothing to all."""
+    """An axis of shares, from 0 to 1."""
     return Axis(0.0, 1.0, start, end, (0.0, 0.25, 0.5, 0.75, 1.0), percent)
 
 
@@ -173,7 +169,7 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _even(low: float, high: float, room: int) -> list[float]:
-    """At most about `room` multiples of 1, 2 or 5 times a power of ten."""
+    """About `room` ticks at most: multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / room
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -182,7 +178,7 @@ def _even(low: float, high: float, room: int) -> list[float]:
 
 
 def round_changes(sign: int = 1) -> list[float]:
-    """Logarithms of ratios, the roundest first; or their opposites."""
+    """Logarithms of round ratios, the roundest first; with a `sign` of −1 their opposites."""
     powers = range(2, 13)
     rises = [1.0, 9.0, *(10.0**power - 1 for power in powers), 0.5, 4.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.3, 2.0]
     falls = [0.5, 0.9, *(1 - 10.0**-power for power in powers), 0.2, 0.8, 0.1, 0.95, 0.6, 0.3, 0.7, 0.4, 0.98, 0.05]
@@ -190,7 +186,7 @@ def round_changes(sign: int = 1) -> list[float]:
 
 
 def round_points(sign: int = 1) -> list[float]:
-    """Differences of shares, the roundest first; or their opposites."""
+    """Round differences of shares, the roundest first; with a `sign` of −1 their opposites."""
     sizes = (1.0, 0.2, 0.4, 0.6, 0.8, 0.5, 0.1, 0.3, 0.7, 0.9, 0.05, 0.02, 0.01)
     return [0.0, *(sign * size for size in sizes), *(-sign * size for size in sizes)]
 

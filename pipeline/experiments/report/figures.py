@@ -1,4 +1,4 @@
-"""Which pictures some runs have, and what each says in words."""
+"""The figures of a report: which ones the runs have data for, and their captions and descriptions."""
 
 from __future__ import annotations
 
@@ -22,80 +22,75 @@ from pipeline.experiments.report.svg import Drawing, Point, style_class
 from pipeline.experiments.results import REPLAY, Row
 from pipeline.run_folder.metrics import mean, spread
 
-# --- The picture that a method is chosen by: what was forgotten against what was learned ----------------------------
-
 
 def draw_tradeoff(drawing: Drawing, groups: Sequence[Group], measure: Measure, learned: str, kept: str) -> None:
-    """A small mark a run, a large one and a name for the mean of a method's, bars of one standard deviation, and the
-    way from the base as a thin line.
+    """A large mark and a name for each method's mean, bars of one standard deviation, a small mark for each run, and
+    its course from the base as a thin line.
 
     Groups without a standing are left out. `learned` and `kept` name the corpora.
     """
-    placed = [(one, place) for one in groups if (place := one.standing(measure))]
-    ways = [(one, [_way(row, measure) for row in one.rows]) for one, _ in placed]
-    places = [place for _, of in ways for way in of for place in way]
-    plane = open_plane(drawing, places, [one.label for one, _ in placed], measure, learned, kept)
-    for one, of in ways:
-        for way in of:
-            plane.path(way, f"way {style_class(one.style)}")
-    for one, place in placed:
-        _draw_group(plane, one, place, measure)
-    plane.name([(one.label, place) for one, place in placed])
+    placed = [(group, place) for group in groups if (place := group.standing(measure))]
+    courses = [(group, _course(row, measure)) for group, _ in placed for row in group.rows]
+    places = [place for _, course in courses for place in course]
+    plane = open_plane(drawing, places, [group.label for group, _ in placed], measure, learned, kept)
+    for group, course in courses:
+        plane.path(course, f"way {style_class(group.style)}")
+    for group, place in placed:
+        _draw_group(plane, group, place, measure)
+    plane.name([(group.label, place) for group, place in placed])
 
 
 def draw_rates(drawing: Drawing, groups: Sequence[Group], measure: Measure, learned: str, kept: str) -> None:
-    """A line a method through what each learning rate led to, from the lowest to the highest; the chosen one has the
-    large mark and the name.
+    """A line for each method through its learning rates, from the lowest to the highest; the chosen one has the large
+    mark and the name.
 
-    Rates without a standing are left out, and so are groups with none. `learned` and `kept` name the corpora.
+    Rates without a standing are left out. `learned` and `kept` name the corpora.
     """
-    tried = [(one, found) for one in groups if (found := _standings(one.tried, measure))]
+    tried = [(group, found) for group in groups if (found := _standings(group.tried, measure))]
     places = [Standing(0.0, 0.0), *(place for _, found in tried for _, place in found)]
-    plane = open_plane(drawing, places, [one.label for one, _ in tried], measure, learned, kept)
+    plane = open_plane(drawing, places, [group.label for group, _ in tried], measure, learned, kept)
     named = []
-    for one, found in tried:
-        plane.path([place for _, place in found], f"rates {style_class(one.style)}")
-        chosen = one.rows[0].learning_rate
+    for group, found in tried:
+        plane.path([place for _, place in found], f"rates {style_class(group.style)}")
+        chosen = group.rows[0].learning_rate
         for row, place in found:
-            title = f"{one.label}, learning rate {row.learning_rate:g}: {measure.said(place, learned, kept)}"
+            title = f"{group.label}, learning rate {row.learning_rate:g}: {measure.said(place, learned, kept)}"
             kind, size = ("mark", 1.0) if row.learning_rate == chosen else ("run", 0.5)
-            drawing.mark(plane.at(place), one.style, kind, size=size, title=title)
-        named.append((one.label, next((place for row, place in found if row.learning_rate == chosen), found[-1][1])))
+            drawing.mark(plane.at(place), group.style, kind, size=size, title=title)
+        named.append((group.label, next((place for row, place in found if row.learning_rate == chosen), found[-1][1])))
     plane.name(named)
 
 
-def _way(row: Row, measure: Measure) -> list[Standing]:
-    """From the base to the end."""
+def _course(row: Row, measure: Measure) -> list[Standing]:
+    """The standings at all validations, from the base to the end."""
     return [place for validation in row.validations if (place := measure.standing(row, validation.figures))]
 
 
 def _standings(rows: Sequence[Row], measure: Measure) -> list[tuple[Row, Standing]]:
-    """Those of the rows that have one, with where they end."""
+    """The rows that have a standing at their end, with it."""
     return [(row, place) for row in rows if (place := measure.standing(row, row.after))]
 
 
-def _draw_group(plane: Plane, one: Group, middle: Standing, measure: Measure) -> None:
+def _draw_group(plane: Plane, group: Group, middle: Standing, measure: Measure) -> None:
     def said(place: Standing) -> str:
         return f"learned {measure.on_new(place.learned)}, forgot {measure.on_kept(place.forgotten)}"
 
     drawing = plane.drawing
-    ends = _standings(one.rows, measure)
+    ends = _standings(group.rows, measure)
     for row, end in ends if len(ends) > 1 else ():
         seed = f", seed {row.seed}" if row.seed is not None else ""
-        drawing.mark(plane.at(end), one.style, "run", size=0.5, title=f"{one.label}{seed}: {said(end)}")
+        drawing.mark(plane.at(end), group.style, "run", size=0.5, title=f"{group.label}{seed}: {said(end)}")
     across, up = (spread([end[axis] for _, end in ends]) for axis in (0, 1))
     if across is not None and up is not None:
-        bar = f"spread {style_class(one.style)}"
+        bar = f"spread {style_class(group.style)}"
         left, right = (middle._replace(learned=middle.learned + far) for far in (-across, across))
         lower, upper = (middle._replace(forgotten=middle.forgotten + far) for far in (-up, up))
         drawing.line(plane.at(left), plane.at(right), bar)
         drawing.line(plane.at(lower), plane.at(upper), bar)
-    drawing.mark(plane.at(middle), one.style, title=f"{one.label}: {said(middle)}")
+    drawing.mark(plane.at(middle), group.style, title=f"{group.label}: {said(middle)}")
 
 
-# --- Which pictures some runs have, and what each says in words ---
-
-# What corpora of prompts have, as shares of the questions.
+# Figures of corpora of questions, as shares of the questions.
 _ANSWERS = {
     "first_token_accuracy": "first token right",
     "first_token_probability": "probability of the right first token",
@@ -103,14 +98,12 @@ _ANSWERS = {
 }
 _ROUTED = "preserved_fraction"
 _COSINE = "base_stream_cosine/layer_"
-# A line of more points shows no more, and makes the page heavy.
-_MOST_POINTS = 120
+_MAX_POINTS = 120  # of a line; more are not visible, and make the page large
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture at any width. `name` is its file's and its place's on the page, `caption` what a reader should know,
-    `description` what it shows to those who do not see it."""
+    """A figure at any width. `name` is that of its file and of its section; `description` is for screen readers."""
 
     name: str
     title: str
@@ -120,23 +113,16 @@ class Figure:
     fill: Callable[[Drawing], None]
 
     def draw(self, width: float, name: str | None = None) -> Drawing:
-        """The picture, `width` CSS pixels wide; `name` tells two of the same on one page apart."""
+        """The drawing, `width` CSS pixels wide; `name` must be unique on the page."""
         drawing = Drawing(name or self.name, width, self.height(width), self.title, self.description)
         self.fill(drawing)
         return drawing
 
 
 def figures_of(groups: Sequence[Group]) -> list[Figure]:
-    """All pictures that the runs have the figures for."""
-    found = [
-        _tradeoff(groups),
-        _rates(groups),
-        _answers(groups),
-        _perplexities(groups),
-        _routing(groups),
-        _drift(groups),
-    ]
-    return [one for one in found if one is not None]
+    """All figures that the runs have data for."""
+    makers = (_tradeoff, _rates, _answers, _perplexities, _routing, _drift)
+    return [figure for make in makers if (figure := make(groups)) is not None]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -145,49 +131,49 @@ def listed(names: Sequence[str]) -> str:
 
 
 def new_and_kept(groups: Sequence[Group]) -> tuple[str, str]:
-    """The names of the corpora that are learned, and of those that must not be forgotten."""
+    """The names of the new corpora, and of those that must not be forgotten."""
     roles = corpora(groups)
     new, kept = ([name for name, role in roles.items() if (role == REPLAY) == replayed] for replayed in (False, True))
     return listed(new), listed(kept)
 
 
 def _tradeoff(groups: Sequence[Group]) -> Figure | None:
-    measure = measure_of(row for one in groups for row in one.rows)
-    placed = [(one, place) for one in groups if (place := one.standing(measure))]
+    measure = measure_of(row for group in groups for row in group.rows)
+    placed = [(group, place) for group in groups if (place := group.standing(measure))]
     if not placed:
         return None
     learned, kept = new_and_kept(groups)
-    several = any(len(one.runs) > 1 for one in groups)
+    several = any(len(group.runs) > 1 for group in groups)
     marks = (
-        "Large marks are means over seeds with bars of one standard deviation, small ones single runs, and thin lines "
-        "their way from the base."
+        "Large marks are means over seeds with bars of one standard deviation, small marks single runs, and thin lines "
+        "their course from the base."
         if several
-        else "A mark is a run; the thin line is its way from the base."
+        else "Each mark is a run; the thin line is its course from the base."
     )
-    absent = [one.label for one in groups if one.standing(measure) is None]
-    left_out = f" Not drawn, for want of a finite figure in every run: {listed(absent)}." if absent else ""
+    absent = [group.label for group in groups if group.standing(measure) is None]
+    left_out = f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
     return Figure(
         "stability-plasticity",
-        f"What was learned of {learned} against what was forgotten of {kept}",
-        f"Both axes are what became of the base's figures on held-out texts. {marks}{left_out}",
-        "; ".join(f"{one.label}: {measure.said(place, learned, kept)}" for one, place in placed),
+        f"Learning of {learned} against forgetting of {kept}",
+        f"Both axes show changes of the base's figures on held-out texts. {marks}{left_out}",
+        "; ".join(f"{group.label}: {measure.said(place, learned, kept)}" for group, place in placed),
         _wide_height,
         lambda drawing: draw_tradeoff(drawing, groups, measure, learned, kept),
     )
 
 
 def _rates(groups: Sequence[Group]) -> Figure | None:
-    measure = measure_of(row for one in groups for row in one.rows)
-    ends = {one.label: [place for row in one.tried if (place := measure.standing(row, row.after))] for one in groups}
+    measure = measure_of(row for group in groups for row in group.rows)
+    ends = {group.label: [place for _, place in _standings(group.tried, measure)] for group in groups}
     if all(len(places) < 2 for places in ends.values()):
         return None
     learned, kept = new_and_kept(groups)
     said = {label: [measure.said(place, learned, kept) for place in places] for label, places in ends.items()}
     return Figure(
         "learning-rates",
-        "What each learning rate led to",
-        "A line joins the runs of a method from its lowest learning rate to its highest, all with one seed. The large "
-        f"mark is the rate that the study took, for {learned} alone. Of two lines the lower one forgets less for as "
+        "Results at every learning rate",
+        "A line connects the runs of a method from its lowest learning rate to its highest, all with one seed. The "
+        f"large mark is the rate that was chosen, by {learned} alone. Of two lines the lower one forgets less for as "
         "much learned.",
         "; ".join(f"{label}: {', then '.join(places)}" for label, places in said.items()),
         _wide_height,
@@ -203,7 +189,7 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
     ]
     return _lines(
         "perplexity",
-        "Held-out perplexity on the way",
+        "Held-out perplexity during training",
         "Lower is better; the axes are logarithmic." + _means(groups),
         panels,
     )
@@ -218,21 +204,21 @@ def _answers(groups: Sequence[Group]) -> Figure | None:
         if (series := _over_steps(groups, name, figure))
     ]
     return _lines(
-        "answers", "Questions answered on the way", "Share of the held-out questions." + _means(groups), panels
+        "answers", "Questions answered during training", "Share of the held-out questions." + _means(groups), panels
     )
 
 
 def _routing(groups: Sequence[Group]) -> Figure | None:
     series = [
-        Series(one.label, one.style, lines)
-        for one in groups
-        if (lines := [line for run in one.runs if (line := _thinned(_metric(run, _ROUTED)))])
+        Series(group.label, group.style, lines)
+        for group in groups
+        if (lines := [line for run in group.runs if (line := _thinned(_metric(run, _ROUTED)))])
     ]
     panel = Panel("share of tokens", series, lambda _, start, end: share_axis(start, end), _steps(groups))
     return _lines(
         "routing",
-        "How often the router keeps to the preserved path",
-        "Share of the training tokens whose preserved and adapted logits agree beyond the router's threshold."
+        "How often the router takes the preserved path",
+        "Share of the training tokens whose preserved and adapted logits have a cosine above the router's threshold."
         + _means(groups),
         [panel] if series else [],
     )
@@ -240,23 +226,16 @@ def _routing(groups: Sequence[Group]) -> Figure | None:
 
 def _drift(groups: Sequence[Group]) -> Figure | None:
     series = [
-        Series(one.label, one.style, lines)
-        for one in groups
-        if (lines := [line for run in one.runs if (line := _last_drift(run))])
+        Series(group.label, group.style, lines)
+        for group in groups
+        if (lines := [line for run in group.runs if (line := _last_drift(run))])
     ]
-    panel = Panel(
-        "1 \N{MINUS SIGN} cosine",
-        series,
-        axis_from_zero,
-        "layer",
-        layer_axis,
-        marked=True,
-    )
+    panel = Panel("1 \N{MINUS SIGN} cosine", series, axis_from_zero, "layer", layer_axis, marked=True)
     return _lines(
         "drift",
         "How far each layer's base stream moved",
-        "At the last validation, on text of the base's own domain: 0 is a stream that points where the base's does. "
-        "Methods that train the base itself have nothing to compare with.",
+        "At the last validation, on text of the base's own domain: at 0 the stream has the base's direction. "
+        "Methods that train the base itself have no base stream to compare with.",
         [panel] if series else [],
     )
 
@@ -266,7 +245,7 @@ def _lines(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figu
         return None
     ends = [
         f"{panel.heading}: "
-        + ", ".join(f"{one.label} {short(one.middle[-1][1])}" for one in panel.series if one.middle)
+        + ", ".join(f"{line.label} {short(line.middle[-1][1])}" for line in panel.series if line.middle)
         for panel in panels
     ]
     return Figure(
@@ -284,33 +263,33 @@ def _wide_height(width: float) -> float:
 
 
 def _means(groups: Sequence[Group]) -> str:
-    return " Means over seeds, thin lines single runs." if any(len(one.runs) > 1 for one in groups) else ""
+    return " Means over seeds, thin lines single runs." if any(len(group.runs) > 1 for group in groups) else ""
 
 
 def _steps(groups: Sequence[Group]) -> str:
-    """What the horizontal axis counts, in tokens too where every run has as many a step."""
+    """The label of the horizontal axis, with the tokens per step where all runs have the same."""
     sizes = {
         round(row.tokens_seen / row.steps) if row.tokens_seen and row.steps else None
-        for one in groups
-        for row in one.rows
+        for group in groups
+        for row in group.rows
     }
     size = sizes.pop() if len(sizes) == 1 else None
     return f"steps of {count(size)} tokens" if size else "steps"
 
 
 def _over_steps(groups: Sequence[Group], corpus: str, figure: str, above: float = -math.inf) -> list[Series]:
-    """A figure of a corpus by steps; values that are not `above` a bound no axis can show."""
+    """A figure of a corpus by steps; an axis cannot show values that are not `above` a bound."""
     found = []
-    for one in groups:
+    for group in groups:
         lines = []
-        for row in one.rows:
+        for row in group.rows:
             points = [
                 (float(validation.step), validation.figures.get(corpus, {}).get(figure))
                 for validation in row.validations
             ]
             lines.append(_thinned([(step, value) for step, value in points if value is not None and value > above]))
         if all(lines):
-            found.append(Series(one.label, one.style, lines))
+            found.append(Series(group.label, group.style, lines))
     return found
 
 
@@ -320,15 +299,15 @@ def _metric(run: Run, name: str) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """As many points as can be seen, each the mean of those that it stands for; the last is the last one's step."""
-    size = math.ceil(len(points) / _MOST_POINTS)
+    """At most `_MAX_POINTS` points, each the mean of some neighbours, at the step of the last of them."""
+    size = math.ceil(len(points) / _MAX_POINTS)
     runs = [points[at : at + size] for at in range(0, len(points), size or 1)]
     return [(run[-1][0], mean([value for _, value in run])) for run in runs]
 
 
 def _last_drift(run: Run) -> list[Point]:
-    """By layer, from 1: how far its base stream has turned away."""
-    measured = (one for one in reversed(run.metrics) if any(name.startswith(_COSINE) for name in one))
+    """One minus the base stream's cosine to the base model's, by layer, from 1; at the last validation that has it."""
+    measured = (line for line in reversed(run.metrics) if any(name.startswith(_COSINE) for name in line))
     line: Mapping[str, float] = next(measured, {})
     cosines = {int(name.removeprefix(_COSINE)): line[name] for name in line if name.startswith(_COSINE)}
     return [(layer + 1.0, 1 - cosine) for layer, cosine in sorted(cosines.items())]

@@ -1,4 +1,4 @@
-"""The plane that methods are chosen on: how much was learned to the right, how much forgotten upwards."""
+"""Two kinds of plots: the plane of learning against forgetting, and panels of lines over steps or layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipeline.run_folder.metrics import mean
 
 _PLANE_LABEL = 13.0
 _PLANE_LEFT, _PLANE_TOP, _PLANE_BOTTOM = 68.0, 34.0, 58.0
-_NAMES = 0.13  # of the width, at most, is kept free for names at the right
+_NAMES = 0.13  # of the width at most is kept free for names at the right
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Where standings lie on a drawing."""
+    """A drawing with axes for standings: learned to the right, forgotten upwards."""
 
     drawing: Drawing
     x: Axis
@@ -43,7 +43,7 @@ class Plane:
         self.drawing.path([self.at(place) for place in places], style)
 
     def name(self, named: Sequence[tuple[str, Standing]]) -> None:
-        """Marks the base, and writes names beside it and what they name, with a leader where that is further away."""
+        """Marks the base, and writes every name beside its point, with a leader line where it is further away."""
         drawing, x, y = self.drawing, self.x, self.y
         base = (x(0), y(0))
         drawing.ring(base, 5, "base")
@@ -64,7 +64,7 @@ class Plane:
 def open_plane(
     drawing: Drawing, places: Sequence[Standing], labels: Iterable[str], measure: Measure, learned: str, kept: str
 ) -> Plane:
-    """Draws axes that have room for `places` and, beside them, for `labels`; `learned` and `kept` name the corpora."""
+    """Draws axes with room for `places` and, at the right, for `labels`; `learned` and `kept` name the corpora."""
     names = max(text_width(label, _PLANE_LABEL) for label in labels)
     right = drawing.width - min(names, _NAMES * drawing.width)
     across, up = measure.rounds(measure.better), measure.rounds(-measure.better)
@@ -89,8 +89,6 @@ def _draw_grid(drawing: Drawing, x: Axis, y: Axis) -> None:
     drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
 
 
-# --- Lines over steps or layers: panels side by side where there is room, one below the other where there is not ----
-
 _LABEL = 12.5
 _LINE = 16.0
 _LEFT, _TOP, _BOTTOM = 52.0, 36.0, 46.0
@@ -98,12 +96,12 @@ _GAP = 20.0  # below a panel
 _SIDE_BY_SIDE_FROM = 600.0
 
 MakeAxis = Callable[[Iterable[float], float, float], Axis]
-"""Figures, first and last pixel -> their axis."""
+"""(values, first pixel, last pixel) -> axis"""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One group's lines: each a run's points, sorted by their first figure."""
+    """The lines of one group: each has the points of a run, sorted by x."""
 
     label: str
     style: int
@@ -113,13 +111,13 @@ class Series:
     def middle(self) -> list[Point]:
         """The mean over the runs, where all of them have a point."""
         values = [dict(line) for line in self.lines]
-        shared = sorted(set.intersection(*(set(one) for one in values)))
-        return [(at, mean([one[at] for one in values])) for at in shared]
+        shared = sorted(set.intersection(*map(set, values)))
+        return [(x, mean([line[x] for line in values])) for x in shared]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its heading, its lines, and how its axes are made; `across` says what the horizontal one counts."""
+    """A chart: its heading, its lines, and how its axes are made; `across` is the label of the horizontal one."""
 
     heading: str
     series: Sequence[Series]
@@ -127,7 +125,7 @@ class Panel:
     across: str
     x_axis: MakeAxis = step_axis
     marked: bool = False
-    """Whether each point of a mean has a mark, as where there are few."""
+    """whether every point of a mean gets a mark, not only the last"""
 
     @property
     def height(self) -> float:
@@ -135,13 +133,13 @@ class Panel:
 
 
 def panels_height(panels: Sequence[Panel], width: float) -> float:
-    """How high a drawing of `panels` is."""
+    """The height of a drawing of `panels`, in CSS pixels."""
     rows = [panels[at : at + _columns(panels, width)] for at in range(0, len(panels), _columns(panels, width))]
     return sum(max(panel.height for panel in row) for row in rows)
 
 
 def draw_panels(drawing: Drawing, panels: Sequence[Panel]) -> None:
-    """All panels, row by row."""
+    """Draws all panels, two in a row where the drawing is wide enough."""
     columns = _columns(panels, drawing.width)
     top = 0.0
     for at in range(0, len(panels), columns):
@@ -159,11 +157,11 @@ def _columns(panels: Sequence[Panel], width: float) -> int:
 
 
 def _draw_panel(drawing: Drawing, panel: Panel, left: float, right: float, top: float, height: float) -> None:
-    points = [point for one in panel.series for line in one.lines for point in line if math.isfinite(point[1])]
+    points = [point for own in panel.series for line in own.lines for point in line if math.isfinite(point[1])]
     if not points:
         drawing.text((left, top + 14), f"{panel.heading}: no finite figure", "axis")
         return
-    names = min(max(text_width(one.label, _LABEL) for one in panel.series), 0.36 * (right - left))
+    names = min(max(text_width(own.label, _LABEL) for own in panel.series), 0.36 * (right - left))
     x = panel.x_axis((at for at, _ in points), left + _LEFT, right - names - 22)
     y = panel.y_axis((value for _, value in points), top + height - _BOTTOM, top + _TOP)
     drawing.text((left, top + 14), panel.heading, "axis")
@@ -175,25 +173,24 @@ def _draw_panel(drawing: Drawing, panel: Panel, left: float, right: float, top: 
         drawing.text((x(tick), y.start + 18), x.words(tick), "tick", "middle")
     drawing.line((x.start, y.start), (x.end, y.start), "zero")
     drawing.text(((x.start + x.end) / 2, y.start + 37), panel.across, "tick", "middle")
-    for one in panel.series:
-        if len(one.lines) > 1:
-            for line in one.lines:
-                drawing.path(_pixels(line, x, y), f"way {style_class(one.style)}")
-    for one in panel.series:
-        middle = _pixels(one.middle, x, y)
-        drawing.path(middle, f"line {style_class(one.style)}")
+    for own in panel.series:
+        for line in own.lines if len(own.lines) > 1 else ():
+            drawing.path(_pixels(line, x, y), f"way {style_class(own.style)}")
+    for own in panel.series:
+        middle = _pixels(own.middle, x, y)
+        drawing.path(middle, f"line {style_class(own.style)}")
         for point in middle if panel.marked else middle[-1:]:
-            drawing.mark(point, one.style, size=0.8)
+            drawing.mark(point, own.style, size=0.8)
     _draw_names(drawing, panel, x, y, names)
 
 
 def _draw_names(drawing: Drawing, panel: Panel, x: Axis, y: Axis, width: float) -> None:
-    """Each line's name at its end, moved apart where the ends are close."""
-    named = [(one, points[-1]) for one in panel.series if (points := _pixels(one.middle, x, y))]
+    """The name of each line at its end; names are moved apart where ends are close."""
+    named = [(own.label, points[-1]) for own in panel.series if (points := _pixels(own.middle, x, y))]
     heights = spread([point[1] for _, point in named], _LINE, y.end, y.start)
-    for (one, point), height in zip(named, heights, strict=True):
+    for (label, point), height in zip(named, heights, strict=True):
         drawing.line((point[0] + 6, point[1]), (x.end + 14, height), "leader")
-        drawing.text((x.end + 17, height + 4), shortened(one.label, _LABEL, width), "label small")
+        drawing.text((x.end + 17, height + 4), shortened(label, _LABEL, width), "label small")
 
 
 def _pixels(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:

@@ -1,4 +1,4 @@
-"""What a report is made of: the rows of studies' summary.json, or a run folder's own figures, with its metrics."""
+"""The runs of a report: read from studies or run folders, measured against their base, and grouped by method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import RunFolderError
 from pipeline.experiments.report.axes import change, points, round_changes, round_points
@@ -28,14 +28,15 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 
+T = TypeVar("T")
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row, the name of what it comes from, and the lines of its metrics.jsonl, none where that is not there.
+    """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
 
-    `tried` is the same row as each learning rate of the study left it, in rising order; of the first seed alone.
+    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them.
     """
 
     row: Row
@@ -45,13 +46,13 @@ class Run:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs of each folder: a study's, all that its summary.json lists, or a run's own.
+    """The runs in each folder: all of a study's summary.json, or a single run.
 
     Raises:
-        RunFolderError: a folder is neither, or what it says cannot be read.
+        RunFolderError: a folder is neither, or a file in it cannot be read.
     """
-    places = dict.fromkeys((one.parent if one.name == SUMMARY else one).resolve() for one in folders)
-    return [run for place in places for run in _read(place, _name(place, places))]
+    unique = dict.fromkeys((path.parent if path.name == SUMMARY else path).resolve() for path in folders)
+    return [run for folder in unique for run in _read(folder, _name(folder, unique))]
 
 
 def _read(folder: Path, name: str) -> list[Run]:
@@ -64,13 +65,12 @@ def _read(folder: Path, name: str) -> list[Run]:
 
 
 def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
-    own = sorted(
-        (one for one in tried if (one.label, one.seed) == (row.label, row.seed)), key=lambda one: one.learning_rate
-    )
-    left = [
-        row.model_copy(update={"learning_rate": one.learning_rate, "during": [], "after": one.after}) for one in own
+    own = [other for other in tried if (other.label, other.seed) == (row.label, row.seed)]
+    at_rates = [
+        row.model_copy(update={"learning_rate": other.learning_rate, "during": [], "after": other.after})
+        for other in sorted(own, key=lambda other: other.learning_rate)
     ]
-    return Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS)), left)
+    return Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS)), at_rates)
 
 
 def _of_run(folder: Path, name: str) -> Run:
@@ -98,7 +98,7 @@ def _numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
 
 
 def _training(folder: Path) -> Mapping[str, Any]:
-    """The figures of a run that has come to its end; none of one that has not."""
+    """The contents of training.json; empty where the run is not finished."""
     path = folder / TRAINING
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def _training(folder: Path) -> Mapping[str, Any]:
 
 
 def _inside(folder: Path, name: str | None) -> Path:
-    """The folder `name` of a study; one outside of it would be a file of somebody else's."""
+    """The folder `name` of a study. Raises RunFolderError for one outside of it."""
     path = (folder / (name or "")).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise RunFolderError(f"{folder / SUMMARY}: folder {name!r} lies outside of the study; expected one in it")
@@ -118,26 +118,24 @@ def _inside(folder: Path, name: str | None) -> Path:
 
 
 def _name(folder: Path, others: Iterable[Path]) -> str:
-    """What a folder is called, with as many of those above it as tell it from the others."""
+    """The folder's name, with as many of its parents as make it different from the others."""
     depths = range(1, len(folder.parts))
-    others = [one for one in others if one != folder]
-    depth = next((deep for deep in depths if all(one.parts[-deep:] != folder.parts[-deep:] for one in others)), 1)
+    others = [other for other in others if other != folder]
+    depth = next((deep for deep in depths if all(other.parts[-deep:] != folder.parts[-deep:] for other in others)), 1)
     return "/".join(folder.parts[-depth:])
 
 
-# --- Many corpora of one role, such as the questions about each attribute of a person, as one that stands for them ---
-
-_MOST = 3  # corpora of a role that a picture can show
+_MAX_CORPORA = 3  # of a role, in a figure
 
 
 def condensed(run: Run) -> Run:
-    """The run with the corpora of a role as one where they are more than three: by means, of perplexities geometric."""
+    """The run with the corpora of a role merged into their means (geometric ones of perplexities) if they are many."""
     named = {role: [name for name, own in run.row.roles.items() if own == role] for role in run.row.roles.values()}
-    many = {role: names for role, names in named.items() if len(names) > _MOST}
+    many = {role: names for role, names in named.items() if len(names) > _MAX_CORPORA}
     if not many:
         return run
     shared = [_shared_name(names) for names in many.values()]
-    alone = [name for names in named.values() if len(names) <= _MOST for name in names]
+    alone = [name for names in named.values() if len(names) <= _MAX_CORPORA for name in names]
     parts = {
         whole if [*shared, *alone].count(whole) == 1 else f"{whole} ({role})": names
         for whole, (role, names) in zip(shared, many.items(), strict=True)
@@ -166,23 +164,20 @@ def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:
 
 def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for one in figures:
-        for name, value in one.items():
+    for own in figures:
+        for name, value in own.items():
             values.setdefault(name, []).append(value)
-    return {name: geometric_mean(of) if name == "perplexity" else mean(of) for name, of in values.items()}
+    return {name: geometric_mean(found) if name == "perplexity" else mean(found) for name, found in values.items()}
 
 
 def _shared_name(names: Sequence[str]) -> str:
-    """What the names begin with, or how many they are."""
+    """The common beginning of the names, or their number."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     return "".join(letters[0] for letters in alike).rstrip("_-. /") or f"{len(names)} corpora"
 
 
-# --- Where a run stands between learning and forgetting, by perplexity or by the answers that it gives --------------
-
-
 class Standing(NamedTuple):
-    """How far a run is from the base: on the new corpora to the better, on the replayed ones to the worse."""
+    """How far a run moved from its base: to the better on the new corpora, to the worse on the replayed ones."""
 
     learned: float
     forgotten: float
@@ -190,11 +185,11 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of every corpus, as a distance from the base's.
+    """A figure of every corpus, as a distance from the base's value.
 
-    `distance` is that of a value from the base's, better ones above 0 where `better` is 1, below it where that is −1;
-    `words` writes a distance, `noun` says what the figure is, and `rounds` which distances are round ones, or with −1
-    their opposites, the roundest first.
+    `distance` compares a value with the base's; better values are above 0 where `better` is 1, below 0 where it is −1.
+    `words` writes a distance, `noun` names the figure. `rounds` lists round distances for ticks, the roundest first, or
+    with −1 their opposites.
     """
 
     figure: str
@@ -205,7 +200,7 @@ class Measure:
     rounds: Callable[[int], Sequence[float]]
 
     def standing(self, row: Row, figures: Figures) -> Standing | None:
-        """Where `figures` of a run are; None without a new and a replayed corpus that have the figure, finite."""
+        """How far `figures` are from the base; None unless a new and a replayed corpus have the figure, all finite."""
         learned: list[float] = []
         forgotten: list[float] = []
         for name, role in row.roles.items():
@@ -217,15 +212,15 @@ class Measure:
         return Standing(self.better * mean(learned), -self.better * mean(forgotten))
 
     def said(self, standing: Standing, learned: str, kept: str) -> str:
-        """A standing in words, on corpora of these names."""
+        """A standing in words; the arguments name the corpora."""
         return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
 
     def on_new(self, learned: float) -> str:
-        """What was learned, as the figure's change."""
+        """What was learned, as a change of the figure."""
         return self.words(self.better * learned)
 
     def on_kept(self, forgotten: float) -> str:
-        """What was forgotten, as the figure's change."""
+        """What was forgotten, as a change of the figure."""
         return self.words(-self.better * forgotten)
 
 
@@ -238,19 +233,17 @@ ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub,
 
 
 def measure_of(rows: Iterable[Row]) -> Measure:
-    """What the runs are best compared by: the answers where all of them gave some, else perplexity."""
+    """The measure to compare the runs by: answers if all of them have some, else perplexity."""
     return ACCURACY if all(ACCURACY.standing(row, row.after) for row in rows) else PERPLEXITY
 
 
-# --- Runs that differ in nothing but their seed ---------------------------------------------------------------------
-
-# In the order of the styles that are theirs.
+# The position is the style's number.
 _METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one label, in the order of a study; `style` is their colour and mark."""
+    """The runs of one label, which differ in seed only; `style` is their colour and mark."""
 
     label: str
     style: int
@@ -262,19 +255,19 @@ class Group:
 
     @property
     def tried(self) -> list[Row]:
-        """What each learning rate led to, with one seed, in rising order."""
+        """A row for each learning rate, in rising order, with one seed."""
         return [row for run in self.runs for row in run.tried]
 
     def standing(self, measure: Measure) -> Standing | None:
-        """The mean of where its runs end; None where one of them has no standing."""
-        places = [one for row in self.rows if (one := measure.standing(row, row.after))]
+        """The mean of the standings of its runs; None where one of them has none."""
+        places = [place for row in self.rows if (place := measure.standing(row, row.after))]
         if len(places) < len(self.rows):
             return None
         return Standing(*(mean(column) for column in zip(*places, strict=True)))
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """The runs by label; labels that several studies use are told apart by the studies' names."""
+    """The runs by label; labels that several studies use are followed by the study's name."""
     sources: dict[str, set[str]] = {}
     for run in runs:
         sources.setdefault(run.row.label, set()).add(run.source)
@@ -287,7 +280,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 
 def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
-    """A style for each: its method's own, so that a method looks the same in every report; or the next that is free."""
+    """A style for each: its method's, so that a method looks the same in every report, or else the next free one."""
     styles: dict[int, int] = {}
     for at, members in enumerate(groups):
         method = members[0].row.method
@@ -298,30 +291,29 @@ def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
 
 
 def overview(runs: Sequence[Run]) -> list[Group]:
-    """The same with few enough corpora for pictures."""
+    """The groups, with few enough corpora for figures."""
     return group([condensed(run) for run in runs])
 
 
 def corpora(groups: Sequence[Group]) -> dict[str, str]:
-    """Every corpus's role: first what is learned, then what must not be forgotten."""
-    roles = {name: role for one in groups for row in one.rows for name, role in row.roles.items()}
+    """The role of every corpus, the new ones first."""
+    roles = {name: role for group in groups for row in group.rows for name, role in row.roles.items()}
     return dict(sorted(roles.items(), key=lambda item: item[1] == REPLAY))
 
 
 def figure_names(groups: Sequence[Group]) -> list[str]:
-    """Every figure that some run has of some corpus."""
-    rows = [row for one in groups for row in one.rows]
+    """Every figure that some run has for some corpus."""
+    rows = [row for group in groups for row in group.rows]
     return list(dict.fromkeys(figure for row in rows for figures in row.after.values() for figure in figures))
 
 
-def frontier(groups: Sequence[Group], measure: Measure) -> list[Group]:
-    """Those than which no other both learned more and forgot less."""
-    placed = [(one, place) for one in groups if (place := one.standing(measure))]
+def not_dominated(placed: Sequence[tuple[T, Standing]]) -> list[tuple[T, Standing]]:
+    """The Pareto front: those than which no other learned as much and forgot as little, and was better in one."""
 
-    def beaten(place: Standing) -> bool:
+    def is_dominated(place: Standing) -> bool:
         return any(
             other.learned >= place.learned and other.forgotten <= place.forgotten and other != place
             for _, other in placed
         )
 
-    return [one for one, place in placed if not beaten(place)]
+    return [(item, place) for item, place in placed if not is_dominated(place)]

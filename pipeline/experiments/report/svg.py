@@ -1,6 +1,7 @@
-"""A drawing: SVG without a colour or a font of its own, so that a page's style, dark or light, decides them.
+"""Drawings as SVG without colours and fonts, which the page's style sheet decides; and where labels are placed.
 
-Sizes are in CSS pixels. Everything that is written into it is text, whatever characters it has.
+This is our own code because no plotting library draws figures that need no script, follow a dark or light page, fit a
+phone and print well: docs/adr/0015. Sizes are in CSS pixels. All text is escaped.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _UNWRITABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class Drawing:
-    """An SVG element under construction; `name` makes the ids in it unique on a page. Without a title it is an
-    ornament, beside words that say the same."""
+    """An SVG element under construction; `name` makes its ids unique on a page. Without a title it is decoration, which
+    screen readers skip."""
 
     def __init__(self, name: str, width: float, height: float, title: str = "", description: str = "") -> None:
         self.width, self.height = width, height
@@ -41,18 +42,18 @@ class Drawing:
         ET.SubElement(self._root, "line", {"class": kind, **_rounded(x1=x1, y1=y1, x2=x2, y2=y2)})
 
     def path(self, points: Sequence[Point], kind: str) -> None:
-        """A line through `points`; less than two are nothing."""
+        """A line through `points`; nothing where there are fewer than two."""
         if len(points) > 1:
             way = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
             ET.SubElement(self._root, "path", {"class": kind, "d": way})
 
     def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
-        """A text whose baseline begins, ends or has its middle at a point."""
+        """A text with the start, middle or end of its baseline at a point."""
         values = {"class": kind, "text-anchor": anchor, **_rounded(x=at[0], y=at[1])}
         ET.SubElement(self._root, "text", values).text = readable(text)
 
     def mark(self, at: Point, style: int, kind: str = "mark", *, size: float = 1.0, title: str = "") -> None:
-        """The mark of a style, which is known by its shape as well as its colour; `title` shows under a pointer."""
+        """The mark of a style, which has its own shape and colour; `title` is its tooltip."""
         shape = (style + style // STYLES) % STYLES
         points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in _SHAPES[shape])
         element = ET.SubElement(self._root, "polygon", {"class": f"{kind} {style_class(style)}", "points": points})
@@ -64,7 +65,7 @@ class Drawing:
         ET.SubElement(self._root, "circle", {"class": kind, **_rounded(cx=at[0], cy=at[1], r=radius)})
 
     def markup(self, style_sheet: str | None = None) -> str:
-        """The element; with a style sheet, a file of its own."""
+        """The element; with a style sheet, a complete SVG file."""
         if style_sheet is None:
             return ET.tostring(self._root, encoding="unicode")
         size = _rounded(width=self.width + 2 * _MARGIN, height=self.height + 2 * _MARGIN)
@@ -83,12 +84,12 @@ def style_class(style: int) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide a text of that size is: nobody knows the reader's fonts."""
+    """An estimate of the width of a text; the reader's fonts are not known."""
     return size * sum(1.0 if ord(letter) > 0x1100 else 0.58 for letter in text)
 
 
 def shortened(text: str, size: float, width: float) -> str:
-    """`text`, or as much of its beginning as is about `width` wide."""
+    """`text`, cut to about `width` with an ellipsis where it is longer."""
     if text_width(text, size) <= width:
         return text
     kept = next(end for end in range(len(text), -1, -1) if text_width(text[:end], size) <= width - size or end == 0)
@@ -96,7 +97,7 @@ def shortened(text: str, size: float, width: float) -> str:
 
 
 def readable(text: str) -> str:
-    """`text` without the characters that XML cannot hold."""
+    """`text` with U+FFFD instead of characters that XML cannot hold."""
     return _UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -118,7 +119,7 @@ def _cross() -> list[Point]:
     return [point for corner in turned for point in corner]
 
 
-# Of about equal weight to the eye.
+# Sizes are balanced so that all look about equally large.
 _SHAPES: Sequence[Sequence[Point]] = (
     _polygon(24, 0, 1.05 * _MARK),
     _polygon(4, math.pi / 4, 1.3 * _MARK),
@@ -129,16 +130,13 @@ _SHAPES: Sequence[Sequence[Point]] = (
     _polygon(6, 0, 1.15 * _MARK),
 )
 
-
-# --- Where names go beside what they name, so that none lies on another ---------------------------------------------
-
-# Beside a mark: pixels from its middle to the label, and directions, in the order of preference.
+# From a mark to its label: distances in pixels and directions, in order of preference.
 _DISTANCES = (11.0, 20.0, 32.0, 46.0, 64.0)
 _DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (-0.8, 0.8), (0.0, -1.0), (0.0, 1.0))
 
 
 class Box(NamedTuple):
-    """A rectangle from its left upper to its right lower corner."""
+    """A rectangle."""
 
     left: float
     top: float
@@ -160,7 +158,7 @@ def around(point: Point, half: float) -> Box:
 def beside(
     points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
 ) -> list[Box]:
-    """A box for the label of each point, near it, within `room`, off `taken` and off each other as far as may be."""
+    """A box for the label of each point: near it, within `room`, and if possible not over `taken` or each other."""
     boxes: list[Box] = []
     marks = [around(point, 8) for point in points]
     for point, width in zip(points, widths, strict=True):
@@ -179,14 +177,14 @@ def _choices(point: Point, width: float, height: float) -> Iterator[tuple[float,
     x, y = point
     for reach in _DISTANCES:
         for order, (right, down) in enumerate(_DIRECTIONS):
-            # The side of the label that looks at the mark is at the distance: left, right, or its middle.
+            # The distance is to the label's nearest side, or to its middle above and below the mark.
             hidden = 0.0 if right > 0 else width if right < 0 else width / 2
             left, top = x + reach * right - hidden, y + reach * down - height / 2
             yield reach + order, Box(left, top, left + width, top + height)
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as may be to `places`, at least `gap` apart, from `low` to `high` if they fit there."""
+    """Positions close to `places`, at least `gap` apart, from `low` to `high` if they fit there."""
     order = sorted(range(len(places)), key=places.__getitem__)
     found = list(places)
     edge = low

@@ -14,7 +14,7 @@ from pipeline.run_folder.metrics import mean
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, what stands small behind it, and the share of the column's largest, for a bar, where it is a cost."""
+    """A figure, a note after it in small type, and for costs its share of the column's largest value, for a bar."""
 
     text: str
     small: str = ""
@@ -22,12 +22,12 @@ class Cell:
 
 
 TableRow = tuple[str, int | None, Sequence[Cell]]
-"""A name, the style of its colour and mark where it has one, and its cells."""
+"""(label, style of its mark or None, cells)"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """`header` has a name a cell of a row, `above` names of several columns each, with how many."""
+    """`header` has a name for each column, `above` names groups of columns, with their numbers of columns."""
 
     header: Sequence[str]
     rows: Sequence[TableRow]
@@ -35,26 +35,26 @@ class Table:
 
 
 def results(groups: Sequence[Group]) -> Table:
-    """Every figure of every corpus at the end, below the base's."""
+    """Every figure of every corpus at the end; the first row is the base's."""
     return _ends(groups, figure_names(groups))
 
 
 def each_corpus(groups: Sequence[Group]) -> Table:
-    """The figure that the runs are compared by, for every corpus by itself."""
-    return _ends(groups, [measure_of(row for one in groups for row in one.rows).figure])
+    """The figure that the runs are compared by, for every single corpus."""
+    return _ends(groups, [measure_of(row for group in groups for row in group.rows).figure])
 
 
 def beside(groups: Sequence[Group], others: Sequence[Group]) -> Table:
-    """How far each method came from its own base here, and the same method in `others`, on corpora of their own."""
-    measure = measure_of(row for one in [*groups, *others] for row in one.rows)
-    of_method = {one.rows[0].method: one for one in others}
+    """How far each method moved from its base, and the same method in `others`, which have their own corpora."""
+    measure = measure_of(row for group in [*groups, *others] for row in group.rows)
+    of_method = {group.rows[0].method: group for group in others}
     rows: list[TableRow] = []
-    for one in groups:
-        other = of_method.get(one.rows[0].method)
-        places = [one.standing(measure), other and other.standing(measure)]
+    for group in groups:
+        other = of_method.get(group.rows[0].method)
+        places = [group.standing(measure), other and other.standing(measure)]
         learned = [Cell(measure.on_new(place.learned) if place else NOTHING) for place in places]
         forgotten = [Cell(measure.on_kept(place.forgotten) if place else NOTHING) for place in places]
-        rows.append((one.label, one.style, [*learned, *forgotten]))
+        rows.append((group.label, group.style, [*learned, *forgotten]))
     name = others[0].runs[0].source
     above = [(f"learned: {measure.noun}", 2), (f"forgotten: {measure.noun}", 2)]
     return Table(["here", name] * 2, rows, above)
@@ -62,21 +62,21 @@ def beside(groups: Sequence[Group], others: Sequence[Group]) -> Table:
 
 def _ends(groups: Sequence[Group], figures: Sequence[str]) -> Table:
     pairs = [(figure, corpus) for figure in figures for corpus in corpora(groups)]
-    columns = [pair for pair in pairs if any(_figures(one, *pair) for one in groups)]
+    columns = [pair for pair in pairs if any(_figures(group, *pair) for group in groups)]
     spans = Counter(figure for figure, _ in columns)
     base = [Cell(plus_minus(_of_base(groups, *pair), of_figure(pair[0]))[0]) for pair in columns]
     rows: list[TableRow] = [("base", None, base)]
-    rows += [(one.label, one.style, [_result(one, *pair) for pair in columns]) for one in groups]
+    rows += [(group.label, group.style, [_result(group, *pair) for pair in columns]) for group in groups]
     above = [(figure.replace("_", " "), span) for figure, span in spans.items()]
     return Table([corpus for _, corpus in columns], rows, above)
 
 
 def costs(groups: Sequence[Group]) -> Table:
-    """What was trained, for how long, and with how much memory."""
+    """Trained parameters, time, memory, learning rate, steps and number of runs."""
     trained, seconds, memory = (_means(groups, name) for name in ("trainable_parameters", "seconds", "peak_memory_gib"))
     rows: list[TableRow] = []
-    for one, parameters, time_s, memory_gib in zip(groups, trained, seconds, memory, strict=True):
-        first = one.rows[0]
+    for group, parameters, time_s, memory_gib in zip(groups, trained, seconds, memory, strict=True):
+        first = group.rows[0]
         share = percent(parameters / first.total_parameters) if parameters and first.total_parameters else ""
         rate = f"{first.learning_rate:g}" if first.learning_rate is not None else NOTHING
         tokens = f"{count(first.tokens_seen)} tokens" if first.tokens_seen else ""
@@ -86,28 +86,28 @@ def costs(groups: Sequence[Group]) -> Table:
             _bar(memory_gib, memory, lambda value: f"{short(value)} GiB"),
             Cell(rate),
             Cell(f"{first.steps:,}", tokens),
-            Cell(str(len(one.runs))),
+            Cell(str(len(group.runs))),
         ]
-        rows.append((one.label, one.style, cells))
+        rows.append((group.label, group.style, cells))
     return Table(["trained parameters", "time", "peak memory", "learning rate", "steps", "runs"], rows)
 
 
-def _figures(one: Group, figure: str, corpus: str, *, before: bool = False) -> list[float]:
-    found = ((row.before if before else row.after).get(corpus, {}).get(figure) for row in one.rows)
+def _figures(group: Group, figure: str, corpus: str, *, before: bool = False) -> list[float]:
+    found = ((row.before if before else row.after).get(corpus, {}).get(figure) for row in group.rows)
     return [value for value in found if value is not None]
 
 
 def _of_base(groups: Sequence[Group], figure: str, corpus: str) -> list[float]:
-    """The base's, if all runs began there."""
-    found = {value for one in groups for value in _figures(one, figure, corpus, before=True)}
+    """The base's value, if all runs have the same."""
+    found = {value for group in groups for value in _figures(group, figure, corpus, before=True)}
     return list(found) if len(found) == 1 else []
 
 
-def _result(one: Group, figure: str, corpus: str) -> Cell:
-    """The mean and spread over seeds, and of perplexities the change."""
-    after = _figures(one, figure, corpus)
+def _result(group: Group, figure: str, corpus: str) -> Cell:
+    """The mean and spread over seeds, and for perplexities the change from the base."""
+    after = _figures(group, figure, corpus)
     text, around = plus_minus(after, of_figure(figure))
-    before = _figures(one, figure, corpus, before=True)
+    before = _figures(group, figure, corpus, before=True)
     if figure != PERPLEXITY.figure or len(before) != len(after):
         return Cell(text, around)
     rises = mean([PERPLEXITY.distance(now, then) for now, then in zip(after, before, strict=True)])
@@ -115,12 +115,12 @@ def _result(one: Group, figure: str, corpus: str) -> Cell:
 
 
 def _means(groups: Sequence[Group], name: str) -> list[float | None]:
-    found = [[value for row in one.rows if (value := getattr(row, name)) is not None] for one in groups]
+    found = [[value for row in group.rows if (value := getattr(row, name)) is not None] for group in groups]
     return [mean(values) if values else None for values in found]
 
 
 def _bar(value: float | None, column: Sequence[float | None], words: Callable[[float], str], small: str = "") -> Cell:
-    largest = max((one for one in column if one is not None), default=0.0)
+    largest = max((other for other in column if other is not None), default=0.0)
     if value is None:
         return Cell(NOTHING)
     return Cell(words(value), small, value / largest if largest > 0 else None)

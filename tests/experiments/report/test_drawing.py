@@ -18,7 +18,7 @@ from pipeline.experiments.report.axes import change, count, duration, of_figure,
 from pipeline.experiments.report.page import write_pngs
 from pipeline.experiments.report.svg import Box, Drawing, beside, shortened, spread, text_width
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VALUES = st.lists(st.floats(-30, 30), min_size=1, max_size=9)
 POSITIVE = st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=9)
 MAKERS = {
@@ -119,7 +119,7 @@ def test_the_fonts_that_come_along_have_what_pictures_write(letter, weight):
         return resvg_py.svg_to_bytes(
             svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{words}</svg>',
             skip_system_fonts=True,
-            font_dirs=[str(ROOT / "pipeline" / "report" / "fonts")],
+            font_dirs=[str(ROOT / "pipeline" / "experiments" / "report" / "fonts")],
         )
 
     assert drawn(letter) not in (drawn(" "), drawn("\N{CJK UNIFIED IDEOGRAPH-4E00}"))

@@ -1,22 +1,22 @@
-"""The page: whole, of itself, with the rows' own numbers, whatever a study holds and whoever wrote it."""
+"""The page: complete, self-contained, with the numbers of the rows, for any study and any labels."""
 
 from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 
 import pytest
 
+from pipeline.errors import RunFolderError
 from pipeline.experiments.report.page import findings, page
 from pipeline.experiments.report.runs import Run, group, overview, read_runs
 from tests.experiments.report.studies import METHODS, answers, rows, write_study, write_tried
+from tests.experiments.studies import call_tool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOID = {"meta"}
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
 STRANGE = (
@@ -106,8 +106,8 @@ def test_every_number_is_that_of_the_rows(tmp_path):
     assert "16.90" in shown and "10.42" in shown  # the base
 
 
-def test_figures_are_named_and_there_twice(tmp_path):
-    """Once for a desk, once for a phone."""
+def test_figures_are_named_and_drawn_at_two_widths(tmp_path):
+    """Once for a desktop, once for a phone."""
     parsed = check(made(tmp_path, rows())[0])
     sections = [one["id"] for one in parsed.of("section")]
     assert sections == [
@@ -125,7 +125,7 @@ def test_figures_are_named_and_there_twice(tmp_path):
     assert parsed.texts.count("SCALE-Route") >= 2 * 4
 
 
-def test_the_picture_has_a_mark_a_run_and_one_a_mean(tmp_path):
+def test_the_tradeoff_has_a_mark_for_each_run_and_each_mean(tmp_path):
     text, _ = made(tmp_path, rows())
     picture = text[text.index('id="stability-plasticity-section"') : text.index('id="results"')].split("<svg")[1]
     assert picture.count('class="run ') == 21 and picture.count('class="mark ') == 7
@@ -137,7 +137,7 @@ def test_the_picture_has_a_mark_a_run_and_one_a_mean(tmp_path):
     assert means == [(f"−{-korean:.0f}", f"+{english:.1f}".removesuffix(".0"))]
 
 
-def test_what_is_found_is_said(tmp_path):
+def test_findings_are_correct(tmp_path):
     _, runs = made(tmp_path, rows((1,)))
     ends = {run.row.label: tuple(run.row.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
     most, least, frontier = findings(group(runs))
@@ -154,7 +154,7 @@ def test_what_is_found_is_said(tmp_path):
 
 @pytest.mark.parametrize("field", ["label", "corpus", "title", "folder"])
 @pytest.mark.parametrize("text", STRANGE)
-def test_a_strangers_words_stay_words(text, field, tmp_path):
+def test_labels_are_escaped(text, field, tmp_path):
     content = rows((1, 2))[:4]
     for row in content:
         if field == "label" and row["method"] == "lora":
@@ -198,16 +198,16 @@ def odd(change):
     ids=lambda content: None,
 )
 @pytest.mark.parametrize("diagnostics", [True, False])
-def test_whatever_a_study_holds_there_is_a_page(content, diagnostics, tmp_path):
+def test_unusual_studies_have_a_page(content, diagnostics, tmp_path):
     text, runs = made(tmp_path, content, diagnostics=diagnostics)
     shown = check(text).texts
     assert any(runs[0].row.label in one for one in shown)
 
 
-def test_who_is_not_drawn_is_named(tmp_path):
+def test_methods_that_are_not_drawn_are_named(tmp_path):
     content = odd(lambda row: row["after"]["english"].update(perplexity=math.inf if row["method"] == "fft" else 11.0))
     text, _ = made(tmp_path, content)
-    assert "Not drawn, for want of a finite figure in every run: Full fine-tuning." in text
+    assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
     assert "\N{INFINITY}" in check(text).texts
 
 
@@ -220,7 +220,7 @@ def test_questions_are_compared_by_their_answers(tmp_path):
     assert "98.0\N{NARROW NO-BREAK SPACE}%" in parsed.texts
 
 
-def test_many_corpora_of_a_role_stand_together(tmp_path):
+def test_many_corpora_of_a_role_are_merged(tmp_path):
     content = answers()
     for row in content:
         for task in ("task 0", "task 1"):
@@ -278,13 +278,13 @@ def scaled(figures: dict[str, float], factor: float) -> dict[str, float]:
     return {name: value * factor for name, value in figures.items()}
 
 
-def test_two_studies_with_the_same_labels_are_told_apart(tmp_path):
+def test_two_studies_with_the_same_labels_are_distinguished(tmp_path):
     folders = [write_study(tmp_path / name, rows((1,))[:2], diagnostics=False) for name in ("first", "second")]
     shown = check(page(read_runs(folders), "Both")).texts
     assert "LoRA (first)" in shown and "LoRA (second)" in shown
 
 
-def test_a_study_elsewhere_stands_beside_by_method(tmp_path):
+def test_another_study_is_compared_by_method(tmp_path):
     ours = read_runs([write_study(tmp_path / "ours", rows((1, 2))[:4], diagnostics=False)])  # two methods
     paper = read_runs([ROOT / "docs" / "results" / "paper-korean"])
     assert "beside" not in [one["id"] for one in check(page(ours, "Alone")).of("section")]
@@ -302,18 +302,17 @@ def test_a_study_elsewhere_stands_beside_by_method(tmp_path):
     assert page(ours, "Nothing in common", freeze_only).count("–</td>") >= 4
 
 
-def test_the_command_line_writes_the_page_and_the_pictures(tmp_path):
+def test_the_command_line_writes_the_page_and_the_figures(tmp_path, monkeypatch, capsys):
     study = write_study(tmp_path / "study", rows((1,))[:3])
-    command = [sys.executable, "tools/report.py", str(study), "--output", str(tmp_path / "out" / "report.html")]
-    command += ["--beside", "docs/results/paper-korean"]
-    done = subprocess.run([*command, "--png", str(tmp_path / "png")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    written = ["--output", tmp_path / "out" / "report.html", "--png", tmp_path / "png"]
+    call_tool(monkeypatch, "report", study, *written, "--beside", "docs/results/paper-korean")
     check((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
-    pictures = sorted((tmp_path / "png").iterdir())
-    assert [path.stem for path in pictures] == ["drift", "perplexity", "stability-plasticity"]
-    for path in pictures:
+    figures = sorted((tmp_path / "png").iterdir())
+    assert [path.stem for path in figures] == ["drift", "perplexity", "stability-plasticity"]
+    assert capsys.readouterr().out.split() == [str(written[1]), str(figures[2]), str(figures[1]), str(figures[0])]
+    for path in figures:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
         assert int.from_bytes(content[16:20], "big") == 2 * (820 + 36)
-    failed = subprocess.run([*command[:2], str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path}: expected")
+    with pytest.raises(RunFolderError, match=f"^{tmp_path}: expected"):
+        call_tool(monkeypatch, "report", tmp_path)

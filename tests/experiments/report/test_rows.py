@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.experiments.report.runs import group, read_runs
-from tests.distributed import run_ranks
 from tests.experiments.report.studies import rows, write_study
-from tests.training.runs import make_run, train
 
 
 def test_a_study_is_its_rows_with_their_metrics(tmp_path):
@@ -32,26 +29,6 @@ def test_what_a_reader_does_not_know_is_passed_over(tmp_path):
     assert run.row.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
     assert run.row.after["korean"]["perplexity"] == math.inf  # as orjson writes it
     assert run.metrics == [] and [validation.step for validation in run.row.validations] == [0, 1000]
-
-
-def test_the_folder_of_a_real_run(tmp_path, tokens):
-    config = make_run(tmp_path / "route", tokens, method__variant="route", schedule__steps=4, validation__every_steps=2)
-    run_ranks(train, 1, config)
-    (run,) = read_runs([tmp_path / "route"])
-    lines = [json.loads(line) for line in (tmp_path / "route" / "metrics.jsonl").read_text().splitlines()]
-    training = json.loads((tmp_path / "route" / "training.json").read_text())
-    assert run.row.label == run.source == "route"
-    assert run.row.roles == {"english": "replay", "korean": "new"}
-    assert [validation.step for validation in run.row.validations] == [0, 2, 4]
-    for validation in run.row.validations:
-        assert validation.figures["korean"] == {
-            "perplexity": lines[validation.step]["perplexity/korean"],
-            "bits_per_byte": lines[validation.step]["bits_per_byte/korean"],
-        }
-    for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
-        assert getattr(run.row, key) == training[key]
-    assert run.row.learning_rate == 2e-3 and run.row.peak_memory_gib > 0
-    assert any("preserved_fraction" in line for line in run.metrics)
 
 
 @pytest.mark.parametrize(

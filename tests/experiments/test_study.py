@@ -1,4 +1,4 @@
-"""A study's file: what it may leave to others, and every fault in one line before anything starts."""
+"""A study's file: what it may leave out, and every fault in one line before anything starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.config.method import Lora
 from pipeline.errors import ConfigError
-from pipeline.experiments.pending import due, finished_count, run_count
+from pipeline.experiments.pending import finished_count, pending_tasks, run_count
 from pipeline.experiments.results import is_trained
 from pipeline.experiments.study import load_study
 from pipeline.experiments.study_runs import StudyRuns, Trial
@@ -47,7 +47,7 @@ def test_runs_differ_in_what_the_study_compares_and_nothing_else(opened):
     assert first.schedule == other_seed.schedule == same_rate
 
 
-def test_the_study_that_the_documentation_shows_is_one(tmp_path):
+def test_the_study_in_the_documentation_is_valid(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
     path.write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0], encoding="utf-8")
@@ -56,7 +56,7 @@ def test_the_study_that_the_documentation_shows_is_one(tmp_path):
         assert f"{runs.study.folder}/{trial}/run.yaml" in page
 
 
-def test_a_method_that_the_base_cannot_have_is_found_before_the_others_train(opened):
+def test_a_method_that_does_not_fit_the_base_is_found_before_the_others_train(opened):
     def change(values):
         adapt = {**values["methods"]["adapt"]["method"], "l_fp": 99}
         values["methods"]["last"] = {"label": "Last", "method": adapt, "learning_rates": [1e-3]}
@@ -70,7 +70,7 @@ def test_a_method_that_the_base_cannot_have_is_found_before_the_others_train(ope
 def test_a_matched_method_trains_as_much_as_the_one_it_follows(opened):
     runs = opened()
     assert isinstance(runs.methods["lora"], Lora)
-    trained = [runs._matcher.trained(method) for method in runs.methods.values()]
+    trained = [runs.matcher.trained(method) for method in runs.methods.values()]
     assert trained[0] == pytest.approx(trained[1], rel=0.04)  # a rank is a step of 6 %
 
 
@@ -83,12 +83,12 @@ def test_stages_build_on_each_other(opened):
     first, second = (run.config for run in runs.stages)
     assert (first.base, second.base, runs.base) == (STORIES, first.folder / "hf", second.folder / "hf")
     assert first.method.name == "fft" and first.data.folder == second.data.folder
-    (task,) = due(runs)  # the compared runs cannot even be described before their base is there
+    (task,) = pending_tasks(runs)  # matched methods have no size before their base exists
     assert (task.run.config, task.stages) == (first, ("tokenize", "train", "convert"))
     assert run_count(runs) == 2 + 2 + 3
 
 
-def test_a_folder_of_texts_takes_its_place(opened, tmp_path):
+def test_the_folder_of_texts_is_substituted(opened, tmp_path):
     def change(values):
         values["settings"]["data"]["corpora"]["korean"]["input"] = ["${data}/korean.jsonl"]
 
@@ -96,7 +96,7 @@ def test_a_folder_of_texts_takes_its_place(opened, tmp_path):
     assert corpus.input == [f"{tmp_path}/korean.jsonl"]
     with pytest.raises(ConfigError, match=r"^--data .*/nowhere: no such folder; .* reads its texts from there"):
         opened(change, tmp_path / "nowhere")
-    opened(data=tmp_path / "nowhere")  # who needs none is not asked for it
+    opened(data=tmp_path / "nowhere")  # not needed, so not checked
 
 
 def faulty(change):
@@ -121,23 +121,26 @@ def faulty(change):
         (lambda study, methods, _: methods["lora"].update(learning_rates=[1.0, 1.0]), "learning_rates: each once"),
         (lambda study, methods, settings: settings.update(sead=1), "settings, for adapt: .*sead: unknown key"),
         (lambda study, methods, settings: settings["data"].update(folder="${home}"), "no other place than"),
-        (lambda study, methods, settings: settings.update(folder="runs/x"), "settings.folder: every run has its own"),
-        (lambda study, methods, settings: settings.update(seed=7), "settings.seed: every run has its own"),
+        (
+            lambda study, methods, settings: settings.update(folder="runs/x"),
+            "settings.folder: the study sets it",
+        ),
+        (lambda study, methods, settings: settings.update(seed=7), "settings.seed: the study sets it for every run"),
         (
             lambda study, methods, settings: settings["schedule"].update(learning_rate=1.0),
-            "settings.schedule.learning_rate: every run has its own",
+            "settings.schedule.learning_rate: the study sets it for every run",
         ),
         (
             lambda study, methods, settings: study.update(stages={"first": {"settings": {**settings, "base": "x"}}}),
-            "stages.first: settings.base: every run has its own",
+            "stages.first: settings.base: the study sets it for every run",
         ),
         (
             lambda study, methods, settings: study.update(stages={"tokens": {"settings": settings}}),
-            "stages.tokens: the study has a folder of that name",
+            "stages.tokens: the study uses a folder of that name",
         ),
         (
             lambda study, methods, _: methods["lora"].update(label="SCALE-Adapt"),
-            "label of its own.*'SCALE-Adapt' twice",
+            "expected a different label for each, found 'SCALE-Adapt' twice",
         ),
         (
             lambda study, methods, settings: settings["data"]["corpora"]["korean"].pop("heldout_input"),
@@ -151,13 +154,13 @@ def test_a_fault_is_one_line_that_says_where(opened, change, said):
     assert "study.yaml: " in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_run_is_not_taken_for_one_with_other_settings(opened):
+def test_a_run_with_other_settings_is_refused(opened):
     trial = Trial("adapt", 2e-3, 1)
     run = opened().trial(trial)
     run.write()
     assert yaml.safe_load(run.path.read_text())["seed"] == 1
     longer = opened(lambda values: values["settings"]["schedule"].update(steps=9)).trial(trial)
-    longer.write()  # nothing was made yet
+    longer.write()  # nothing is trained yet
     (run.config.folder / "checkpoints").mkdir()
     longer.write()
     with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
@@ -175,7 +178,7 @@ def test_a_finished_run_of_other_settings_does_not_count_as_done(opened):
         korean = values["settings"]["data"]["corpora"]["korean"]
         korean["input"] = [os.path.relpath(place) for place in korean["input"]]
 
-    assert is_trained(opened(elsewhere).trial(trial))  # the same texts, named otherwise
+    assert is_trained(opened(elsewhere).trial(trial))  # the same texts, by another path
     other = opened(lambda values: values["settings"]["schedule"].update(weight_decay=0.5))
     with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
         finished_count(other)

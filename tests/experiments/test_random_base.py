@@ -1,4 +1,4 @@
-"""A base from nothing is an ordinary Hugging Face folder: random weights, the same tokens for us and transformers."""
+"""A base with random weights is an ordinary Hugging Face folder, with the same tokens for us and transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError
-from pipeline.experiments.study import NewTokenizer, Scratch, TokenizerText
-from pipeline.experiments.study_runs import make_scratch
+from pipeline.experiments.random_base import make_random_base
+from pipeline.experiments.study import NewTokenizer, RandomBase, TokenizerText
 from pipeline.files import file_hash
 from tests.bases import CONFIGS, STORIES
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
@@ -28,12 +28,12 @@ def architecture(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_new_tokenizer_cuts_as_finely_as_its_texts_say(architecture, tmp_path):
+def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture, tmp_path):
     parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
     texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
     tokenizer = NewTokenizer(vocab_size=900, texts=texts)
     for folder, seed in (("one", 1), ("same", 1), ("other", 2)):
-        make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=seed), tmp_path / folder)
+        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=seed), tmp_path / folder)
 
     ours, theirs = load_tokenizer(tmp_path / "one"), AutoTokenizer.from_pretrained(tmp_path / "one")
     assert ours.vocab_size == load_hf_model(tmp_path / "one").config.vocab_size == 900
@@ -46,26 +46,26 @@ def test_a_new_tokenizer_cuts_as_finely_as_its_texts_say(architecture, tmp_path)
     assert one == same != other
 
     before = (tmp_path / "one" / "config.json").stat().st_mtime_ns
-    make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "one")
+    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "one")
     assert before == (tmp_path / "one" / "config.json").stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"made_of.json: this base was made of another seed than scratch says now"):
-        make_scratch(Scratch(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"made_of.json: this base was made of another seed than `scratch` has now"):
+        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "one")
     with pytest.raises(ConfigError, match=r"was made of another tokenizer"):
-        make_scratch(Scratch(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "one")
+        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "one")
 
 
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])
-def test_a_given_tokenizer_is_taken_as_it_is(given, architecture, tmp_path):
-    make_scratch(Scratch(architecture=architecture, tokenizer=given), tmp_path / "base")
+def test_a_given_tokenizer_is_copied(given, architecture, tmp_path):
+    make_random_base(RandomBase(architecture=architecture, tokenizer=given), tmp_path / "base")
     assert load_tokenizer(tmp_path / "base").fingerprint == load_tokenizer(STORIES).fingerprint
     model = load_hf_model(tmp_path / "base")
     assert (model.config.vocab_size, model.config.eos_token_id) == (512, 2)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_nothing_half_made_stays(tmp_path):
+def test_an_unsupported_architecture_leaves_no_folder(tmp_path):
     architecture = tmp_path / "architecture.json"
     architecture.write_text('{"model_type": "bert"}')
     with pytest.raises(BaseModelError, match="model_type 'bert' is not among"):
-        make_scratch(Scratch(architecture=architecture, tokenizer=STORIES), tmp_path / "base")
+        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES), tmp_path / "base")
     assert not (tmp_path / "base").exists()

@@ -1,4 +1,4 @@
-"""summary.json and learning_rates.json: what was written is read again, and what is no summary is refused."""
+"""summary.json and learning_rates.json: they are read as they were written, and other files are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.experiments.report.studies import rows
 SHIPPED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/summary.json"))
 
 
-def test_what_was_written_is_read_again_and_no_number_is_as_infinite(tmp_path):
+def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
     own = [Row.model_validate(one) for one in rows()]
     own[0].after["korean"]["perplexity"] = math.inf
     tried = [
@@ -30,7 +30,7 @@ def test_what_was_written_is_read_again_and_no_number_is_as_infinite(tmp_path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
-def test_rows_that_studies_wrote_before_stay_as_they_are(path, tmp_path):
+def test_rows_of_earlier_versions_do_not_change(path, tmp_path):
     write_summary(tmp_path, read_rows(path.parent), [])
     after, before = (json.loads(one.read_text()) for one in (tmp_path / "summary.json", path))
     assert [{key: value for key, value in row.items() if value is not None} for row in after] == [
@@ -41,9 +41,9 @@ def test_rows_that_studies_wrote_before_stay_as_they_are(path, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[]", "holds no run"),
+        ("[]", "expected at least one row, found none"),
         ("[{", "cannot be read as JSON"),
-        ("{}", "expected a list, a row a run, found dict"),
+        ("{}", "expected a list of rows, found dict"),
         ("[7]", "row 0: Input should be a valid dictionary"),
         ('[{"label": "LoRA"}]', "row 0: steps: Field required"),
     ],

@@ -1,9 +1,9 @@
-"""What a person reads of a finished study."""
+"""The tables that a finished study prints."""
 
 from __future__ import annotations
 
-from pipeline.experiments.conduct import Summary
 from pipeline.experiments.results import Row
+from pipeline.experiments.summary import Summary
 
 TEXT = {"perplexity": 3.5, "bits_per_byte": 0.75}
 
@@ -30,7 +30,7 @@ def row(seed: int, known: float) -> Row:
     )
 
 
-def test_corpora_of_answers_are_one_column_a_role():
+def test_corpora_of_questions_share_a_column_per_role():
     text = Summary([row(1, 0.2), row(2, 0.4)], []).as_text()
     header, _, line = text.splitlines()[-5:-2]
     assert "text: perplexity" in header

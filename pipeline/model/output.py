@@ -121,7 +121,7 @@ class OutputProjection(nn.Module):
 
 @dataclass(frozen=True)
 class Routed:
-    """Logits [n, V / tp_size] in fp32, the expansion stream x_up [n, U] behind them, and which tokens are preserved [n]."""
+    """Logits [n, V / tp_size] in fp32, the expansion stream behind them [n, U], and which tokens are preserved [n]."""
 
     logits: Tensor
     x_up: Tensor | None

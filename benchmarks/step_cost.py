@@ -1,10 +1,10 @@
-"""What a training step costs under each method: seconds and peak memory, side by side on one base.
+"""What a training step costs under each method: seconds, processor seconds and peak memory, on the same base.
 
     python benchmarks/step_cost.py --json benchmarks/out/step_cost.json
 
-Every method runs in a process of its own, so that its peak memory is its own; the processes take turns, one step each a
-round, so that a slow moment of the machine meets all of them. LoRA is PEFT's, on the transformers model; the others are
-this project's. Widths are in the paper's proportions: hidden size, FFN and heads grow by an eighth.
+Each method runs in its own process, which gives its peak memory. The processes take turns, one step each a round, so
+that load on the machine affects all of them alike. LoRA is PEFT's, on the transformers model; the others are this
+project's. Widths are in the paper's proportions: hidden size, FFN and heads grow by an eighth.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def lora_model(size: Size) -> nn.Module:
 
 
 class Cost(NamedTuple):
-    """Of one step. Processor seconds, summed over threads, say more than the clock where the machine is shared."""
+    """Of one step. On a shared machine processor seconds (over all threads) say more than elapsed ones."""
 
     seconds: float
     cpu_seconds: float
@@ -127,7 +127,7 @@ def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], Cost]]:
         if lora:
             value: Tensor = model(input_ids=tokens, labels=tokens).loss
             return value
-        total, _, _ = model(tokens, tokens)
+        total: Tensor = model(tokens, tokens).total
         return total / tokens.numel()
 
     def step() -> Cost:

@@ -14,13 +14,13 @@ from pipeline.model.spec import DecoderSpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.layers import WidenedEmbedding
+from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
 LogitsPath = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
 
-Adapters and added layers are masked on both of the latter."""
+The last two also mask adapters and added layers."""
 
 
 class Decoder(nn.Module):
@@ -35,7 +35,11 @@ class Decoder(nn.Module):
         tp: TensorParallel = SINGLE,
         activation_checkpointing: Literal["none", "collaborative", "all"] = "none",
     ) -> None:
-        """`added_layers` are those of the layers that are none of the base's."""
+        """`added_layers` are the indices of the layers that the base does not have.
+
+        Raises:
+            LayoutError: the base's heads or FFN cannot be split over `tp.size` ranks.
+        """
         super().__init__()
         check_base_fits(spec.widths, tp.size)
         self.spec = spec
@@ -57,8 +61,7 @@ class Decoder(nn.Module):
 
     @property
     def keeps_base(self) -> bool:
-        """Whether something stands beside the base (an expansion, adapters, added layers), so that `path="base"` runs
-        the base as it was; where the base itself trains, nothing does."""
+        """Whether the base itself is kept beside what was added to it, so that `path="base"` runs it unchanged."""
         adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
         return self.plan is not None or adapted or bool(self.added_layers)
 
@@ -69,10 +72,9 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Losses:
-        """How well `targets` (−100 where nothing is predicted) are predicted.
+        """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
-        All inputs are [B, S]; attention stays within runs of equal `document_ids`, and `positions` count from 0 where
-        not given.
+        All inputs are [B, S]. Attention stays within runs of equal `document_ids`; `positions` default to 0, 1, ….
         """
         hidden = self.hidden_states(tokens, positions, document_ids)
         losses: Losses = self.output(hidden, targets.reshape(-1))
@@ -99,30 +101,29 @@ class Decoder(nn.Module):
         *,
         path: LogitsPath = "model",
     ) -> HiddenStates:
-        """The normalised hidden states that the output projection reads, a row a token."""
-        x, x_up = self.embedding(tokens)
-        context = self._context(tokens, positions, document_ids, x.dtype)
+        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens."""
+        streams: Streams = self.embedding(tokens)
+        context = self._context(tokens, positions, document_ids, streams[0].dtype)
         if path == "base" and self.tp.size <= 2:
-            x_up = None
-        # Three ranks and more add up in an order that depends on where in a message an element stands. So that the base
-        # alone gives the same bits there, its stream travels beside the other's, from which it takes nothing.
+            streams = (streams[0], None)
+        # A sum over three or more ranks depends on where in the message an element lies. There the base alone keeps the
+        # expansion stream beside it, from which it takes nothing, so that it gives the same bits.
         masked = path != "model"
-        routed = self.plan is not None and self.plan.routed and path == "model"
-        common = self.plan.l_fp if self.plan is not None and routed else len(self.layers)
-        for index in range(common):
-            x, x_up = self._layer(index, x, x_up, context, masked)
-        if not routed:
-            hidden = self._whole_rows(*self.final_norm(x, x_up))
-            return HiddenStates(hidden.x) if path == "base" else hidden
-        # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
-        preserved_x, preserved_x_up = x, x_up
-        for index in range(common, len(self.layers)):
-            preserved_x, preserved_x_up = self._layer(index, preserved_x, preserved_x_up, context, True)
-            x, x_up = self._layer(index, x, x_up, context, False)
-        return self._whole_rows(*self.final_norm(x, x_up), *self.final_norm(preserved_x, preserved_x_up))
+        routed = self.plan is not None and self.plan.routed and not masked
+        preserved: Streams | None = None
+        for layer in self.layers:
+            if routed and layer.collaborative:
+                # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
+                preserved = self._run(layer, preserved or streams, context, masked=True)
+            streams = self._run(layer, streams, context, masked)
+        final = self.final_norm(*streams)
+        if preserved is not None:
+            return self._whole_rows(*final, *self.final_norm(*preserved))
+        hidden = self._whole_rows(*final)
+        return HiddenStates(hidden.x) if path == "base" else hidden
 
     def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
-        """The streams as the output projection, which is split over the vocabulary, takes them."""
+        """streams: [B, S (/ tp_size), ...] -> the same for all positions, one token a row."""
         x, *others = enter_region(self.tp, *streams)
         return HiddenStates(x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others))
 
@@ -135,26 +136,27 @@ class Decoder(nn.Module):
         rotary = self.rotary.table(positions, dtype)
         return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
 
-    def _layer(
-        self, index: int, x: Tensor, x_up: Tensor | None, context: Context, masked: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        layer = self.layers[index]
-        streams: tuple[Tensor, Tensor | None]
-        if torch.is_grad_enabled() and self._is_checkpointed(index):
-            streams = checkpoint(layer, x, x_up, context, masked, use_reentrant=False)
+    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool) -> Streams:
+        result: Streams
+        if torch.is_grad_enabled() and self.is_checkpointed(layer):
+            result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
         else:
-            streams = layer(x, x_up, context, masked)
-        return streams
+            result = layer(*streams, context, masked)
+        return result
 
-    def _is_checkpointed(self, index: int) -> bool:
+    def is_checkpointed(self, layer: nn.Module) -> bool:
+        """Whether the backward pass recomputes `layer`, one of `layers`."""
         if self.activation_checkpointing == "collaborative":
-            return self.plan is None or index >= self.plan.l_fp
+            return bool(layer.collaborative)
         return self.activation_checkpointing == "all"
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """document_ids: [B, S] -> [B, 1, S, S]: 0 where a query may see a key, -inf where the key is later or of another
-    document. Additive, in the type of the queries: attention would otherwise make its own copy in every layer."""
+    """document_ids: [B, S] -> an additive attention mask [B, 1, S, S].
+
+    It is -inf where the key is later than the query or of another document, else 0. It has the dtype of the queries:
+    attention would otherwise convert a copy in every layer.
+    """
     length = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()

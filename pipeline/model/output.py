@@ -1,55 +1,33 @@
-"""The output projection on two streams, and the loss behind it, computed a chunk of tokens at a time.
+"""The output projection on two streams and the loss behind it, computed for a chunk of tokens at a time.
 
-Logits [B, S, V] in fp32 are never held: each chunk's gradient with respect to the hidden states and the weights is
-computed right after its logits, in the forward pass, and only scaled in the backward pass.
+Logits [B, S, V] in fp32 are never held. The forward pass computes each chunk's gradients with respect to the hidden
+states and the weights right after its logits; the backward pass only scales them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.layers import VOCABULARY, greedy_choices_, nll_and_logit_gradient_
 from pipeline.parallel.sharding import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
-
-# --- The router of SCALE-Route (paper, Eq. 5): per token, the preserved path or the adapted one ---------------------
-
-
-@torch.no_grad()
-def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParallel) -> Tensor:
-    """Which tokens take the preserved path: those where cos(Z_p, Z_a) > threshold.
-
-    z_p, z_a: [N, V / tp_size], this rank's columns of the two paths' base logits, in fp32 and without padding.
-    Three sums a token make the cosine, so a split vocabulary costs one all-reduce of three numbers. Returns a mask [N].
-    """
-    # A product of rows with columns, and not `(z_p * z_a).sum(-1)`: no temporary as large as the logits.
-    product = torch.bmm(z_p.unsqueeze(1), z_a.unsqueeze(2)).flatten()
-    squares = (torch.linalg.vector_norm(z, dim=-1).square() for z in (z_p, z_a))
-    sums = torch.stack([product, *squares])
-    if tp.size > 1:
-        dist.all_reduce(sums, group=tp.group)
-    product, norm_p, norm_a = sums
-    return product > threshold * (norm_p * norm_a).sqrt()
-
-
-# --- The output projection on two streams, and the loss behind it ---
+from pipeline.scale.layers import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
-"""Logits held at a time: 128 MiB in fp32."""
+"""How many logits are held at a time: 128 MiB in fp32."""
 
 
 @dataclass(frozen=True)
 class HiddenStates:
     """The decoder's last hidden states, one token a row: x [N, D], x_up [N, U].
 
-    Route has those of the preserved path, `preserved_x` and `preserved_x_up`, beside those of the adapted one.
+    Route adds those of the preserved path, `preserved_x` and `preserved_x_up`; x and x_up are the adapted path's.
     """
 
     x: Tensor
@@ -58,7 +36,7 @@ class HiddenStates:
     preserved_x_up: Tensor | None = None
 
     def rows(self, rows: slice) -> HiddenStates:
-        """Those of some of the tokens."""
+        """The hidden states of some of the tokens."""
         return HiddenStates(*(None if stream is None else stream[rows] for stream in self))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Tensor | None]:
@@ -66,12 +44,14 @@ class HiddenStates:
 
 
 class Losses(NamedTuple):
-    """How well targets are predicted: of N in a row, or of [B, S].
+    """The losses of N targets, [N] or [B, S].
 
-    total: the summed nll, a scalar to differentiate.
-    nll: of each target; zero where nothing is predicted.
-    preserved: bool, which tokens Route sent down the preserved path.
-    is_greedy_choice: bool, whether greedy decoding chooses the target; None in training, which would be slower for it.
+    Attributes:
+        total: the summed nll (a scalar), to differentiate.
+        nll: each target's negative log likelihood; zero where nothing is predicted.
+        preserved: bool; which tokens took Route's preserved path.
+        is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are computed, where it
+            would cost time.
     """
 
     total: Tensor
@@ -80,15 +60,15 @@ class Losses(NamedTuple):
     is_greedy_choice: Tensor | None
 
     def of_shape(self, shape: torch.Size) -> Losses:
-        """The same, a row a sequence."""
+        """The same, reshaped to `shape`."""
         chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
         return Losses(self.total, self.nll.view(shape), self.preserved.view(shape), chosen)
 
 
 class OutputProjection(nn.Module):
-    """logits = W_out x + W_out^up x_up; under Route the paper's Eq. 5 chooses per token.
+    """logits = W_out x + W_out^up x_up: [N, V]; under Route, Eq. 5 of the paper decides per token.
 
-    The weights are parameters of this module, and not of submodules, because no product of their own uses them.
+    The weights are parameters of this module, not of submodules, because `_ChunkedLoss` multiplies with them.
     """
 
     def __init__(
@@ -110,12 +90,12 @@ class OutputProjection(nn.Module):
         return self.route(hidden).logits
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Runs of rows, so short that the logits of one may be held in fp32."""
+        """Runs of rows that have at most `CHUNK_ELEMENTS` logits each."""
         size = max(1, CHUNK_ELEMENTS // self.base.shape[0])
         return (slice(first, first + size) for first in range(0, tokens, size))
 
     def route(self, hidden: HiddenStates) -> Routed:
-        """The logits of some tokens, and how they came about."""
+        """The logits of n tokens, and which path each took."""
         z = F.linear(hidden.x, self.base).float()
         if hidden.x_up is None or self.expansion is None:
             return Routed(z, None, None)
@@ -125,23 +105,23 @@ class OutputProjection(nn.Module):
             preserved = preserved_tokens(z_p[:, : self.columns], z[:, : self.columns], self.threshold, self.tp)
             column = preserved.unsqueeze(1)
             z = z.lerp_(z_p, column * 0.5)
-            # One of the two is chosen per token, so one product with W_out^up serves both.
+            # Each token takes one path, so one product with W_out^up serves both.
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
         return Routed(z.add_(F.linear(x_up, self.expansion)), x_up, preserved)
 
     def forward(self, hidden: HiddenStates, targets: Tensor) -> Losses:
-        """How well the targets [N] are predicted."""
+        """The losses of targets: [N]."""
         base: Tensor = self.base
         expansion: Tensor | None = self.expansion
         if not torch.is_grad_enabled():
-            # Even where autograd records nothing, a function is told that its parameters want gradients.
+            # `needs_input_grad` is true for parameters even under no_grad: gradients would be computed in vain.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
         return Losses(*_ChunkedLoss.apply(self, targets, *hidden, base, expansion))
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Logits [n, V / tp_size] in fp32, the expansion stream they read [n, U], and which tokens are preserved [n]."""
+    """Logits [n, V / tp_size] in fp32, the expansion stream behind them [n, U], and which tokens are preserved [n]."""
 
     logits: Tensor
     x_up: Tensor | None
@@ -149,7 +129,7 @@ class Routed:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sums the nll over chunks of tokens; the gradients are ready when the forward pass is."""
+    """Sums the nll over chunks of tokens; the forward pass computes the gradients."""
 
     @staticmethod
     def forward(
@@ -165,7 +145,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
         wanted = ctx.needs_input_grad[2:]
-        # Rows of hidden states are written once; weights are summed over chunks, where 16 bits would lose small terms.
+        # Gradients of hidden states are written once. Those of weights are summed over chunks: in fp32, since 16 bits
+        # would lose small terms.
         kinds = (x.dtype,) * 4 + (torch.float32,) * 2
         gradients = _Gradients(
             *(
@@ -173,11 +154,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 for tensor, needed, dtype in zip((*hidden, base, expansion), wanted, kinds, strict=True)
             )
         )
-        columns: dict[str, Any] = {
-            "first": projection.first,
-            "vocab_size": projection.vocab_size,
-            "tp": projection.tp,
-        }
+        columns: dict[str, Any] = {"first": projection.first, "vocab_size": projection.vocab_size, "tp": projection.tp}
         nll = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
         preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
         is_greedy_choice = None if any(wanted) else torch.empty_like(preserved)
@@ -197,13 +174,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        scaled = (None if gradient is None else gradient * scale for gradient in ctx.gradients.tensors())
+        gradients = (getattr(ctx.gradients, kind.name) for kind in fields(_Gradients))
+        scaled = (None if gradient is None else gradient * scale for gradient in gradients)
         return (None, None, *scaled)
 
 
 @dataclass
 class _Gradients:
-    """One gradient for each differentiable input, None where none is wanted."""
+    """One gradient for each differentiable input of `_ChunkedLoss`, None where none is wanted."""
 
     x: Tensor | None
     x_up: Tensor | None
@@ -212,13 +190,10 @@ class _Gradients:
     base: Tensor | None
     expansion: Tensor | None
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.x, self.x_up, self.preserved_x, self.preserved_x_up, self.base, self.expansion
-
     def add(
         self, rows: slice, x: Tensor, routed: Routed, logit_gradient: Tensor, base: Tensor, expansion: Tensor | None
     ) -> None:
-        """Adds one chunk's part; logit_gradient: [n, V / tp_size]."""
+        """Adds one chunk's part. x: [n, D], logit_gradient: [n, V / tp_size]."""
         preserved = None if routed.preserved is None else routed.preserved.unsqueeze(1)
         if self.x is not None:
             gradient = logit_gradient @ base

@@ -1,19 +1,21 @@
-"""The width-expanded linear maps (paper, Eq. 1), on one rank's shard.
+"""The width-expanded layers on one rank's shard: linear maps (SCALE, Eq. 1), embedding and norms; and Route's router.
 
     [ Y    ]   [ W    W12 ] [ X    ]
     [ Y^up ] = [ W21  W22 ] [ X^up ]
 
-The two streams stay two tensors, and each block is a submodule of its own. So the base stream runs the very products
-that the base model runs; autograd builds nothing for W where X depends on no trained parameter; and ZeRO-3 gathers W
-and the new blocks apart. How a new block is split follows from the kind of its base layer.
+The two streams stay two tensors, and each block is a submodule of its own. So the base stream runs the same products as
+the base model; autograd builds nothing for W where X depends on no trained parameter; and ZeRO-3 gathers W and the new
+blocks separately. A new block is split over the ranks as the base weight beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,6 +29,11 @@ from pipeline.parallel.layers import (
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, used_between_regions
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
+Streams = tuple[Tensor, Tensor | None]
+"""The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is added."""
+
+NormKind = Literal["rmsnorm", "layernorm"]
+
 BLOCKS = (
     "expansion_to_base.weight",
     "base_to_expansion.weight",
@@ -37,57 +44,69 @@ BLOCKS = (
 
 
 def block_kind(name: str) -> str | None:
-    """Which matrix beside a base weight the parameter `name` is, or None: `expansion_to_base`, ..., `adapter.b`."""
+    """Which matrix beside a base weight the parameter `name` is: `expansion_to_base`, ..., `adapter.b`, or None."""
     return next((block.removesuffix(".weight") for block in BLOCKS if name.endswith(f".{block}")), None)
+
+
+def block_norms(
+    squares: Mapping[str, float], kind_of: Callable[[str], str | None] = block_kind
+) -> dict[str, dict[int, float]]:
+    """The Frobenius norm of each kind of block, by layer, over all maps of the layer.
+
+    `squares` are the squared norms of parameters by name; those outside the layers, or of no kind, are left out.
+    """
+    sums: dict[str, dict[int, float]] = {}
+    for name, square in squares.items():
+        kind = kind_of(name)
+        if kind is not None and name.startswith("layers."):
+            layers = sums.setdefault(kind, {})
+            layer = int(name.split(".")[1])
+            layers[layer] = layers.get(layer, 0.0) + square
+    return {kind: {layer: value**0.5 for layer, value in layers.items()} for kind, layers in sums.items()}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One side of a block: its size, and how many indivisible units (heads, or single features) it is made of."""
+    """One side of a block: its size, and how many indivisible units (heads, or single features) it consists of."""
 
     size: int
     units: int
 
 
+Parts = tuple[Part, Part | None]
+"""One side of a widened map: the base's part, and what is added to it."""
+
+
 class WidenedLinear(nn.Module):
     """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone where nothing is added.
 
-    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only. An
-    `adapter` may be put beside W where nothing is widened. `masked` leaves both out: y is then the base's.
+    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only.
+    LoRA puts an `adapter` beside W. `masked` leaves W12 and the adapter out, so that y is the base's.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
 
     def __init__(
-        self,
-        base: tuple[Part, Part],
-        expansion: tuple[Part, Part] | None,
-        *,
-        bias: bool,
-        collaborative: bool = False,
-        tp: TensorParallel,
+        self, source: Parts, target: Parts, *, bias: bool, collaborative: bool = False, tp: TensorParallel
     ) -> None:
-        """`base` and `expansion` are the (input, output) parts of the pretrained map and of what is added to it."""
         super().__init__()
         self.tp = tp
-        base_in, base_out = base
-        self.base: nn.Module = self._block(base_in, base_out, bias)
+        self.base: nn.Module = self._block(source[0], target[0], bias)
         self.adapter: LowRankAdapter | None = None
         self.expansion_to_base: nn.Module | None = None
         self.base_to_expansion: nn.Module | None = None
         self.expansion_to_expansion: nn.Module | None = None
-        if expansion is not None:
-            expansion_in, expansion_out = expansion
+        if source[1] is not None and target[1] is not None:
             if collaborative:
-                self.expansion_to_base = self._block(expansion_in, base_out, False)
-            self.base_to_expansion = self._block(base_in, expansion_out, bias)
-            self.expansion_to_expansion = self._block(expansion_in, expansion_out, False)
+                self.expansion_to_base = self._block(source[1], target[0], False)
+            self.base_to_expansion = self._block(source[0], target[1], bias)
+            self.expansion_to_expansion = self._block(source[1], target[1], False)
 
     def _block(self, source: Part, target: Part, bias: bool) -> nn.Module:
         split = source if self.kind is RowParallelLinear else target
         return self.kind(source.size, target.size, bias=bias, units=split.units, tp=self.tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool = False) -> Streams:
         y: Tensor = self.base(x)
         if self.adapter is not None and not masked:
             y = y + self.adapter(x)
@@ -99,24 +118,21 @@ class WidenedLinear(nn.Module):
 
 
 class WidenedColumnLinear(WidenedLinear):
-    """The widened query, key, value, gate and up maps: every block is split by rows, each input is whole."""
+    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are whole."""
 
     kind = ColumnParallelLinear
 
 
 class WidenedRowLinear(WidenedLinear):
-    """The widened output and down maps: every block is split by columns; the results are still to be summed."""
+    """The widened output and down maps: blocks are split by columns, results are still to be summed over the ranks."""
 
     kind = RowParallelLinear
 
 
-# --- The widened embedding: the base's rows, and beside them `W_in^up`, from which the expansion stream starts ------
-
-
 class WidenedEmbedding(nn.Module):
-    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U] (None where nothing is added).
+    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U]; with sequence parallelism [B, S / tp_size, ...].
 
-    Sequence-parallel ranks get their own positions of both: [B, S / tp_size, ...].
+    x_up starts as a look-up in `W_in^up`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, tp: TensorParallel) -> None:
@@ -127,22 +143,15 @@ class WidenedEmbedding(nn.Module):
         if expansion_size is not None:
             self.expansion = VocabularyParallelEmbedding(vocab_size, expansion_size, tp=tp)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor) -> Streams:
         return leave_region(self.tp, self.base(tokens), None if self.expansion is None else self.expansion(tokens))
 
 
-# --- Normalisation of two streams -----------------------------------------------------------------------------------
-# The base stream is normalised by its own statistics only, or preservation would break. For the expansion stream the
-# paper leaves two choices: `separate`, its own statistics, and `base`, those of the base stream, which is what lets a
-# trained model leave as an ordinary wider one.
-
-NormKind = Literal["rmsnorm", "layernorm"]
-
-
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32. `statistics_of` names another tensor to take the mean square from.
+    """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    With `normed_size` only so many channels are summed there, and the others count as zeros.
+    The mean square is taken from `statistics_of: [..., D]` where given. With `normed_size` only so many of the first
+    channels are summed, and the others count as zeros.
     """
 
     def __init__(self, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None) -> None:
@@ -163,7 +172,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x − mean) / std · weight + bias. `statistics_of` names another tensor to take mean and variance from."""
+    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of `statistics_of` where given."""
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -185,14 +194,17 @@ class LayerNorm(nn.Module):
 def make_norm(
     kind: NormKind, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None
 ) -> RMSNorm | LayerNorm:
-    """A norm over one stream of `size`. No LayerNorm leaves channels out."""
+    """A norm over one stream of `size`; `normed_size` exists for RMSNorm only."""
     return RMSNorm(size, eps, tp, normed_size) if kind == "rmsnorm" else LayerNorm(size, eps, tp)
 
 
 class WidenedNorm(nn.Module):
-    """x: [..., D], x_up: [..., U] -> the same, normalised; the streams have gains (and biases) of their own.
+    """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains (and biases).
 
-    `normed_size`: the base's statistics are those of its first channels.
+    The base stream is normalised by its own statistics only, else it would not be preserved. The paper leaves open
+    which `statistics` normalise the expansion stream: `separate` takes its own; `base` those of the base stream, so
+    that a trained model can be exported as an ordinary wider one. With `normed_size` the base's statistics are those
+    of so many of its first channels.
     """
 
     def __init__(
@@ -212,8 +224,25 @@ class WidenedNorm(nn.Module):
         self.base = make_norm(kind, size, eps, tp, normed_size)
         self.expansion = None if expansion_size is None else make_norm(kind, expansion_size, eps, tp, of_base)
 
-    def forward(self, x: Tensor, x_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
         y = self.base(x)
         if self.expansion is None or x_up is None:
             return y, None
         return y, self.expansion(x_up, x if self.statistics == "base" else None)
+
+
+@torch.no_grad()
+def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParallel) -> Tensor:
+    """The router of SCALE-Route (Eq. 5): a mask [N] of the tokens where cos(Z_p, Z_a) > threshold.
+
+    z_p, z_a: [N, V / tp_size], this rank's columns of the base logits of the preserved and the adapted path, in fp32
+    and without padding. The cosine takes three sums a token: one all-reduce where the vocabulary is split.
+    """
+    # A product of rows with columns, and not `(z_p * z_a).sum(-1)`: no temporary as large as the logits.
+    product = torch.bmm(z_p.unsqueeze(1), z_a.unsqueeze(2)).flatten()
+    squares = (torch.linalg.vector_norm(z, dim=-1).square() for z in (z_p, z_a))
+    sums = torch.stack([product, *squares])
+    if tp.size > 1:
+        dist.all_reduce(sums, group=tp.group)
+    product, norm_p, norm_a = sums
+    return product > threshold * (norm_p * norm_a).sqrt()

@@ -23,8 +23,9 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
+from pipeline.sizing.gathering import Gathering, estimate_gathering
 from pipeline.sizing.memory import Memory, Parameters, ZeroSettings, count_parameters, estimate_memory, zero_settings
-from pipeline.sizing.micro_batch import Gathering, MicroBatchCosts, measure_micro_batch, simulate_gathering
+from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, TENSOR_PARALLEL, Traffic, estimate_traffic
 
 _logger = log.get_logger(__name__)
@@ -82,7 +83,6 @@ class Estimator:
         self.cluster = cluster
         self._costs: dict[tuple[int, ActivationCheckpointing], MicroBatchCosts] = {}
         self._flops: dict[ActivationCheckpointing, FlopsPerToken] = {}
-        self._gathering: dict[tuple[int, ActivationCheckpointing], Gathering] = {}
 
     @property
     def own_choice(self) -> Choice:
@@ -119,7 +119,7 @@ class Estimator:
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         memory, host_bytes = self.memory(choice)
         costs = self._measured(choice.tp_size, choice.activation_checkpointing, zero)
-        gathering = self._gathered(choice, costs, zero)
+        gathering = _gathering(costs, zero)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, gathering, self.cluster)
         compute_s = self._compute_s(choice.activation_checkpointing)
         step_s = step_seconds(compute_s, traffic, zero, self.cluster)
@@ -134,7 +134,7 @@ class Estimator:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         costs = self._measured(choice.tp_size, choice.activation_checkpointing, zero)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
-        return estimate_memory(costs, zero, dp_size, self._gathered(choice, costs, zero))
+        return estimate_memory(costs, zero, dp_size, _gathering(costs, zero))
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth a thought, and the run's own.
@@ -167,17 +167,13 @@ class Estimator:
             self._costs[key] = measure_micro_batch(self.config, self.spec, tp_size, checkpointing, zero.dtype)
         return self._costs[key]
 
-    def _gathered(self, choice: Choice, costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering | None:
-        if zero.stage < 3:
-            return None
-        key = choice.tp_size, choice.activation_checkpointing
-        if key not in self._gathering:
-            self._gathering[key] = simulate_gathering(costs.fetches, costs.parameter_sizes, zero.gathering)
-        return self._gathering[key]
-
     def _compute_s(self, checkpointing: ActivationCheckpointing) -> float:
         flops = self.flops_per_token(checkpointing).total * self.tokens_per_step
         return flops / (self.cluster.gpus * self.cluster.peak_tflops * 1e12 * self.cluster.mfu)
+
+
+def _gathering(costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering | None:
+    return estimate_gathering(costs.segments, zero.gathering) if zero.stage == 3 else None
 
 
 def step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:

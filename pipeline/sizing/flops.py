@@ -6,6 +6,7 @@ gradient and every method are counted by what they do, not by a formula.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from pipeline.methods import training_method
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.micro_batch import shorten
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
@@ -36,12 +38,19 @@ class FlopsPerToken:
 def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
     """Counts one step of `meta_model`, a model built under `torch.device("meta")` with its `requires_grad` set."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    layers = meta_model.layers
+    times = Counter(shorten(meta_model))
     with FlopCounterMode(display=False) as counter:
-        total, *_ = meta_model(tokens, tokens)
-        total.backward()
-    counts = {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
-    matrix = sum(flops for operation, flops in counts.items() if operation in _MATRIX_PRODUCTS)
-    return FlopsPerToken(matrix / sequence_length, (sum(counts.values()) - matrix) / sequence_length)
+        meta_model(tokens, tokens).total.backward()
+    meta_model.layers = layers
+    matrix = total = 0
+    counts = counter.get_flop_counts()
+    # Layers that cost the same are counted once more for each that was left out.
+    for times_more, module in ((1, "Global"), *((times[i] - 1, f"Decoder.layers.{i}") for i in times)):
+        for operation, flops in counts.get(module, {}).items():
+            total += times_more * flops
+            matrix += times_more * flops if str(operation) in _MATRIX_PRODUCTS else 0
+    return FlopsPerToken(matrix / sequence_length, (total - matrix) / sequence_length)
 
 
 # --- The model FLOPs utilisation: which share of a device's peak the model's own operations reach -------------------

@@ -21,7 +21,8 @@ from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.sharding import full_shape_of
-from pipeline.sizing.micro_batch import Gathering, GatherSettings, MicroBatchCosts
+from pipeline.sizing.gathering import Gathering, GatherSettings
+from pipeline.sizing.micro_batch import MicroBatchCosts
 
 # --- How many parameters a run has, and how many of them each rank holds --------------------------------------------
 

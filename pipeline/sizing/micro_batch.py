@@ -1,17 +1,17 @@
-"""One micro-batch, forward and backward, on tensors without data: what it holds, what it sends, what it fetches.
+"""One micro-batch, forward and backward, on tensors without data: what it holds, what it sends, what it uses.
 
-The model that runs is the one that would train, on the kernels that a CPU would choose: its fused attention keeps
+The model that runs is the one that would train, with the kernels that a CPU would choose: its fused attention keeps
 queries, keys, values, results and one number a row, as a GPU's does. So frozen parts, every method, Route's second path
-and recomputed layers count as what they are.
+and recomputed layers count as what they are. Layers that cost the same run once and are multiplied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,15 +28,225 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
+from pipeline.sizing.gathering import Segment
 
-# --- The bytes that a computation holds, watched as its tensors come and go -----------------------------------------
+
+@dataclass(frozen=True)
+class Message:
+    """One message of tensor parallelism, over `group_size` neighbouring ranks.
+
+    `collective` is `all-reduce`, `all-gather` or `reduce-scatter`; the payload is the longer of input and output.
+    """
+
+    collective: str
+    group_size: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class MicroBatchCosts:
+    """What one rank's micro-batch costs.
+
+    Attributes:
+        activation_bytes: held when the forward pass reaches the output projection.
+        loss_bytes: the most that the output projection holds beside them: a chunk of logits, and the gradients that the
+            loss computes in the forward pass.
+        temporary_bytes: the most that the backward pass holds beyond both.
+        payload_bytes: of tensor parallelism's messages, by (group size, collective).
+        segments: the parameters of the model and their uses, from the embedding to the output.
+        parameter_sizes, trained_sizes: the elements of this rank's shards.
+    """
+
+    activation_bytes: int
+    loss_bytes: int
+    temporary_bytes: int
+    payload_bytes: dict[tuple[int, str], int]
+    segments: tuple[Segment, ...]
+    parameter_sizes: tuple[int, ...]
+    trained_sizes: tuple[int, ...]
+
+
+def measure_micro_batch(
+    config: RunConfig,
+    spec: DecoderSpec,
+    tp_size: int,
+    activation_checkpointing: ActivationCheckpointing,
+    dtype: torch.dtype,
+) -> MicroBatchCosts:
+    """Runs one micro-batch of the run `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks.
+
+    Raises:
+        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+    """
+    messages: list[Message] = []
+    tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
+    check_sequence_length(config.data.sequence_length, tp)
+    with torch.device("meta"), default_dtype(dtype):
+        model = training_method(config).build(spec, tp, activation_checkpointing)
+    sizes = tuple(parameter.numel() for parameter in model.parameters())
+    trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    representatives = shorten(model)
+    every_chunk = model.output.chunks
+    # The chunks of the loss cost the same: a few show the most that is held. (Their messages are a few bytes a token.)
+    model.output.chunks = lambda count: islice(every_chunk(count), 3)  # type: ignore[assignment, method-assign]
+    with FakeTensorMode():
+        _move_to_cpu(model)
+        shape = config.schedule.micro_batch_size, config.data.sequence_length
+        tokens = torch.zeros(shape, dtype=torch.long)
+        document_ids = torch.zeros(shape, dtype=torch.long) if config.data.document_mask else None
+        run = _Run(model, messages)
+        run.step(tokens, tokens, tokens, document_ids)
+    times = Counter(representatives)
+    payload: Counter[tuple[int, str]] = Counter()
+    for message, place in zip(messages, run.message_places, strict=True):
+        payload[message.group_size, message.collective] += message.payload_bytes * (
+            1 if place is None else times[place]
+        )
+    more = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
+    segments = run.segments()
+    return MicroBatchCosts(
+        activation_bytes=run.activation_bytes + more,
+        loss_bytes=run.loss_bytes,
+        temporary_bytes=run.temporary_bytes,
+        payload_bytes=dict(payload),
+        segments=(segments[0], *(segments[1 + layer] for layer in representatives), segments[-1]),
+        parameter_sizes=sizes,
+        trained_sizes=trained,
+    )
+
+
+def shorten(model: Decoder) -> list[int]:
+    """Leaves in `model` one layer of each kind. Returns, for each layer that there was, the index of its kind's.
+
+    Layers cost the same if they have the same parameters, of which the same train, above the same kinds of layers.
+    """
+    kept: dict[object, nn.Module] = {}
+    below: frozenset[object] = frozenset()
+    representatives = []
+    for layer in model.layers:
+        parameters = tuple((name, each.shape, each.requires_grad) for name, each in layer.named_parameters())
+        kind = (layer.collaborative, parameters)
+        kept.setdefault((kind, below), layer)
+        representatives.append(list(kept).index((kind, below)))
+        below |= {kind}
+    model.layers = nn.ModuleList(kept.values())
+    return representatives
+
+
+def _move_to_cpu(model: nn.Module) -> None:
+    """Replaces each parameter, tied ones once, by an empty one on the CPU; `Module.to_empty` would lose attributes."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            setattr(module, name, made[parameter])
+
+
+class _Run:
+    """One micro-batch through a model, with what it holds, sends and uses noted by layer."""
+
+    def __init__(self, model: Decoder, messages: list[Message]) -> None:
+        self.model = model
+        self.messages = messages
+        self.message_places: list[int | None] = []
+        self.held_by_layer: Counter[int] = Counter()
+        self.forward_calls: Counter[int] = Counter()
+        self.backward_uses: Counter[nn.Parameter] = Counter()
+        self.activation_bytes = self.loss_bytes = self.temporary_bytes = 0
+        self._live = LiveMemory(*model.parameters())
+        self._place: int | None = None
+        self._held_before = 0
+        self._in_forward = True
+
+    def step(self, *batch: Tensor | None) -> None:
+        """Forward and backward pass."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                # As ZeRO does once it has reduced a gradient; what it then holds is counted apart.
+                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        forward_peak = 0
+
+        def before_loss(*_: object) -> None:
+            nonlocal forward_peak
+            forward_peak, self.activation_bytes = self._live.peak, self._live.now
+            self._live.restart_peak()
+
+        self.model.output.register_forward_pre_hook(before_loss)
+        for place, module in (
+            (None, self.model.embedding),
+            *enumerate(self.model.layers),
+            (None, self.model.final_norm),
+        ):
+            self._follow(module, place)
+        for module in self.model.modules():
+            module.register_forward_hook(self._note_uses)
+        with self._live:
+            losses = self.model(*batch)
+            self.loss_bytes = self._live.peak - self.activation_bytes
+            self._in_forward = False
+            losses.total.backward()
+        self._enter(None)
+        held = self.activation_bytes + self.loss_bytes
+        self.temporary_bytes = max(forward_peak, self._live.peak) - held
+
+    def _follow(self, module: nn.Module, place: int | None) -> None:
+        """Calls `_enter(place)` whenever the forward or the backward pass reaches `module`."""
+
+        def after(_: nn.Module, inputs: object, outputs: object) -> None:
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._enter(place))
+
+        module.register_forward_pre_hook(lambda *_: self._enter(place))
+        module.register_forward_hook(after)
+
+    def _enter(self, place: int | None) -> None:
+        self.message_places += [self._place] * (len(self.messages) - len(self.message_places))
+        if self._in_forward:
+            if self._place is not None:
+                self.held_by_layer[self._place] += self._live.now - self._held_before
+            if place is not None:
+                self.forward_calls[place] += 1
+            self._held_before = self._live.now
+        self._place = place
+
+    def _note_uses(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """A module runs in the backward pass where one of its results has a gradient."""
+        if self._in_forward and any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(outputs)):
+            self.backward_uses.update(module.parameters(recurse=False))
+
+    def segments(self) -> list[Segment]:
+        """Of the embedding, each layer that ran, and the final norm with the output."""
+        layers = [list(layer.parameters()) for layer in self.model.layers]
+        seen = {*self.model.embedding.parameters(), *(parameter for layer in layers for parameter in layer)}
+        last = [parameter for parameter in self.model.parameters() if parameter not in seen]
+        return [
+            self._segment(list(self.model.embedding.parameters())),
+            *(
+                self._segment(
+                    parameters, self.forward_calls[index], self.model.is_checkpointed(self.model.layers[index])
+                )
+                for index, parameters in enumerate(layers)
+            ),
+            self._segment(last),
+        ]
+
+    def _segment(
+        self, parameters: Iterable[nn.Parameter], forward_calls: int = 1, checkpointed: bool = False
+    ) -> Segment:
+        uses = {parameter: self.backward_uses[parameter] for parameter in parameters}
+        sizes = tuple(parameter.numel() for parameter in uses)
+        return Segment(sizes, tuple(uses.values()), forward_calls, recomputed=checkpointed and any(uses.values()))
 
 
 class LiveMemory(TorchDispatchMode):
-    """While it is entered: how many bytes of new storages live (`now`), and at most did (`peak`).
+    """While it is entered: the bytes of new storages that are alive (`now`), and the most that were (`peak`).
 
-    A storage counts once, whatever views there are of it, from the operation that makes it until its last tensor is
-    gone. Storages from before are not counted. Works alike on real, fake and meta tensors.
+    A storage counts once, however many views it has, from the operation that makes it until its last tensor is gone.
+    Older storages are not counted. Works on real, fake and meta tensors.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -47,7 +257,7 @@ class LiveMemory(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def restart_peak(self) -> None:
-        """Forgets what lived at most so far."""
+        """Lets `peak` begin again at `now`."""
         self.peak = self.now
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -70,156 +280,8 @@ class LiveMemory(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-# --- How ZeRO-3 gathers parameters around the modules that use them: DeepSpeed's rules, followed over one micro-batch
-# DeepSpeed gathers a module's parameters before it runs, and some of those that will run next (prefetch), as long as
-# not too many are there already. Afterwards it lets go of those that are not used again soon (reuse distance).
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """A module about to run, forward or backward: its parameters, by index, and whether it lets them go afterwards."""
-
-    parameters: tuple[int, ...]
-    releases: bool
-
-
-@dataclass(frozen=True)
-class GatherSettings:
-    """The keys of `zero_optimization` that govern gathering, in elements, with DeepSpeed's defaults."""
-
-    prefetch_bucket_size: int = 50_000_000
-    param_persistence_threshold: int = 100_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-
-    @classmethod
-    def of(cls, zero: dict[str, Any]) -> GatherSettings:
-        """What the section `zero_optimization` of a DeepSpeed JSON says."""
-        return cls(**{name: int(zero[f"stage3_{name}"]) for name in cls.__annotations__ if f"stage3_{name}" in zero})
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """What a micro-batch gathers in all, and the most that is there at once: the gathered working set. In elements."""
-
-    gathered: int
-    most_at_once: int
-
-
-def simulate_gathering(fetches: Sequence[Fetch], sizes: Sequence[int], settings: GatherSettings) -> Gathering:
-    """Follows `fetches` over parameters of `sizes`; parameters at the threshold or below are always there."""
-    simulation = _Simulation(fetches, sizes, settings)
-    for step in range(len(fetches)):
-        simulation.run(step)
-    return Gathering(simulation.gathered, simulation.most_at_once)
-
-
-@dataclass
-class _Simulation:
-    fetches: Sequence[Fetch]
-    sizes: Sequence[int]
-    settings: GatherSettings
-    available: set[int] = field(default_factory=set)
-    elements: int = 0
-    gathered: int = 0
-    most_at_once: int = 0
-
-    def __post_init__(self) -> None:
-        self._persistent = {
-            index for index, size in enumerate(self.sizes) if size <= self.settings.param_persistence_threshold
-        }
-        self._used = [sum(self.sizes[index] for index in fetch.parameters) for fetch in self.fetches]
-        uses = ((index, step) for step, fetch in enumerate(self.fetches) for index in dict.fromkeys(fetch.parameters))
-        self._queue = deque(uses)
-        self._fetched_for: dict[int, int] = {}
-
-    def run(self, step: int) -> None:
-        """One module: gather, prefetch, compute, release."""
-        fetch = self.fetches[step]
-        self._gather(fetch.parameters)
-        waiting = {index for index in fetch.parameters if self._fetched_for.get(index, -1) < step}
-        while waiting:
-            index, used_at = self._queue.popleft()
-            self._fetched_for[index] = used_at
-            waiting.discard(index)
-        self._prefetch()
-        self.most_at_once = max(self.most_at_once, self.elements)
-        if fetch.releases:
-            self._release(fetch, step)
-
-    def _gather(self, parameters: Sequence[int]) -> None:
-        missing = {index for index in parameters if index not in self.available and index not in self._persistent}
-        self.available |= missing
-        count = sum(self.sizes[index] for index in missing)
-        self.elements += count
-        self.gathered += count
-
-    def _prefetch(self) -> None:
-        room = min(self.settings.max_live_parameters - self.elements, self.settings.prefetch_bucket_size)
-        chosen: list[int] = []
-        count = 0
-        while self._queue and count < room:
-            index, used_at = self._queue.popleft()
-            self._fetched_for[index] = max(self._fetched_for.get(index, -1), used_at)
-            if index not in self.available and index not in self._persistent and index not in chosen:
-                chosen.append(index)
-                count += self.sizes[index]
-        self._gather(chosen)
-
-    def _release(self, fetch: Fetch, step: int) -> None:
-        # Neither what a prefetch has counted on, nor what is used again within the reuse distance.
-        leaving = {index for index in fetch.parameters if self._fetched_for.get(index, -1) <= step}
-        distance = 0
-        for later in range(step + 1, len(self.fetches)):
-            if distance >= self.settings.max_reuse_distance or not leaving:
-                break
-            leaving.difference_update(self.fetches[later].parameters)
-            distance += self._used[later]
-        leaving &= self.available
-        self.available -= leaving
-        self.elements -= sum(self.sizes[index] for index in leaving)
-
-
-# --- One micro-batch, forward and backward, on tensors without da ---
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of tensor parallelism, over `group_size` neighbouring ranks.
-
-    `collective` is `all-reduce`, `all-gather` or `reduce-scatter`; the payload is the longer of what is given and got.
-    """
-
-    collective: str
-    group_size: int
-    payload_bytes: int
-
-
-@dataclass(frozen=True)
-class MicroBatchCosts:
-    """What one rank's micro-batch costs.
-
-    Attributes:
-        activation_bytes: held when the forward pass reaches the output projection.
-        loss_bytes: what the output projection holds beside them at most: a chunk of logits, and the gradients that the
-            loss computes ahead.
-        temporary_bytes: what the backward pass holds beyond both at its largest moment.
-        messages: those of tensor parallelism.
-        fetches: the modules with parameters of their own, in the order in which they run.
-        parameter_sizes, trained_sizes: the elements of this rank's shards; fetches name the former by index.
-    """
-
-    activation_bytes: int
-    loss_bytes: int
-    temporary_bytes: int
-    messages: tuple[Message, ...]
-    fetches: tuple[Fetch, ...]
-    parameter_sizes: tuple[int, ...]
-    trained_sizes: tuple[int, ...]
-
-
 class RecordingGroup(dist.ProcessGroup):
-    """A process group of one rank's imagination: it notes what it is given, and sends nothing."""
+    """A process group without other ranks: it notes what it is given, and sends nothing."""
 
     def __init__(self, size: int, messages: list[Message]) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]  # the stub knows another constructor only
@@ -247,99 +309,9 @@ class RecordingGroup(dist.ProcessGroup):
 
 
 def imagined_ranks(tp_size: int, messages: list[Message], *, sequence_parallel: bool = False) -> TensorParallel:
-    """The first of `tp_size` tensor-parallel ranks, without the others; what it would send goes to `messages`."""
+    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; what it would send is noted in `messages`."""
     if tp_size == 1:
         return TensorParallel()
     shared = [size for size in range(2, tp_size) if tp_size % size == 0]
     groups = tuple((size, RecordingGroup(size, messages)) for size in shared)
     return TensorParallel(0, tp_size, RecordingGroup(tp_size, messages), groups, sequence_parallel)
-
-
-def measure_micro_batch(
-    config: RunConfig,
-    spec: DecoderSpec,
-    tp_size: int,
-    activation_checkpointing: ActivationCheckpointing,
-    dtype: torch.dtype,
-) -> MicroBatchCosts:
-    """Runs one micro-batch of the run `config` on the base `spec`, as the first of `tp_size` ranks.
-
-    Raises:
-        UserError: the model, or its sequences, cannot lie on `tp_size` ranks.
-    """
-    messages: list[Message] = []
-    tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
-    check_sequence_length(config.data.sequence_length, tp)
-    with FakeTensorMode():
-        with default_dtype(dtype):
-            model = training_method(config).build(spec, tp, activation_checkpointing)
-        shape = config.schedule.micro_batch_size, config.data.sequence_length
-        tokens = torch.zeros(shape, dtype=torch.long)
-        document_ids = torch.zeros(shape, dtype=torch.long) if config.data.document_mask else None
-        batch = (tokens, tokens, tokens, document_ids)
-        memory, fetches = _watch(model, batch)
-    sizes = tuple(parameter.numel() for parameter in model.parameters())
-    trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return MicroBatchCosts(*memory, tuple(messages), tuple(fetches), sizes, trained)
-
-
-def _watch(model: Decoder, batch: tuple[Tensor | None, ...]) -> tuple[tuple[int, int, int], list[Fetch]]:
-    """Memory as (activations, loss, temporary), and the fetches."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            # As ZeRO does once it has reduced a gradient; what it then holds is counted apart.
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    with LiveMemory(*model.parameters()) as live, _fetches_of(model) as fetches:
-        forward_peak: list[int] = []
-        at_loss: list[int] = []
-
-        def before_loss(*_: object) -> None:
-            forward_peak.append(live.peak)
-            at_loss.append(live.now)
-            live.restart_peak()
-
-        hook = model.output.register_forward_pre_hook(before_loss)
-        total, *_ = model(*batch)
-        hook.remove()
-        activations = at_loss[0]
-        loss = live.peak - activations
-        total.backward()
-    return (activations, loss, max(*forward_peak, live.peak) - activations - loss), fetches
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-@contextmanager
-def _fetches_of(model: Decoder) -> Iterator[list[Fetch]]:
-    """The fetches of what runs inside: where DeepSpeed's ZeRO-3 hooks gather the parameters of a module."""
-    index_of = {parameter: index for index, parameter in enumerate(model.parameters())}
-    fetches: list[Fetch] = []
-    hooks = []
-
-    def watch(module: nn.Module) -> None:
-        own = tuple(index_of[parameter] for parameter in module.parameters(recurse=False))
-        if not own:
-            return
-
-        def before(_: nn.Module, inputs: Any) -> None:  # noqa: ANN401
-            fetches.append(Fetch(own, releases=True))
-
-        def after(_: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ANN401
-            # Where no input wants a gradient, DeepSpeed never learns that the module's backward pass is over.
-            releases = any(tensor.requires_grad for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor))
-            for tensor in tree_leaves(outputs):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: fetches.append(Fetch(own, releases)))
-
-        hooks.append(module.register_forward_pre_hook(before))
-        hooks.append(module.register_forward_hook(after))
-
-    for module in model.modules():
-        watch(module)
-    try:
-        yield fetches
-    finally:
-        for hook in hooks:
-            hook.remove()

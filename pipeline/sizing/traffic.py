@@ -6,14 +6,14 @@ to all-reduce. All of a ring's n edges carry as much; with m members on each nod
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from math import ceil
 
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.gathering import Gathering
 from pipeline.sizing.memory import ZeroSettings, partition_size
-from pipeline.sizing.micro_batch import Gathering, MicroBatchCosts
+from pipeline.sizing.micro_batch import MicroBatchCosts
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,7 @@ def estimate_traffic(
         scatters = zero.stage == 3
         made.append(_traffic(GATHER, "all-gather", gathered, layout.dp_size, members))
         made.append(_traffic(REDUCE, "reduce-scatter" if scatters else "all-reduce", reduced, layout.dp_size, members))
-    payloads: Counter[tuple[int, str]] = Counter()
-    for message in costs.messages:
-        payloads[message.group_size, message.collective] += message.payload_bytes
-    for (group_size, collective), payload in sorted(payloads.items()):
+    for (group_size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(group_size, cluster.gpus_per_node)
         made.append(_traffic(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
     return made

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.model.output import preserved_tokens
 from pipeline.parallel.collectives import counted_once, leave_region, sum_gradient
 from pipeline.parallel.layers import VOCABULARY, greedy_choices_, nll_and_logit_gradient_
 from pipeline.parallel.sharding import Partition, merge, sharded_parameter, split
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from pipeline.scale.layers import preserved_tokens
 from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.model.output import preserved_tokens
 from pipeline.parallel.topology import SINGLE
+from pipeline.scale.layers import preserved_tokens
 from tests.widened import (
     balance_router,
     scale_settings,

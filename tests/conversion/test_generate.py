@@ -9,11 +9,11 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from pipeline.conversion.convert import choose_export
+from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
 from tests.conversion.clean_environment import clean_environment, run_in
 from tests.distributed import run_ranks
 from tests.widened import balance_router, some_tokens
@@ -39,7 +39,7 @@ def folders(base, tmp_path_factory):
         model = trained(path, place)
         write_hf_folder(made[place.name], choose_export(model, "scale", torch.float32), path)
         if model.plan.routed and place.name != "stories":
-            decoder = model.decoder()
+            decoder = training_decoder(model)
             balance_router(decoder, some_tokens(model.spec, 4, 24))
             config = made[place.name] / "config.json"
             config.write_text(

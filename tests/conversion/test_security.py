@@ -18,7 +18,7 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import CheckpointError
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save, scale, zero
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale, zero
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +38,16 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
-def checkpoint(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    run_ranks(save, 2, STORIES, scale("adapt"), folder, 1, zero(request.param))
-    return checkpoint_in(folder)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_many, 2, [(STORIES, scale("adapt"), folder / str(stage), 1, zero(stage)) for stage in (2, 3)])
+    return lambda stage: checkpoint_in(folder / str(stage))
+
+
+@pytest.fixture(params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
+def checkpoint(request, checkpoints):
+    return checkpoints(request.param)
 
 
 @pytest.mark.parametrize("how", ["system", "exec", "touch"])

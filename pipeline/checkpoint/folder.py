@@ -52,7 +52,7 @@ def named_checkpoint(folder: Path) -> Path | None:
         return None
     if name and not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{path}: names {name!r}, which is no checkpoint there; write the name of one, of "
+            f"{path}: names {name!r}, which is no checkpoint there; write one of these names: "
             f"{_names(all_checkpoints(folder))}"
         )
     return folder / name if name else None
@@ -68,13 +68,13 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if named is not None and not (named / MANIFEST_FILE).exists():
         others = _names([path for path in all_checkpoints(folder) if path != named])
         raise CheckpointError(
-            f"{folder / LATEST}: names {named.name}, which is not whole; write another name, of {others}"
+            f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another name: {others}"
         )
     return named
 
 
 def _names(checkpoints: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in checkpoints) or "which there are none"
+    return ", ".join(path.name for path in checkpoints) or "there is none"
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger: nothing in it runs, and nothing is written outside the output folder."""
+"""A malicious checkpoint: nothing in it runs, and nothing is written outside the output folder."""
 
 from __future__ import annotations
 

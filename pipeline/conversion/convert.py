@@ -84,13 +84,12 @@ def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
         ConversionError: the format cannot express the model, what was written differs from it, or the output holds
             something else.
     """
-    manifest = asked.checkpoint / MANIFEST_FILE
+    model = open_trained(asked.checkpoint, asked.base)
     request = {
-        "checkpoint_manifest": file_hash(manifest) if manifest.exists() else None,
+        "checkpoint_manifest": file_hash(asked.checkpoint / MANIFEST_FILE),
         "asked_format": asked.format,
         "asked_dtype": None if asked.dtype is None else dtype_name(asked.dtype),
     }
-    model = open_trained(asked.checkpoint, asked.base)
     if _is_done(asked.output, request):
         return False
     for name in model.manifest.files:

@@ -33,9 +33,9 @@ from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
-# Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and the output's.
+# Row and column of each block beside the base in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
+# the output's.
 _BLOCK_PLACES = {
-    "base": (0, 0),
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
     "expansion_to_expansion": (1, 1),
@@ -105,20 +105,20 @@ class _Fusion:
     dtype: torch.dtype
 
     def tensor(self, name: str) -> PlannedTensor:
-        """The tensor that holds the base parameter `name` and the expansion blocks beside it."""
+        """The tensor that holds the base parameter `name` and its expansion blocks."""
         stem, _, kind = name.partition(".base")
+        shapes = self.model.shapes
         # A tied output projection has no shape of its own.
-        base_shape = self.model.shapes.get(name, self.model.shapes["embedding.base.weight"])
-        shape, corners = list(base_shape), {}
+        base_shape = shapes.get(name, shapes["embedding.base.weight"])
+        shape, corners = list(base_shape), {name: (0,) * len(base_shape)}
         for block, place in _BLOCK_PLACES.items():
             block_name = f"{stem}.{block}{kind}"
-            if block != "base" and block_name not in self.model.shapes:
-                continue
-            offsets = place if len(base_shape) == 2 else (max(place),)  # in a bias or gain what is added comes second
-            corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
-            ends = zip(corner, self.model.shapes.get(block_name, base_shape), strict=True)
-            shape = [max(size, start + length) for size, (start, length) in zip(shape, ends, strict=True)]
-            corners[block_name] = corner
+            if block_name in shapes:
+                offsets = place if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
+                corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
+                ends = [start + size for start, size in zip(corner, shapes[block_name], strict=True)]
+                shape = list(map(max, shape, ends))
+                corners[block_name] = corner
         if stem.endswith(_WRITES_RESIDUAL):
             shape[0] = self.hidden_size
         elif kind != ".bias":

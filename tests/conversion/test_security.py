@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale, zero
 from tests.distributed import run_ranks
 
-ROOT = Path(__file__).parents[2]
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 class Bomb:
@@ -77,15 +77,18 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
     open_trained(copied, STORIES)
 
 
-def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path):
+def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
     copied = shutil.copytree(checkpoint, tmp_path / "copy")
     mark = tmp_path / "mark"
     file = min(copied.glob("*optim_states.pt"))
     torch.save({"optimizer_state_dict": Bomb(mark, "system")}, file)
-    command = ["tools/convert_checkpoint.py", "--checkpoint", copied, "--base", STORIES, "--output", tmp_path / "out"]
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not mark.exists()
-    assert done.stderr.startswith(f"error: {file}: names posix.system") and done.stderr.count("\n") == 1
+    options = ["--checkpoint", copied, "--base", STORIES, "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *options])))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and not mark.exists()
+    assert said.startswith(f"error: {file}: names posix.system") and said.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 

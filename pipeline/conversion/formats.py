@@ -71,10 +71,8 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
 
 
 # PEFT's format of LoRA. If query, key and value are one map in the base's folder (GPT-NeoX), our adapters of rank r for
-# k of them become one of rank k r, and its alpha grows with it: its A is theirs stacked, and the rows of its B that
-# belong to one of the three are zero except in the columns of that one's A.
-
-
+# k of them become one adapter of rank k r, and its alpha grows with it. Its A is theirs stacked; in its B, the rows of
+# query, key or value are zero except in the columns that belong to the A of the same part.
 PeftMaps = dict[str, dict[int | None, str]]
 """The linear maps of the base's folder: the paths of our adapters for each, by their fused part (None: not fused)."""
 

@@ -1,14 +1,14 @@
-"""What a checkpoint weighs and how long it takes: ours beside DeepSpeed's default, of the same engine in the same run.
+"""The size of a checkpoint and the time to save it: ours and DeepSpeed's default, of the same engine in the same run.
 
     python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json
 
 Two data-parallel ranks train one step in bf16 on a base in the proportions of a published Llama, every width divided by
-the same number, widened by what 256 channels are of the whole. Then they save in turns: DeepSpeed's `save_checkpoint`
-as it comes, ours, and ours asynchronously. Ours waits for the disk and hashes every file; DeepSpeed's does neither, so
-the time until its files are on the disk stands beside it.
+the same number, and widened by the share that 256 channels have of the original. Then they save in turns: DeepSpeed's
+`save_checkpoint` with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the other
+does neither, so the time until its files are on disk is measured too.
 
 A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default adds 2 bytes for
-every parameter: it is 4 times as large only where less than 6 % are trained, as of a large base.
+every parameter: it is 4 times as large only if less than 6 % are trained, as with a large base.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,59 +50,60 @@ ROWS = "rows.json"
 DEFAULT, OURS, ASYNCHRONOUS = "DeepSpeed's default", "ours", "ours, asynchronous"
 WAYS = (DEFAULT, OURS, ASYNCHRONOUS)
 SIZE_TARGET, RATIO_TARGET = 1.05, 4.0
-OWED_BYTES = 12
-"""Of a trained parameter: its fp32 weight and two moments."""
+NEEDED_BYTES = 12
+"""Per trained parameter: its fp32 weight and two moments."""
 COPY_BYTES = 2
-"""Of any parameter that the default saves: the copy in 16 bits."""
+"""Per parameter of any kind that the default saves: the copy in 16 bits."""
 BASES = Path("configs") / "bases"
 DIVISORS = {"llama-3.2-1b": 4, "llama-3.1-70b": 16}
 ADDED_CHANNELS = 256
 
 
-def narrow_base(name: str) -> DecoderSpec:
-    """The base with every width divided by the same number: it keeps its layers, its heads and all shares."""
-    spec, divisor = read_spec(BASES / f"{name}.json"), DIVISORS[name]
-    widths = replace(
-        spec.widths,
-        hidden_size=spec.widths.hidden_size // divisor,
-        intermediate_size=spec.widths.intermediate_size // divisor,
-    )
-    return replace(spec, widths=widths, head_dim=spec.head_dim // divisor, vocab_size=spec.vocab_size // divisor)
-
-
-def narrow_method(name: str) -> dict[str, Any]:
-    """Adapt, as the paper has it: 256 channels more, one key/value head with its query heads, and of the FFN the same
-    share as of the channels; W12 in the attention above the lowest fifth of the layers."""
-    spec, channels = narrow_base(name), ADDED_CHANNELS // DIVISORS[name]
-    return {
-        "name": "scale",
-        "variant": "adapt",
-        "l_fp": spec.num_layers // 5,
-        "expansion": {
-            "hidden_size": channels,
-            "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
-            "num_attention_heads": spec.widths.num_attention_heads // spec.widths.num_key_value_heads,
-        },
-    }
-
-
 @dataclass(frozen=True)
 class Measurement:
-    """What one group of processes measures, in `folder`."""
+    """What one group of processes measures, in `folder`: a base whose every width is divided by `divisor`."""
 
     base: str
+    divisor: int
     zero_stage: int
     rounds: int
     folder: Path
 
-    @property
+    @cached_property
+    def spec(self) -> DecoderSpec:
+        """The narrow base: it keeps the layers, the heads and all proportions."""
+        spec = read_spec(BASES / f"{self.base}.json")
+        widths = replace(
+            spec.widths,
+            hidden_size=spec.widths.hidden_size // self.divisor,
+            intermediate_size=spec.widths.intermediate_size // self.divisor,
+        )
+        head_dim, vocab_size = spec.head_dim // self.divisor, spec.vocab_size // self.divisor
+        return replace(spec, widths=widths, head_dim=head_dim, vocab_size=vocab_size)
+
+    @cached_property
     def config(self) -> RunConfig:
-        """A run of one sequence a rank, whose data are never read."""
+        """A run of one sequence a rank, whose data are never read.
+
+        Adapt, as in the paper: 256 channels, one key/value head with its query heads, and the same share of the FFN as
+        of the channels; W12 in the attention above the lowest fifth of the layers.
+        """
+        widths, channels = self.spec.widths, ADDED_CHANNELS // self.divisor
+        method = {
+            "name": "scale",
+            "variant": "adapt",
+            "l_fp": self.spec.num_layers // 5,
+            "expansion": {
+                "hidden_size": channels,
+                "intermediate_size": channels * widths.intermediate_size // widths.hidden_size,
+                "num_attention_heads": widths.num_attention_heads // widths.num_key_value_heads,
+            },
+        }
         values = {
             "name": "benchmark",
             "folder": str(self.folder),
             "base": str(self.folder),
-            "method": narrow_method(self.base),
+            "method": method,
             "data": {"folder": "unread", "sequence_length": SEQUENCE, "corpora": {"none": {"input": ["unread"]}}},
             "schedule": {"steps": 1, "global_batch_size": RANKS, "micro_batch_size": 1, "learning_rate": 1e-3},
             "deepspeed": f"ds_configs/zero{self.zero_stage}.json",
@@ -110,7 +112,7 @@ class Measurement:
 
 
 def worker(rank: int, port: int, asked: Measurement) -> None:
-    """One rank; the first one writes what was measured."""
+    """One rank; rank 0 writes what was measured."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -129,7 +131,7 @@ def worker(rank: int, port: int, asked: Measurement) -> None:
 
 
 def measure(asked: Measurement) -> list[dict[str, Any]]:
-    """A row a way of saving."""
+    """One row for each way of saving."""
     engine = trained_engine(asked)
     saver = Saver(asked, engine)
     seconds: dict[str, list[Seconds]] = {way: [] for way in WAYS}
@@ -141,7 +143,7 @@ def measure(asked: Measurement) -> list[dict[str, Any]]:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(asked.folder / way)
-            if step > 1:  # the first is to warm up
+            if step > 1:  # the first is a warm-up
                 seconds[way].append(taken)
     trained = engine.trainable_parameters
     return [
@@ -152,11 +154,11 @@ def measure(asked: Measurement) -> list[dict[str, Any]]:
             "zero_stage": asked.zero_stage,
             "way": way,
             "bytes": size[way],
-            "size_to_owed": size[way] / (OWED_BYTES * trained),
+            "size_to_needed": size[way] / (NEEDED_BYTES * trained),
             "default_to_size": size[DEFAULT] / size[way],
-            "held_up_s": statistics.median(taken.held_up for taken in seconds[way]),
-            "held_up_s_min": min(taken.held_up for taken in seconds[way]),
-            "held_up_s_max": max(taken.held_up for taken in seconds[way]),
+            "blocked_s": statistics.median(taken.blocked for taken in seconds[way]),
+            "blocked_s_min": min(taken.blocked for taken in seconds[way]),
+            "blocked_s_max": max(taken.blocked for taken in seconds[way]),
             "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
         }
         for way in WAYS
@@ -164,9 +166,9 @@ def measure(asked: Measurement) -> list[dict[str, Any]]:
 
 
 class Seconds(NamedTuple):
-    """Of one save: until training can go on, and until everything is on the disk."""
+    """Of one save: until training continues, and until everything is on disk."""
 
-    held_up: float
+    blocked: float
     on_disk: float
 
 
@@ -176,7 +178,7 @@ class Saver:
     def __init__(self, asked: Measurement, engine: Engine) -> None:
         from pipeline.training.checkpointing import Checkpoints
 
-        base = BaseFolder(asked.folder, narrow_base(asked.base), known_hashes={})
+        base = BaseFolder(asked.folder, asked.spec, known_hashes={})
         run = describe_run(asked.config, base, engine.model, "none")
         layout = describe_layout(Layout(RANKS), asked.zero_stage, torch.bfloat16)
         self.folder, self.engine = asked.folder, engine
@@ -186,27 +188,27 @@ class Saver:
         }
 
     def save(self, way: str, step: int) -> tuple[Seconds, Path]:
-        """What it took, by the slowest rank, and where it lies."""
+        """The time of the slowest rank, and the checkpoint's folder."""
         from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
         dist.barrier()
         started = time.perf_counter()
         if way == DEFAULT:
-            theirs = self.engine._engine
-            theirs.checkpoint_engine = TorchCheckpointEngine()
-            theirs.save_checkpoint(str(self.folder / way), tag=f"step_{step}")
+            deepspeed_engine = self.engine._engine
+            deepspeed_engine.checkpoint_engine = TorchCheckpointEngine()
+            deepspeed_engine.save_checkpoint(str(self.folder / way), tag=f"step_{step}")
             saved = self.folder / way / f"step_{step}"
         else:
             saved = self.checkpoints[way].save(self.engine, Position(step=step, tokens_seen=0, seconds=0.0))
         dist.barrier()
-        held_up = time.perf_counter() - started
+        blocked = time.perf_counter() - started
         if way == DEFAULT:
             for file in sorted(saved.iterdir())[dist.get_rank() :: RANKS]:
                 sync(file)
         else:
             self.checkpoints[way].finish()
         dist.barrier()
-        return Seconds(held_up, time.perf_counter() - started), saved
+        return Seconds(blocked, time.perf_counter() - started), saved
 
 
 def trained_engine(asked: Measurement) -> Engine:
@@ -214,7 +216,7 @@ def trained_engine(asked: Measurement) -> Engine:
     from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.engine import Engine, build_model
 
-    config, spec, layout = asked.config, narrow_base(asked.base), Layout(RANKS)
+    config, spec, layout = asked.config, asked.spec, Layout(RANKS)
     settings, groups = load_deepspeed_config(config.deepspeed, layout), ProcessGroups(layout)
     torch.manual_seed(0)
     model = build_model(config, BaseFolder(asked.folder, spec), settings, groups)
@@ -228,64 +230,66 @@ def trained_engine(asked: Measurement) -> Engine:
     return engine
 
 
-def run_ranks(base: str, zero_stage: int, rounds: int, place: Path) -> list[dict[str, Any]]:
+def run_ranks(asked: Measurement) -> list[dict[str, Any]]:
     """The rows of one base and ZeRO stage, measured in processes of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=place, prefix="checkpoints-") as folder:
-        asked = Measurement(base, zero_stage, rounds, Path(folder))
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=worker, args=(rank, port, asked)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit(f"error: {base}, ZeRO-{zero_stage}: a rank failed; its traceback stands above")
-        rows: list[dict[str, Any]] = json.loads((asked.folder / ROWS).read_text(encoding="utf-8"))
-        return rows
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=worker, args=(rank, port, asked)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"error: {asked.base}, ZeRO-{asked.zero_stage}: a rank failed; see its traceback above")
+    rows: list[dict[str, Any]] = json.loads((asked.folder / ROWS).read_text(encoding="utf-8"))
+    return rows
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows of one base for a person, and what was to be reached."""
+    """The rows of one base, and the targets."""
     base, trained = rows[0]["base_parameters"], rows[0]["trainable_parameters"]
     print(
         f"{rows[0]['base']}: base {base:,} parameters, trained {trained:,} ({trained / base:.1%}), bf16, {RANKS} ranks"
     )
-    titles = ("ZeRO", "way", "MiB", "x owed", "default / it", "held up s", "min", "max", "on disk s")
+    titles = ("ZeRO", "way", "MiB", "x needed", "default / it", "blocked s", "min", "max", "on disk s")
     print("{:>4}  {:<20}{:>9}{:>9}{:>14}{:>11}{:>9}{:>9}{:>11}".format(*titles))
     for row in rows:
         print(
-            f"{row['zero_stage']:>4}  {row['way']:<20}{row['bytes'] / 2**20:>9.1f}{row['size_to_owed']:>9.4f}"
-            f"{row['default_to_size']:>14.2f}{row['held_up_s']:>11.3f}{row['held_up_s_min']:>9.3f}"
-            f"{row['held_up_s_max']:>9.3f}{row['on_disk_s']:>11.3f}"
+            f"{row['zero_stage']:>4}  {row['way']:<20}{row['bytes'] / 2**20:>9.1f}{row['size_to_needed']:>9.4f}"
+            f"{row['default_to_size']:>14.2f}{row['blocked_s']:>11.3f}{row['blocked_s_min']:>9.3f}"
+            f"{row['blocked_s_max']:>9.3f}{row['on_disk_s']:>11.3f}"
         )
     ours = [row for row in rows if row["way"] == OURS]
-    size, ratio = max(row["size_to_owed"] for row in ours), min(row["default_to_size"] for row in ours)
-    full = (OWED_BYTES + COPY_BYTES) * base / max(row["bytes"] for row in ours)
+    size, ratio = max(row["size_to_needed"] for row in ours), min(row["default_to_size"] for row in ours)
+    full = (NEEDED_BYTES + COPY_BYTES) * base / max(row["bytes"] for row in ours)
+    reached = {True: "reached", False: "MISSED"}
     print(
-        f"beside {OWED_BYTES} bytes a trained parameter: {size:.4f}, at most {SIZE_TARGET} {_word(size <= SIZE_TARGET)}"
+        f"relative to {NEEDED_BYTES} bytes a trained parameter: {size:.4f}, at most {SIZE_TARGET} "
+        f"{reached[size <= SIZE_TARGET]}"
     )
-    print(f"times smaller than the default: {ratio:.2f}, at least {RATIO_TARGET} {_word(ratio >= RATIO_TARGET)}")
-    print(f"times smaller than {OWED_BYTES + COPY_BYTES} bytes a parameter, full fine-tuning's: {full:.1f}\n")
-
-
-def _word(reached: bool) -> str:
-    return "reached" if reached else "MISSED"
+    print(f"times smaller than the default: {ratio:.2f}, at least {RATIO_TARGET} {reached[ratio >= RATIO_TARGET]}")
+    print(f"times smaller than full fine-tuning's ({NEEDED_BYTES + COPY_BYTES} bytes a parameter): {full:.1f}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bases", nargs="+", choices=list(DIVISORS), default=list(DIVISORS), help="to make narrow")
-    parser.add_argument("--rounds", type=int, default=5, help="timed saves a way, after one that is not")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk that is to be measured")
+    parser.add_argument("--bases", nargs="+", choices=list(DIVISORS), default=list(DIVISORS))
+    parser.add_argument("--divisor", type=int, help=f"of every width; default {DIVISORS}")
+    parser.add_argument("--zero-stages", nargs="+", type=int, choices=[1, 2, 3], default=[1, 3])
+    parser.add_argument("--rounds", type=int, default=5, help="timed saves a way, after a warm-up")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be measured")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for base in asked.bases:
-        of_base = [row for zero_stage in (1, 3) for row in run_ranks(base, zero_stage, asked.rounds, asked.folder)]
+        of_base = []
+        for stage in asked.zero_stages:
+            with tempfile.TemporaryDirectory(dir=asked.folder, prefix="checkpoints-") as folder:
+                divisor = asked.divisor or DIVISORS[base]
+                of_base += run_ranks(Measurement(base, divisor, stage, asked.rounds, Path(folder)))
         print_table(of_base)
         rows += of_base
     if asked.json:

@@ -1,8 +1,8 @@
-"""Does a run survive kill -9 and a change of layout? Trains one at three layouts, and one undisturbed.
+"""Does a run survive kill -9 and a change of layout? Trains one run at three layouts, and one undisturbed.
 
     python benchmarks/elastic.py --folder runs/elastic
 
-The run starts at tensor-parallel 2 × data-parallel 2 with ZeRO-3, is killed, goes on at 1 × 2 with ZeRO-1, is killed
+The run starts at tensor-parallel 2 × data-parallel 2 with ZeRO-3, is killed, resumes at 1 × 2 with ZeRO-1, is killed
 again, ends at 4 × 1 with ZeRO-2, and is exported. The other is a single process. Writes <folder>/summary.json.
 """
 
@@ -26,33 +26,28 @@ from pipeline.files import write_json
 from pipeline.run_folder.metrics import METRICS, read_metrics
 
 LOSS_TOLERANCE = 1e-6
-"""What fp32 sums in another order may differ by."""
+"""By how much fp32 sums in another order may differ."""
 EXPORT_TOLERANCE = 1e-5
-STEPS = 30
-SAVE_EVERY = 5
+SAVES = 6
+"""A run saves so often, and is killed between saves."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the run goes on, and after how many steps it is killed (None: it may end)."""
+    """A parallel layout of the run, and after which share of its steps it is killed (None: it may end)."""
 
     tp_size: int
     dp_size: int
     zero_stage: int
-    killed_after: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        """How many processes."""
-        return self.tp_size * self.dp_size
+    killed_at: float | None = None
 
 
-MOVED = [Layout(2, 2, 3, killed_after=12), Layout(1, 2, 1, killed_after=21), Layout(4, 1, 2)]
+MOVED = [Layout(2, 2, 3, killed_at=0.4), Layout(1, 2, 1, killed_at=0.7), Layout(4, 1, 2)]
 UNDISTURBED = Layout(1, 1, 1)
 
 
-def write_run(folder: Path, data: Path, layout: Layout) -> Path:
-    """Writes the demo's run, made short, for `layout`: its configuration in `folder`, where it trains too."""
+def write_run(folder: Path, data: Path, layout: Layout, steps: int) -> Path:
+    """Writes the configuration of a short demo run for `layout` into `folder`, where it trains too."""
     folder.mkdir(parents=True, exist_ok=True)
     zero = folder / f"zero{layout.zero_stage}.json"
     write_json(zero, {"zero_optimization": {"stage": layout.zero_stage, "overlap_comm": False}})
@@ -62,32 +57,33 @@ def write_run(folder: Path, data: Path, layout: Layout) -> Path:
     values["data"] |= {"folder": str(data), "sequence_length": 64}
     for corpus in values["data"]["corpora"].values():
         corpus["input"] = corpus["heldout_input"]  # a little text is enough
-    values["schedule"] |= {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3}
+    values["schedule"] |= {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3}
     values["parallel"] = {"tp_size": layout.tp_size}
-    values["validation"] = {"every_steps": STEPS, "max_sequences": 8}
-    values["checkpoints"] = {"every_steps": SAVE_EVERY}
+    values["validation"] = {"every_steps": steps, "max_sequences": 8}
+    values["checkpoints"] = {"every_steps": max(1, steps // SAVES)}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 
 
-def train(folder: Path, data: Path, layout: Layout) -> None:
-    """Trains in `folder` until the end, or until every process is killed (SIGKILL) after so many steps."""
-    config = write_run(folder, data, layout)
+def train(folder: Path, data: Path, layout: Layout, steps: int) -> None:
+    """Trains in `folder` until the end, or until every process is killed (SIGKILL) after a share of the steps."""
+    config = write_run(folder, data, layout, steps)
+    world_size = layout.tp_size * layout.dp_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    places = {"WORLD_SIZE": str(layout.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "pipeline.train", str(config)],
             env={**os.environ, "OMP_NUM_THREADS": "1", **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(layout.world_size)
+        for rank in range(world_size)
     ]
     try:
         while any(rank.poll() is None for rank in ranks):
-            if layout.killed_after is not None and steps_done(folder) >= layout.killed_after:
+            if layout.killed_at is not None and steps_done(folder) >= round(layout.killed_at * steps):
                 break
             if any(rank.returncode for rank in ranks):
                 break
@@ -98,12 +94,12 @@ def train(folder: Path, data: Path, layout: Layout) -> None:
             rank.kill()
             rank.wait()
     failed = [code for code in codes if code]
-    if failed or (layout.killed_after is not None and None not in codes):
+    if failed or (layout.killed_at is not None and None not in codes):
         raise SystemExit(f"error: {config}: expected {layout} to run until it is killed or done, found {codes}")
 
 
 def steps_done(folder: Path) -> int:
-    """The last step that the run in `folder` has written down."""
+    """The last step in the metrics of the run in `folder`."""
     lines = read_metrics(folder / METRICS)
     return int(lines[-1]["step"]) if lines else 0
 
@@ -118,12 +114,12 @@ def run_tool(name: str, config: Path) -> None:
     subprocess.run([sys.executable, f"tools/{name}.py", "--config", str(config)], check=True)
 
 
-def move(folder: Path, data: Path) -> list[dict[str, Any]]:
-    """The run at each layout in turn; returns what each layout trained, up to the checkpoint that the next took up."""
+def move(folder: Path, data: Path, steps: int) -> list[dict[str, Any]]:
+    """Trains at each layout in turn; returns a row for each, up to the checkpoint from which the next resumed."""
     rows = []
     first = 1
     for layout in MOVED:
-        train(folder, data, layout)
+        train(folder, data, layout, steps)
         saved = int((folder / "checkpoints" / "latest").read_text(encoding="utf-8").strip().removeprefix("step_"))
         trained = losses(folder)
         rows.append(
@@ -131,7 +127,7 @@ def move(folder: Path, data: Path) -> list[dict[str, Any]]:
                 "tp_size": layout.tp_size,
                 "dp_size": layout.dp_size,
                 "zero_stage": layout.zero_stage,
-                "killed_after_step": steps_done(folder) if layout.killed_after else None,
+                "killed_after_step": steps_done(folder) if layout.killed_at else None,
                 "first_step": first,
                 "last_step": saved,
                 "losses": [trained[step] for step in range(first, saved + 1)],
@@ -165,29 +161,13 @@ def summarise(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/elastic"))
-    folder: Path = parser.parse_args().folder
-
-    for name in ("moved", "undisturbed"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    moved, undisturbed, data = folder / "moved", folder / "undisturbed", folder / "tokens"
-    config = write_run(moved, data, MOVED[0])
-    run_tool("preprocess_data", config)
-    run_tool("upscale", config)
-    rows = move(moved, data)
-    run_tool("convert_checkpoint", moved / "run.yaml")
-    shutil.copytree(moved / "upscaled", undisturbed / "upscaled")
-    train(undisturbed, data, UNDISTURBED)
-    summary = summarise(folder, rows)
-    write_json(folder / "summary.json", summary)
-
+def print_table(summary: dict[str, Any]) -> None:
+    """A row for each layout, then the other figures."""
     print(f"{'layout':<24} {'steps':>8} {'ended':>20} {'first loss':>11} {'last loss':>11} {'max difference':>15}")
-    for row in rows:
+    for row in summary["layouts"]:
         layout = f"tp {row['tp_size']} x dp {row['dp_size']}, ZeRO-{row['zero_stage']}"
         killed = row["killed_after_step"]
-        ended = f"killed in step {killed + 1}" if killed else "whole"
+        ended = f"killed in step {killed + 1}" if killed else "completed"
         steps = f"{row['first_step']}-{row['last_step']}"
         print(
             f"{layout:<24} {steps:>8} {ended:>20} {row['losses'][0]:>11.6f} {row['losses'][-1]:>11.6f} "
@@ -196,6 +176,29 @@ def main() -> None:
     for name, value in summary.items():
         if not isinstance(value, list):
             print(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value:,}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/elastic"))
+    parser.add_argument("--steps", type=int, default=30, help="at least 12, so that a kill loses steps")
+    asked = parser.parse_args()
+    folder: Path = asked.folder
+
+    for name in ("moved", "undisturbed"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    moved, undisturbed, data = folder / "moved", folder / "undisturbed", folder / "tokens"
+    config = write_run(moved, data, MOVED[0], asked.steps)
+    run_tool("preprocess_data", config)
+    run_tool("upscale", config)
+    rows = move(moved, data, asked.steps)
+    run_tool("convert_checkpoint", moved / "run.yaml")
+    shutil.copytree(moved / "upscaled", undisturbed / "upscaled")
+    train(undisturbed, data, UNDISTURBED, asked.steps)
+    summary = summarise(folder, rows)
+    write_json(folder / "summary.json", summary)
+
+    print_table(summary)
     print(f"wrote {folder / 'summary.json'}")
     if summary["max_abs_loss_difference"] > LOSS_TOLERANCE:
         raise SystemExit(f"error: the losses differ by more than {LOSS_TOLERANCE}")

@@ -1,4 +1,4 @@
-r"""Turns a training checkpoint into a Hugging Face folder, and checks that it is the model that trained.
+r"""Converts a training checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
     python tools/convert_checkpoint.py --config configs/demo.yaml --format expansion --output exported
@@ -6,8 +6,8 @@ r"""Turns a training checkpoint into a Hugging Face folder, and checks that it i
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
-of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package of
-that name; `expansion` holds what SCALE added alone; `auto` takes stock where it can.
+of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package PEFT;
+`expansion` holds only what SCALE added; `auto` is stock where possible.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
+from pipeline.config.run import load_config
 from pipeline.conversion import Format, Precision
 from pipeline.run_folder.attempts import stage_of
 
@@ -42,21 +43,21 @@ def main() -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # The options and the configuration are read before: a mistake in them waits for no torch.
-    from pipeline.conversion.convert import DTYPES, Conversion, convert, latest_conversion, run_keys, run_texts
+    # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
+    from pipeline.conversion.convert import DTYPES, Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.verify import probe_maker
 
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:
-        asked = latest_conversion(arguments.config, arguments.format, dtype, arguments.output)
-        texts, keys = run_texts(arguments.config), run_keys(arguments.config)
+        config = load_config(arguments.config)
+        asked = latest_conversion(config, arguments.format, dtype, arguments.output)
+        make_probe = run_probe(config)
     else:
-        places = (arguments.checkpoint, arguments.base, arguments.output)
-        asked = Conversion(*places, format=arguments.format, dtype=dtype)
-        texts, keys = {}, {}
+        asked = Conversion(arguments.checkpoint, arguments.base, arguments.output, arguments.format, dtype)
+        make_probe = probe_maker({})
     if arguments.text:
-        texts, keys = {path.name: [str(path)] for path in arguments.text}, {}
-    if convert(asked, probe_maker(texts, keys)):
+        make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
+    if convert(asked, make_probe):
         logger.info("wrote %s", asked.output)
     else:
         logger.info("%s is there already", asked.output)

@@ -1,4 +1,4 @@
-"""Says what a checkpoint is: its method, widths, base, step, tokens, trained share, and the norms of its blocks.
+"""Prints what a checkpoint is: its method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
 python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
 """
@@ -15,10 +15,10 @@ from pipeline import command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
-    parser.add_argument("--base", type=Path, help="where the base lies, if not where the checkpoint says")
+    parser.add_argument("--base", type=Path, help="the path of the base, if it has moved")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
-    from pipeline.conversion.trained_model import as_text, describe_checkpoint  # --help waits for no torch
+    from pipeline.conversion.trained_model import as_text, describe_checkpoint  # after --help: it loads torch
 
     facts = describe_checkpoint(arguments.checkpoint, arguments.base)
     print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))

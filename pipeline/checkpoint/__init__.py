@@ -1,1 +1,1 @@
-"""What a checkpoint is on the disk, and reading any of them back, whatever layout wrote it."""
+"""What a checkpoint is on disk, and a reader for checkpoints of any layout."""

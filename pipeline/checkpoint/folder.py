@@ -1,17 +1,18 @@
-"""The checkpoints of one run beside each other: which there are, which one is next, which stay and which go.
+"""The checkpoints of one run: which there are, from which to resume, which to keep.
 
-A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is whole; only then does
-the file `latest` name it. Whoever wants to go back writes an older one's name into `latest`.
+A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is complete; only then
+does the file `latest` name it. To go back further, a user writes an older one's name into `latest`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.checkpoint import manifest as manifests
+from pipeline.checkpoint.manifest import MANIFEST_FILE
 from pipeline.errors import CheckpointError
 from pipeline.files import rename_aside, replace_directory, sync, write_text
 
@@ -26,20 +27,20 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The steps that its name speaks of."""
+    """The number of steps in a checkpoint's name."""
     match = _NAME.fullmatch(checkpoint.name)
     assert match is not None, checkpoint
     return int(match[1])
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first, whole or not."""
+    """The checkpoints in `folder`, oldest first, complete or not."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def named_checkpoint(folder: Path) -> Path | None:
-    """What `latest` names, there or not; None where it is missing or empty.
+    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
 
     Raises:
         CheckpointError: it names something that is no checkpoint of this folder.
@@ -50,30 +51,34 @@ def named_checkpoint(folder: Path) -> Path | None:
     except FileNotFoundError:
         return None
     if name and not _NAME.fullmatch(name):
-        names = ", ".join(one.name for one in all_checkpoints(folder)) or "which there are none"
         raise CheckpointError(
-            f"{path}: names {name!r}, which is no checkpoint there; write the name of one, of {names}"
+            f"{path}: names {name!r}, which is no checkpoint there; write one of these names: "
+            f"{_names(all_checkpoints(folder))}"
         )
     return folder / name if name else None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None where nothing was saved yet.
+    """The checkpoint that `latest` names, or None if nothing was saved yet.
 
     Raises:
-        CheckpointError: it names none that is there.
+        CheckpointError: the named one does not exist, or is not complete.
     """
     named = named_checkpoint(folder)
-    if named is not None and not (named / manifests.NAME).exists():
-        others = ", ".join(path.name for path in all_checkpoints(folder) if path != named) or "which there are none"
+    if named is not None and not (named / MANIFEST_FILE).exists():
+        others = _names([path for path in all_checkpoints(folder) if path != named])
         raise CheckpointError(
-            f"{folder / LATEST}: names {named.name}, which is not whole; write another name, of {others}"
+            f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another name: {others}"
         )
     return named
 
 
+def _names(checkpoints: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in checkpoints) or "there is none"
+
+
 def candidates(folder: Path) -> list[Path]:
-    """What to go on from, the first choice first: the one that `latest` names, then those before it.
+    """The checkpoints to resume from, best first: the one that `latest` names, then older ones.
 
     Raises:
         CheckpointError: as `named_checkpoint`.
@@ -91,20 +96,23 @@ def holds_damaged(folder: Path) -> bool:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Takes a damaged checkpoint out of the row without losing what is left of it; returns its new place."""
-    aside = checkpoint.with_name(checkpoint.name + DAMAGED)
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}.{number}")
+    """Renames a damaged checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
+    suffixes = itertools.chain([DAMAGED], (f"{DAMAGED}.{number}" for number in itertools.count(2)))
+    paths = (checkpoint.with_name(checkpoint.name + suffix) for suffix in suffixes)
+    aside = next(path for path in paths if not path.exists())
     checkpoint.rename(aside)
     sync(checkpoint.parent)
     return aside
 
 
+def unfinished(final: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return final.with_name(f".{final.name}.partial")
+
+
 def publish(partial: Path, final: Path) -> None:
-    """Gives a whole checkpoint its name, and then `latest` that name."""
-    # An attempt that was killed, or rolled back, took the same steps. Its checkpoint goes aside, and away at last.
+    """Renames a complete checkpoint from `partial` to `final` and makes `latest` name it."""
+    # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is removed last.
     replaced = replace_directory(partial, final)
     point_to(final)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -116,32 +124,27 @@ def point_to(checkpoint: Path) -> None:
 
 
 def superseded(steps: Sequence[int], newest: int, keep_last: int, keep_every_steps: int | None) -> list[int]:
-    """Which of the checkpoints after these `steps`, in rising order, the one after `newest` makes superfluous.
+    """Which of the checkpoints after these `steps` (ascending) are to be removed once the one after `newest` is saved.
 
-    Later ones, of an attempt that was rolled back, stay until a save takes their place.
+    Later ones, of an attempt that was rolled back, stay until they are overwritten.
     """
     old = [step for step in steps if step <= newest][:-keep_last]
     return [step for step in old if keep_every_steps is None or step % keep_every_steps != 0]
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint. It loses its name first, so that a kill cannot leave half of it behind as a whole one."""
+    """Removes a checkpoint. It is renamed first, so that a kill cannot leave half of it under its name."""
     shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
 
 
-def unfinished(final: Path) -> Path:
-    """Where a checkpoint lies until it is whole."""
-    return final.with_name(f".{final.name}.partial")
-
-
 def make_empty(folder: Path) -> None:
-    """A new folder in the place of whatever was there."""
+    """Makes a new folder in place of whatever was there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Clears what killed processes left half-written or half-deleted."""
+    """Removes what killed processes left half-written or half-deleted."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):

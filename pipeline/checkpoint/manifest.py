@@ -1,4 +1,4 @@
-"""What a checkpoint is: of which base, by which method, at which point of which run, and the hash of every file."""
+"""A checkpoint's manifest.json: base, method, position in the run, parallel layout, and the hash of every file."""
 
 from __future__ import annotations
 
@@ -22,35 +22,40 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
-# --- Where a run stands, and what it must remember to go on as if it had never stopped ------------------------------
+MANIFEST_FILE = "manifest.json"
+FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
+_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` beside it"
+_PATHS: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class StepRecord(NamedTuple):
-    """What the rule for spikes looks at: a step's number, its loss, and the norm of its gradient before clipping."""
+    """What the detection of loss spikes needs of a step: its number, loss, and gradient norm before clipping."""
 
     step: int
     loss: float
     gradient_norm: float
 
 
-class Position(BaseModel):
-    """How far a run is, and what befell it on the way; it changes by making another one.
+class Position(_Record):
+    """How far a run is, and what it must remember to resume exactly. Immutable: changes make a new one.
 
     A step's samples follow from its number alone, whatever happened before it.
 
     Attributes:
-        step, tokens_seen: the steps that are behind the run, those that were skipped among them.
+        step, tokens_seen: the steps completed so far, including those that were skipped.
         seconds: the time spent in training steps, over all attempts.
-        skipped_steps: the numbers, from 1, of the steps that must not change the weights: no number came out of them,
-            or a rollback set them aside.
-        recomputed_steps: how many were computed twice, and were sound the second time.
+        skipped_steps: the numbers, from 1, of the steps that must not change the weights: their loss or gradient was
+            not finite, or a rollback excluded them.
+        recomputed_steps: how many were computed twice, and were finite the second time.
         rollbacks: how often the run went back to a checkpoint because of a spike.
-        learning_rate_factor: what the schedule's rate is multiplied with; a forgetting budget lowers it.
-        initial_nll_per_token: each held-out corpus's before the first step: forgetting is measured from there.
+        learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
+        initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured from there.
         recent: the last steps that changed the weights, oldest first.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: int = 0
     tokens_seen: int = 0
@@ -63,35 +68,23 @@ class Position(BaseModel):
     recent: tuple[StepRecord, ...] = ()
 
     def changed(self, **changes: object) -> Position:
-        """The same with some attributes replaced."""
+        """A copy with some attributes replaced."""
         return self.model_copy(update=changes)
 
     def skipping(self, *steps: int) -> Position:
-        """The same with `steps` among those that are skipped."""
+        """A copy with `steps` added to those that are skipped."""
         return self.changed(skipped_steps=tuple(sorted({*self.skipped_steps, *steps})))
 
 
-# --- What a checkpoint is: of which base, by which method, at whi ---
-
-NAME = "manifest.json"
-FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
-_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` beside it"
-_WHERE_DATA_LIES: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class BaseRecord(_Part):
-    """The base that the checkpoint does not hold: where it lay, and the SHA-256 of each weight file."""
+class BaseRecord(_Record):
+    """The base, which the checkpoint does not hold: its path, and the SHA-256 of each weight file."""
 
     path: str
     hashes: dict[str, str]
 
 
-class LayoutRecord(_Part):
-    """How the ranks were arranged when the files were written."""
+class LayoutRecord(_Record):
+    """The parallel layout that wrote the files."""
 
     world_size: int
     tp_size: int
@@ -100,11 +93,11 @@ class LayoutRecord(_Part):
     dtype: str
 
 
-class RunRecord(_Part):
+class RunRecord(_Record):
     """What stays the same over a run.
 
     `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
-    or is None where nothing is added.
+    or is None if nothing is added.
     """
 
     name: str
@@ -117,14 +110,14 @@ class RunRecord(_Part):
     tokenizer_fingerprint: str
 
 
-class FileRecord(_Part):
+class FileRecord(_Record):
     """One file of the checkpoint."""
 
     bytes: int
     sha256: str
 
 
-class Manifest(_Part):
+class Manifest(_Record):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
     format: Literal["scale-cpt checkpoint 1"] = FORMAT
@@ -136,17 +129,17 @@ class Manifest(_Part):
 
     def save(self, folder: Path) -> None:
         """Writes the manifest into `folder`."""
-        write_json(folder / NAME, self.model_dump(mode="json"))
+        write_json(folder / MANIFEST_FILE, self.model_dump(mode="json"))
 
 
 def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_fingerprint: str) -> RunRecord:
-    """What the checkpoints of this run will say of it."""
+    """The record of a run, for its checkpoints."""
     return RunRecord(
         name=config.name,
         base=BaseRecord(path=str(config.base), hashes=base.hashes()),
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),
-        data=config.data.model_dump(mode="json", exclude=_WHERE_DATA_LIES),
+        data=config.data.model_dump(mode="json", exclude=_PATHS),
         global_batch_size=config.schedule.global_batch_size,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
@@ -154,7 +147,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
 
 
 def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> LayoutRecord:
-    """The arrangement of the ranks."""
+    """The record of a parallel layout."""
     return LayoutRecord(
         world_size=layout.world_size,
         tp_size=layout.tp_size,
@@ -165,7 +158,7 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
 
 
 def versions() -> dict[str, str]:
-    """Of what reads and writes checkpoints."""
+    """Of the software that writes checkpoints."""
     return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
 
 
@@ -173,11 +166,11 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the checkpoint in `folder`.
 
     Raises:
-        DamagedCheckpointError: there is none, or it is none.
+        DamagedCheckpointError: it is missing or damaged.
         CheckpointStorageError: it cannot be read now.
-        CheckpointError: it is of another version, or means harm.
+        CheckpointError: it is of another version, or malicious.
     """
-    path = folder / NAME
+    path = folder / MANIFEST_FILE
     try:
         content = path.read_bytes()
         manifest = Manifest.model_validate_json(content)
@@ -195,13 +188,6 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
-    return CheckpointStorageError(
-        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; look at the file system there, and start "
-        "again"
-    )
-
-
 def _is_of_another_version(content: bytes) -> bool:
     try:
         values = orjson.loads(content)
@@ -215,47 +201,45 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
 
     Raises:
         DamagedCheckpointError: it is not.
-        CheckpointStorageError: it cannot be read now, or the whole checkpoint is out of this node's sight.
+        CheckpointStorageError: it cannot be read now, or the whole checkpoint is not visible from this node.
     """
     path, record = folder / name, manifest.files[name]
     try:
-        whole, digest = path.stat().st_size == record.bytes, file_hash(path)
+        complete, digest = path.stat().st_size == record.bytes, file_hash(path)
     except FileNotFoundError as error:
-        if not (folder / NAME).exists():
+        if not (folder / MANIFEST_FILE).exists():
             raise _unreadable(path, error) from None
-        whole = False
+        complete = False
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not whole:
+    if not complete:
         raise DamagedCheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
     if digest != record.sha256:
         raise DamagedCheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
 
 
-def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
-    """Raises CheckpointError where a run cannot go on from a checkpoint: another base, method or data.
+def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
+    return CheckpointStorageError(
+        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
+        "again"
+    )
 
-    The layout may be another one.
+
+def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
+    """Checks that a run can resume from a checkpoint. The layout may differ.
+
+    Raises:
+        CheckpointError: the checkpoint is of another base, method or data.
     """
-    saved = manifest.run
     _check_base(manifest, folder, run.base.hashes)
     for name in ("method", "expansion", "data", "global_batch_size", "seed", "tokenizer_fingerprint"):
-        if getattr(saved, name) != getattr(run, name):
-            raise CheckpointError(
-                f"{folder}: was trained with another {name} ({_difference(getattr(saved, name), getattr(run, name))}); "
-                "set it back, or start a run in another folder"
-            )
+        _check_equal(folder, name, getattr(manifest.run, name), getattr(run, name))
 
 
 def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], method: Method) -> None:
-    """Raises CheckpointError where a checkpoint is of another base or of another method."""
+    """Raises CheckpointError if a checkpoint is of another base or of another method."""
     _check_base(manifest, folder, base_hashes)
-    wanted = method.model_dump(mode="json")
-    if manifest.run.method != wanted:
-        raise CheckpointError(
-            f"{folder}: was trained with another method ({_difference(manifest.run.method, wanted)}); "
-            "set it back, or start a run in another folder"
-        )
+    _check_equal(folder, "method", manifest.run.method, method.model_dump(mode="json"))
 
 
 def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]) -> None:
@@ -264,6 +248,14 @@ def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]
         raise CheckpointError(
             f"{folder}: its base {saved.path} had other weights than the configuration's base has; "
             "point `base` at that model, or start a run in another folder"
+        )
+
+
+def _check_equal(folder: Path, name: str, saved: object, wanted: object) -> None:
+    if saved != wanted:
+        raise CheckpointError(
+            f"{folder}: was trained with another {name} ({_difference(saved, wanted)}); "
+            "set it back, or start a run in another folder"
         )
 
 

@@ -1,4 +1,4 @@
-"""Files of tensors, as `torch.save` writes them: on the disk when written, and harmless when read."""
+"""Files of tensors as `torch.save` writes them: synced to disk when written, and harmless when read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipeline.errors import CheckpointError
 
 
 class _Inert:
-    """Stands where DeepSpeed's files name one of its own classes: takes the fields and does nothing with them."""
+    """Replaces DeepSpeed's own classes when a file is read: takes the fields and does nothing with them."""
 
     def __init__(self, *_: object) -> None: ...
 
 
-# What DeepSpeed's files hold beside tensors and plain containers. Nothing of DeepSpeed is imported: an enumeration is
+# What DeepSpeed's files hold besides tensors and plain containers. Nothing of DeepSpeed is imported: an enumeration is
 # read as its number, a class as an object with the same fields.
-_STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+_REPLACEMENTS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
@@ -32,7 +32,7 @@ _STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def write_torch_file(path: Path, value: Any) -> None:  # noqa: ANN401
-    """Writes `value` and waits until it is on the disk.
+    """Writes `value` and syncs the file to disk.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -44,28 +44,11 @@ def write_torch_file(path: Path, value: Any) -> None:  # noqa: ANN401
             file.flush()
             os.fsync(file.fileno())
     except (RuntimeError, OSError) as error:
-        # torch reports every failed write as an error of its own.
+        # torch reports every failed write as a RuntimeError of its own.
         cause = error if isinstance(error, OSError) else file.error
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from None
-
-
-def open_torch_file(path: Path) -> Any:  # noqa: ANN401
-    """What `path` holds. Tensors stay on disk until they are touched (mmap).
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or holds more than tensors, plain values and DeepSpeed's records.
-    """
-    try:
-        with torch.serialization.safe_globals(_STANDINS):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one") from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: {_refusal(error)}") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
 
 
 class _Writer(io.BufferedWriter):
@@ -81,12 +64,26 @@ class _Writer(io.BufferedWriter):
             raise
 
 
-def _refusal(error: pickle.UnpicklingError) -> str:
-    """torch explains at length; the user needs what was found, and that it did not run."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if found:
-        return f"names {found[1]}, which no checkpoint needs; nothing in it was run. Do not trust this file"
-    return f"damaged, or not a checkpoint ({_first_line(error)}); use another one"
+def open_torch_file(path: Path) -> Any:  # noqa: ANN401
+    """The content of `path`. Tensors stay on disk until they are used (mmap).
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds more than tensors, plain values and DeepSpeed's records.
+    """
+    try:
+        with torch.serialization.safe_globals(_REPLACEMENTS):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one") from None
+    except pickle.UnpicklingError as error:
+        # torch explains at length; the user needs to know what was found, and that it did not run.
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            fault = f"names {found[1]}, which no checkpoint needs; nothing in it was run. Do not trust this file"
+        else:
+            fault = f"damaged, or not a checkpoint ({_first_line(error)}); use another one"
+        raise CheckpointError(f"{path}: {fault}") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
 
 
 def _first_line(error: Exception) -> str:

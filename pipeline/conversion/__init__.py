@@ -1,6 +1,6 @@
 """From a DeepSpeed checkpoint of any layout to a Hugging Face folder, verified against the model that trained.
 
-The names of the formats stand here, where a command line can read them without loading torch.
+The names of the formats are here, where a command line can read them without loading torch.
 """
 
 from __future__ import annotations

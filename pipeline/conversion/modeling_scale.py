@@ -4,8 +4,8 @@ It needs torch and transformers alone:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Beside a frozen base of width D stands an expansion of width U: the residual stream is two tensors, `x` and `x_up`, and
-every linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Language Models", Eq. 1):
+A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and `x_up`, and every
+linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Language Models", Eq. 1):
 
     [ Y    ]   [ base               expansion_to_base      ] [ X    ]
     [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
@@ -36,75 +36,48 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     model_type = "scale"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(
-        self,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        intermediate_size: int = 172,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 8,
-        num_key_value_heads: int = 8,
-        head_dim: int = 8,
-        max_position_embeddings: int = 512,
-        expansion_hidden_size: int = 32,
-        expansion_intermediate_size: int = 86,
-        expansion_num_attention_heads: int = 4,
-        expansion_num_key_value_heads: int = 4,
-        l_fp: int = 2,
-        collaborative_modules: list[str] | None = None,
-        routed: bool = False,
-        router_threshold: float = 0.5,
-        norm: str = "rmsnorm",
-        norm_eps: float = 1e-5,
-        norm_statistics: str = "separate",
-        normed_size: int | None = None,
-        hidden_act: str = "silu",
-        gated_ffn: bool = True,
-        query_key_value_bias: bool = False,
-        output_bias: bool = False,
-        ffn_bias: bool = False,
-        parallel_residual: bool = False,
-        rotary: dict[str, Any] | None = None,
-        use_cache: bool = True,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.expansion_hidden_size = expansion_hidden_size
-        self.expansion_intermediate_size = expansion_intermediate_size
-        self.expansion_num_attention_heads = expansion_num_attention_heads
-        self.expansion_num_key_value_heads = expansion_num_key_value_heads
-        self.l_fp = l_fp
-        self.collaborative_modules = collaborative_modules or []
-        self.routed = routed
-        self.router_threshold = router_threshold
-        self.norm = norm
-        self.norm_eps = norm_eps
-        self.norm_statistics = norm_statistics
-        self.normed_size = normed_size
-        self.hidden_act = hidden_act
-        self.gated_ffn = gated_ffn
-        self.query_key_value_bias = query_key_value_bias
-        self.output_bias = output_bias
-        self.ffn_bias = ffn_bias
-        self.parallel_residual = parallel_residual
-        self.rotary = rotary or {"theta": 10000.0}
-        self.use_cache = use_cache
+    vocab_size: int = 512
+    hidden_size: int = 64
+    intermediate_size: int = 172
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 8
+    head_dim: int = 8
+    max_position_embeddings: int = 512
+    expansion_hidden_size: int = 32
+    expansion_intermediate_size: int = 86
+    expansion_num_attention_heads: int = 4
+    expansion_num_key_value_heads: int = 4
+    l_fp: int = 2
+    collaborative_modules: list[str] | tuple[str, ...] = ()
+    routed: bool = False
+    router_threshold: float = 0.5
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    norm_statistics: str = "separate"
+    normed_size: int | None = None
+    hidden_act: str = "silu"
+    gated_ffn: bool = True
+    query_key_value_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    parallel_residual: bool = False
+    rotary: dict[str, Any] | None = None
+    use_cache: bool = True
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
+        # transformers before and after configurations became dataclasses: both take this.
+        for name in ScaleConfig.__annotations__:
+            setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
         super().__init__(**kwargs)
 
     def is_collaborative(self, layer: int, module: str) -> bool:
-        """Whether `module` of `layer` has blocks that lead from the expansion into the base."""
+        """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
 
 class StreamPath(NamedTuple):
-    """The streams x [B, S, D] and x_up [B, S, U] on their way; `masked` leaves every expansion_to_base out."""
+    """The streams x [B, S, D] and x_up [B, S, U] of one path; `masked` leaves every expansion_to_base out."""
 
     x: Tensor
     x_up: Tensor
@@ -133,9 +106,9 @@ class WidenedLinear(nn.Module):
 
 
 class StreamNorm(nn.Module):
-    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be taken of the other one.
+    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be those of the other stream.
 
-    With `normed_size` (RMSNorm alone) only so many channels are summed for them, and the others count as zeros.
+    With `normed_size` (RMSNorm only) they are summed over the first channels, and the others count as zeros.
     """
 
     def __init__(self, kind: str, size: int, eps: float, normed_size: int | None) -> None:
@@ -172,9 +145,9 @@ class WidenedNorm(nn.Module):
 
 
 class Rotary(NamedTuple):
-    """Rotary position embedding: cos and sin [B, 1, S, R] of some positions; the first R features of each head turn.
+    """Rotary position embedding: cos and sin [B, 1, S, R]; the first R features of each head are rotated.
 
-    A tuple, so that `device_map` brings it to the device of each layer.
+    A tuple, so that `device_map` moves it to the device of each layer.
     """
 
     cos: Tensor
@@ -189,7 +162,7 @@ class Rotary(NamedTuple):
 
     @staticmethod
     def _frequencies(config: ScaleConfig) -> Tensor:
-        rotary = config.rotary
+        rotary = config.rotary or {"theta": 10000.0}
         rotated = int(config.head_dim * rotary.get("fraction", 1.0))
         frequencies = 1.0 / rotary["theta"] ** (torch.arange(0, rotated, 2, device="cpu").float() / rotated)
         scaling = rotary.get("scaling", "default")
@@ -202,17 +175,17 @@ class Rotary(NamedTuple):
             return (1 - blend) * frequencies / rotary["factor"] + blend * frequencies
         return frequencies
 
-    def turn(self, heads: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor) -> Tensor:
         """heads: [B, H, S, K]."""
         width = self.cos.shape[-1]
-        turned, rest = heads[..., :width], heads[..., width:]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([-second, first], dim=-1) * self.sin
-        return torch.cat([turned, rest], dim=-1)
+        rotated, rest = heads[..., :width], heads[..., width:]
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+        return torch.cat([rotated, rest], dim=-1)
 
 
 class ScaleAttention(nn.Module):
-    """Causal attention. The expansion adds heads beside the base's, and each path has all of them once more."""
+    """Causal attention. The expansion adds heads after the base's, and each path has all of them once more."""
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
@@ -238,8 +211,8 @@ class ScaleAttention(nn.Module):
         mask: Tensor | None,
         cache: Any,  # noqa: ANN401
     ) -> list[tuple[Tensor, Tensor]]:
-        query = rotary.turn(self._heads(self.query, paths))
-        key = rotary.turn(self._heads(self.key, paths))
+        query = rotary.rotate(self._heads(self.query, paths))
+        key = rotary.rotate(self._heads(self.key, paths))
         value = self._heads(self.value, paths)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -253,7 +226,7 @@ class ScaleAttention(nn.Module):
         ]
 
     def _heads(self, projection: WidenedLinear, paths: list[StreamPath]) -> Tensor:
-        """All heads of all paths side by side, which keeps every group of query heads beside its key/value head."""
+        """[B, H, S, K]: the heads of all paths, in the order that keeps query heads with their key/value head."""
         flat = torch.cat([part for path in paths for part in projection(*path)], dim=-1)
         return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
@@ -301,7 +274,7 @@ class ScaleLayer(nn.Module):
 
 
 class ScaleEmbedding(nn.Module):
-    """The base's token embedding, and the columns from which the expansion stream starts."""
+    """The base's token embedding, and the added columns, from which the expansion stream starts."""
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -323,7 +296,7 @@ class ScaleOutput(nn.Module):
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
     def forward(self, paths: list[StreamPath], embedding: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32. Of two paths the first is the preserved, the second the adapted one."""
+        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved."""
         base = embedding if self.base is None else self.base
         z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
         if len(paths) == 2:

@@ -1,40 +1,81 @@
-"""`--format stock`: the widened model as an ordinary wider one, which any server loads with no code of ours.
+"""`--format stock`: a model of the base's own class, which any server loads with no code of ours.
 
-The four blocks of a linear map fuse into one matrix. What remains is the norm: with `norm: base` both streams are
-divided by the root mean square of `x` alone, while an ordinary RMSNorm takes it over the whole residual stream. So the
-new part of that stream is stored scaled by a power of two s (which is exact), small enough to vanish in the mean
-square, and the gains take it back (METHOD, "Stock export"). With D the base's width and D' the whole:
+Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values, LLaMA Pro adds layers,
+LoRA's adapters are merged. With one, it is an ordinary wider model: the four blocks of a linear map fuse into one
+matrix. That leaves the norm: with `norm: base` both streams are divided by the root mean square of `x` alone, while an
+ordinary RMSNorm takes it over the whole residual stream. So the new part of that stream is stored scaled by a power of
+two s (which is exact), small enough to vanish in the mean square, and the gains undo it. With D the base's width and D'
+the whole:
 
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
     eps     times D / D'
 
-Where the base was widened before, what was added then is stored in the same way. config.json says which channels they
-are, and s, so that training can take it back (`model.residual`).
+If the base was widened before, the channels added then are stored in the same way. config.json says which channels are
+scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name, residual_config
+from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.base_folder import hf_tensor
+from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
-from pipeline.scale.plan import ExpansionPlan
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
+# Row and column of each block beside the base in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
+# the output's.
+_BLOCK_PLACES = {
+    "expansion_to_base": (0, 1),
+    "base_to_expansion": (1, 0),
+    "expansion_to_expansion": (1, 1),
+    "expansion": (0, 1),
+}
+
+
+def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+    """Any model without an expansion; Preserve and Adapt on a base of the Llama family, trained with `norm: base`.
+
+    Raises:
+        ConversionError: the model is another; says why.
+    """
+    if model.plan is None:
+        return _unwidened_export(model, dtype)
+    if reason := why_not_stock(model):
+        raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
+    widths, added = model.spec.widths, model.plan.expansion
+    heads = widths.num_attention_heads + added.num_attention_heads
+    hidden_size = stock_hidden_size(widths.hidden_size + added.hidden_size, heads)
+    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype))
+    config = base_config(model.base.path) | {
+        "hidden_size": hidden_size,
+        "intermediate_size": widths.intermediate_size + added.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": widths.num_key_value_heads + added.num_key_value_heads,
+        "head_dim": model.spec.head_dim,
+        "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / hidden_size,
+        # The embedding's new columns are scaled and the output's are not: they cannot be tied.
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(dtype),
+        RESIDUAL_KEY: asdict(residual),
+    }
+    fusion = _Fusion(model, hidden_size, residual, dtype)
+    names = dict.fromkeys([*filter(is_base, model.shapes), "output.base"])
+    return Export("stock", config, [fusion.tensor(name) for name in names], dtype)
 
 
 def why_not_stock(model: TrainedModel) -> str | None:
-    """What keeps the model from being an ordinary wider one; None where nothing does."""
+    """Why a model is not expressible as an ordinary one; None if it is."""
     plan = model.plan
     if plan is None:
         return None
@@ -49,131 +90,86 @@ def why_not_stock(model: TrainedModel) -> str | None:
     return None
 
 
-def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Preserve and Adapt on a base of the Llama family, trained with `norm: base`.
-
-    Raises:
-        ConversionError: the model is another; says why.
-    """
-    reason = why_not_stock(model)
-    if reason is not None or model.plan is None:
-        raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
-    widths, added = model.spec.widths, model.plan.expansion
-    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype))
-    fusion = Fusion(model, model.plan, residual, dtype)
-    config = base_config(model.base.path) | {
-        "hidden_size": fusion.hidden_size,
-        "intermediate_size": widths.intermediate_size + added.intermediate_size,
-        "num_attention_heads": widths.num_attention_heads + added.num_attention_heads,
-        "num_key_value_heads": widths.num_key_value_heads + added.num_key_value_heads,
-        "head_dim": model.spec.head_dim,
-        "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / fusion.hidden_size,
-        "tie_word_embeddings": False,
-        "dtype": dtype_name(dtype),
-        **residual_config(residual),
-    }
-    return Export(format="stock", config=config, tensors=list(fusion.tensors()), dtype=dtype)
-
-
 def stock_hidden_size(hidden_size: int, heads: int) -> int:
-    """The next width that `heads` divides, which transformers asks for; the channels between stay zero."""
+    """The next width that `heads` divides, as transformers requires; the channels that this adds are zero."""
     return -(-hidden_size // heads) * heads
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """Each ordinary tensor from the blocks that it is made of."""
+class _Fusion:
+    """Plans each tensor of the ordinary model from the blocks that it is made of."""
 
     model: TrainedModel
-    plan: ExpansionPlan
+    hidden_size: int
     residual: StoredResidual
     dtype: torch.dtype
 
-    @property
-    def hidden_size(self) -> int:
-        """D', the width of the ordinary model."""
-        widths, added = self.model.spec.widths, self.plan.expansion
-        heads = widths.num_attention_heads + added.num_attention_heads
-        return stock_hidden_size(widths.hidden_size + added.hidden_size, heads)
-
-    def tensors(self) -> Iterator[PlannedTensor]:
-        """All tensors of the folder, in the order of the base's parameters."""
-        for name, shape in self.model.shapes.items():
-            if name.endswith(".base.weight") or name.endswith(".base.bias"):
-                yield self._tensor(name, shape)
-        # Untied even where the base ties it: the embedding's new columns are scaled, and differ from the output's.
-        vocab_size = self.model.spec.vocab_size
-        fused = (vocab_size, self.hidden_size)
-        yield PlannedTensor(hf_tensor("output.base", self.model.spec).name, fused, partial(self._output, fused))
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> PlannedTensor:
-        stem, kind = name.rsplit(".base.", 1)
+    def tensor(self, name: str) -> PlannedTensor:
+        """The tensor that holds the base parameter `name` and its expansion blocks."""
+        stem, _, kind = name.partition(".base")
+        shapes = self.model.shapes
+        # A tied output projection has no shape of its own.
+        base_shape = shapes.get(name, shapes["embedding.base.weight"])
+        shape, corners = list(base_shape), {name: (0,) * len(base_shape)}
+        for block, place in _BLOCK_PLACES.items():
+            block_name = f"{stem}.{block}{kind}"
+            if block_name in shapes:
+                offsets = place if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
+                corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
+                ends = [start + size for start, size in zip(corner, shapes[block_name], strict=True)]
+                shape = list(map(max, shape, ends))
+                corners[block_name] = corner
+        if stem.endswith(_WRITES_RESIDUAL):
+            shape[0] = self.hidden_size
+        elif kind != ".bias":
+            shape[-1] = self.hidden_size
         target = hf_tensor(name, self.model.spec).name
-        writes_residual = stem.endswith(_WRITES_RESIDUAL)
-        make: Callable[[], Tensor]
-        fused: tuple[int, ...]
-        if stem.endswith("norm"):
-            fused, make = (self.hidden_size,), partial(self._gain, stem)
-        elif stem == "embedding":
-            fused = (shape[0], self.hidden_size)
-            make = partial(self._embedding, fused)
-        elif kind == "bias":
-            fused = (self.hidden_size if writes_residual else shape[0] + self._rows(f"{stem}.base_to_expansion.bias"),)
-            make = partial(self._bias, stem, fused)
-        elif writes_residual:
-            fused = (self.hidden_size, shape[1] + self._columns(f"{stem}.expansion_to_expansion.weight"))
-            make = partial(self._linear, stem, fused)
-        else:
-            fused = (shape[0] + self._rows(f"{stem}.base_to_expansion.weight"), self.hidden_size)
-            make = partial(self._linear, stem, fused)
-        return PlannedTensor(target, fused, lambda: self.residual.store(name, make()))
+        return PlannedTensor(target, tuple(shape), partial(self._fuse, name, shape, corners))
 
-    def _rows(self, name: str) -> int:
-        return self.model.shapes[name][0]
+    def _fuse(self, name: str, shape: Sequence[int], corners: dict[str, tuple[int, ...]]) -> Tensor:
+        """Zeros of `shape` with each block at its corner, scaled as it is stored."""
+        fused = torch.zeros(*shape, dtype=self.dtype)
+        for block_name, corner in corners.items():
+            block = self.model.read(block_name)
+            if block_name.endswith(("norm.base.weight", "norm.expansion.weight")):
+                block = block.float() * math.sqrt(self.model.spec.widths.hidden_size / self.hidden_size)
+            fused[tuple(slice(start, start + size) for start, size in zip(corner, block.shape, strict=True))] = block
+        return self.residual.store(name, fused)
 
-    def _columns(self, name: str) -> int:
-        return self.model.shapes[name][1]
 
-    def _linear(self, stem: str, shape: tuple[int, ...]) -> Tensor:
-        """[[W, W12], [W21, W22]]; what no block fills is zero."""
-        fused = torch.zeros(shape, dtype=self.dtype)
-        rows, columns = self.model.shapes[f"{stem}.base.weight"]
-        up_rows, up_columns = self.model.shapes[f"{stem}.expansion_to_expansion.weight"]
-        above, below = slice(0, rows), slice(rows, rows + up_rows)
-        left, right = slice(0, columns), slice(columns, columns + up_columns)
-        fused[above, left] = self.model.read(f"{stem}.base.weight")
-        if f"{stem}.expansion_to_base.weight" in self.model.shapes:
-            fused[above, right] = self.model.read(f"{stem}.expansion_to_base.weight")
-        fused[below, left] = self.model.read(f"{stem}.base_to_expansion.weight")
-        fused[below, right] = self.model.read(f"{stem}.expansion_to_expansion.weight")
-        return fused
+def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+    """The base's own tensors; GPT-NeoX's query, key and value are fused again."""
+    config = base_config(model.base.path) | {"num_hidden_layers": model.spec.num_layers, "dtype": dtype_name(dtype)}
+    if "layer_types" in config:  # one entry a layer; the supported bases have one type only
+        config["layer_types"] = config["layer_types"][:1] * model.spec.num_layers
+    residual = model.spec.residual
+    if residual is not None:
+        residual = replace(residual, scale=scale_in(dtype))
+        config[RESIDUAL_KEY] = asdict(residual)
+    sources: dict[str, list[str]] = {}
+    for name in filter(is_base, model.shapes):
+        # A model lists query, key and value in the order in which they are fused.
+        sources.setdefault(hf_tensor(name, model.spec).name, []).append(name)
+    tensors = []
+    for target, names in sources.items():
+        rows, *columns = model.shapes[names[0]]
+        make = partial(_unwidened_values, model, names, residual)
+        tensors.append(PlannedTensor(target, (rows * len(names), *columns), make))
+    return Export("stock", config, tensors, dtype)
 
-    def _bias(self, stem: str, shape: tuple[int, ...]) -> Tensor:
-        bias, added = (self.model.read(f"{stem}.{block}.bias") for block in ("base", "base_to_expansion"))
-        return self._row(shape, bias, added)
 
-    def _gain(self, stem: str) -> Tensor:
-        correction = math.sqrt(self.model.spec.widths.hidden_size / self.hidden_size)
-        gain = self.model.read(f"{stem}.base.weight").float() * correction
-        added = self.model.read(f"{stem}.expansion.weight") * correction
-        return self._row((self.hidden_size,), gain, added)
+def _unwidened_values(model: TrainedModel, names: Sequence[str], residual: StoredResidual | None) -> Tensor:
+    if len(names) > 1:  # laid out as [heads, 3, head_dim, ...]
+        heads = model.spec.widths.num_attention_heads
+        parts = [_with_adapter(model, name).unflatten(0, (heads, -1)) for name in names]
+        return torch.stack(parts, dim=1).flatten(0, 2)
+    values = _with_adapter(model, names[0])
+    return values if residual is None else residual.store(names[0], values.clone())
 
-    def _row(self, shape: tuple[int, ...], base: Tensor, added: Tensor) -> Tensor:
-        fused = torch.zeros(shape, dtype=self.dtype)
-        fused[: len(base)] = base
-        fused[len(base) : len(base) + len(added)] = added
-        return fused
 
-    def _embedding(self, shape: tuple[int, ...]) -> Tensor:
-        return self._beside(shape, "embedding.base.weight", "embedding.expansion.weight")
-
-    def _output(self, shape: tuple[int, ...]) -> Tensor:
-        return self._beside(shape, "output.base", "output.expansion")
-
-    def _beside(self, shape: tuple[int, ...], base: str, expansion: str) -> Tensor:
-        """[base, expansion, 0]: the columns side by side."""
-        fused = torch.zeros(shape, dtype=self.dtype)
-        width, added = self.model.spec.widths.hidden_size, self.plan.expansion.hidden_size
-        fused[:, :width] = self.model.read(base)
-        fused[:, width : width + added] = self.model.read(expansion)
-        return fused
+def _with_adapter(model: TrainedModel, name: str) -> Tensor:
+    """The base parameter `name`; if it has an adapter, W + s B A in fp32."""
+    weight, path = model.read(name), name.removesuffix("base.weight") + "adapter"
+    if path not in model.adapters:
+        return weight
+    return weight.float() + model.adapters[path].scale * (model.read(f"{path}.b") @ model.read(f"{path}.a"))

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is next, and which go."""
+"""Which checkpoints there are, from which to resume, and which are removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kills import outlives
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three checkpoints, the second of which `latest` names, and what else may lie there."""
+    """Three checkpoints, the second of which `latest` names, and other files that may be there."""
     for name in ("step_00000100", "step_00000200", "step_100000000", ".step_00000300.partial", "step_00000150.damaged"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")
@@ -28,13 +28,13 @@ def names(paths):
     return [path.name for path in paths]
 
 
-def test_they_are_in_the_order_of_their_steps(folder):
+def test_checkpoints_are_sorted_by_step(folder):
     assert names(folders.all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
     assert folders.checkpoint_name(100_000_000) == "step_100000000"
     assert folders.step_of(folder / "step_00000200") == 200
 
 
-def test_what_latest_names_comes_first_and_nothing_after_it(folder):
+def test_candidates_begin_with_the_one_that_latest_names(folder):
     assert names(folders.candidates(folder)) == ["step_00000200", "step_00000100"]
     (folder / "latest").write_text("step_00000150")  # gone
     assert names(folders.candidates(folder)) == ["step_00000100"]
@@ -45,21 +45,17 @@ def test_what_latest_names_comes_first_and_nothing_after_it(folder):
     assert names(folders.candidates(folder)) == ["step_100000000", "step_00000200", "step_00000100"]
 
 
-def test_latest_leads_nowhere_else(folder):
+def test_latest_names_nothing_outside_the_folder(folder):
     for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged"):
         (folder / "latest").write_text(name)
-        with pytest.raises(
-            CheckpointError, match=r"names .* no checkpoint there; write the name of one, of step_00000100"
-        ):
+        with pytest.raises(CheckpointError, match=r"names .* no checkpoint there; .* these names: step_00000100"):
             folders.candidates(folder)
 
 
-def test_what_converts_takes_the_named_one_only(folder):
+def test_conversion_takes_only_the_named_checkpoint(folder):
     assert folders.latest_checkpoint(folder) == folder / "step_00000200"
     (folder / "step_00000200" / "manifest.json").unlink()
-    with pytest.raises(
-        CheckpointError, match="names step_00000200, which is not whole; write another name, of step_0000010"
-    ):
+    with pytest.raises(CheckpointError, match=r"names step_00000200, which is .* not complete; .* name: step_0000010"):
         folders.latest_checkpoint(folder)
 
 
@@ -71,7 +67,7 @@ def test_setting_aside_loses_nothing(folder):
     assert folders.holds_damaged(folder)
 
 
-def test_half_written_folders_go(folder):
+def test_half_written_folders_are_removed(folder):
     (folder / ".latest.host.1.0.partial").write_text("step")
     folders.remove_unfinished(folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
@@ -85,14 +81,14 @@ def write_checkpoint(path: Path, attempt: str) -> Path:
     return path
 
 
-def whole_ones(paths) -> dict[str, str]:
-    """Which attempt wrote each of the checkpoints of which nothing is missing, by name."""
+def complete(paths) -> dict[str, str]:
+    """Which attempt wrote each of the complete checkpoints, by name."""
     found = {path.name: [path / name for name in ("manifest.json", "weights")] for path in paths if path.is_dir()}
     return {name: files[0].read_text() for name, files in found.items() if all(file.exists() for file in files)}
 
 
-def test_a_kill_at_any_instant_of_a_save_over_an_older_one_leaves_a_whole_one(tmp_path):
-    """And of the older one, nothing goes before `latest` names the new one."""
+def test_a_kill_at_any_moment_of_a_save_over_an_older_one_leaves_a_complete_one(tmp_path):
+    """And nothing of the older one is removed before `latest` names the new one."""
     for changes in count():
         folder = tmp_path / str(changes)
         folders.point_to(write_checkpoint(folder / "step_00000100", "first"))
@@ -101,7 +97,7 @@ def test_a_kill_at_any_instant_of_a_save_over_an_older_one_leaves_a_whole_one(tm
         ended = outlives(changes, folders.publish, partial, final)
         named = folders.latest_checkpoint(folder)
         assert named is not None
-        attempts = whole_ones(folder.iterdir())
+        attempts = complete(folder.iterdir())
         assert "rolled back" in attempts.values() or attempts[named.name] == "second"
         assert set(names(folders.all_checkpoints(folder))) <= attempts.keys()
         folders.remove_unfinished(folder)
@@ -112,12 +108,12 @@ def test_a_kill_at_any_instant_of_a_save_over_an_older_one_leaves_a_whole_one(tm
             break
 
 
-def test_a_kill_at_any_instant_of_a_removal_leaves_no_half_of_a_checkpoint(tmp_path):
+def test_a_kill_at_any_moment_of_a_removal_leaves_no_half_of_a_checkpoint(tmp_path):
     for changes in count():
         folder = tmp_path / str(changes)
         doomed = write_checkpoint(folder / "step_00000100", "first")
         ended = outlives(changes, folders.discard, doomed)
-        assert set(names(folders.all_checkpoints(folder))) <= whole_ones(folder.iterdir()).keys()
+        assert set(names(folders.all_checkpoints(folder))) <= complete(folder.iterdir()).keys()
         folders.remove_unfinished(folder)
         assert names(folder.iterdir()) == names(folders.all_checkpoints(folder))
         if ended:

@@ -1,27 +1,23 @@
-"""Checkpoints of real DeepSpeed runs, read back without DeepSpeed: equal to the bit, at every layout."""
+"""Checkpoints of real DeepSpeed runs, read back without DeepSpeed: bit-identical, at every layout."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.conversion.trained_model import open_trained, skeleton
+from pipeline.conversion.trained_model import open_trained
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.methods import method_for
-from pipeline.parallel.sharding import Partition, merge
+from pipeline.parallel.sharding import Partition, merge, partition_of
 from tests.bases import STORIES
-from tests.conversion.checkpoints import FFT, checkpoint_in, partitions, save, save_many, scale, trained, zero
+from tests.conversion.checkpoints import FFT, Account, checkpoint_in, save, save_many, scale, trained, zero
 from tests.distributed import run_ranks
-from tests.widened import SEED, scale_settings
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "ZeRO-1, dp 2": (2, 1, zero(1)),
     "ZeRO-2, dp 2": (2, 1, zero(2)),
     "ZeRO-3, dp 2": (2, 1, zero(3)),
@@ -32,57 +28,72 @@ LAYOUTS = {
     "ZeRO-1, dp 2, bf16": (2, 1, zero(1, "bf16")),
     "ZeRO-3, dp 2, bf16": (2, 1, zero(3, "bf16")),
 }
-
-
 METHODS = {"route": scale("route"), "fft": FFT}
+STAGES = [1, 2, 3]
 FILE_OVERHEAD = 2**16
 """Names, shapes and the archive's own table, in bytes."""
 
 
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    """The folder of each layout and method, and what each rank held."""
+    folder = tmp_path_factory.mktemp("layouts")
+    accounts = {}
+    for world_size in {world_size for world_size, _, _ in LAYOUTS.values()}:
+        jobs = {
+            (layout, name): (base("llama").path, method, folder / f"{index}-{name}", tp_size, values)
+            for index, (layout, (size, tp_size, values)) in enumerate(LAYOUTS.items())
+            for name, method in METHODS.items()
+            if size == world_size
+        }
+        ranks = run_ranks(save_with_accounts, world_size, [*jobs.values()])
+        accounts.update({key: (job[2], held) for key, job, *held in zip(jobs, jobs.values(), *ranks, strict=True)})
+    return accounts
+
+
+def save_with_accounts(jobs: list[tuple[Any, ...]]) -> list[Account | None]:
+    """As `save_many`; returns what this rank held of each."""
+    return [save(*job, account=True) for job in jobs]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_and_moment_comes_back(layout, base, tmp_path):
-    world_size, tp_size, values = LAYOUTS[layout]
-    path = base("llama").path
-    jobs = [(path, method, tmp_path / name, tp_size, values) for name, method in METHODS.items()]
-    ranks = run_ranks(save_many, world_size, jobs)
-    for index, (name, method) in enumerate(METHODS.items()):
-        reader = trained(path, tmp_path / name).reader
-        assert (reader.dp_size, reader.tp_size) == (world_size // tp_size, tp_size)
-        check(reader, [held[index] for held in ranks[:tp_size]], partitions(path, method))
+def test_every_parameter_and_moment_comes_back(layout, base, saved):
+    world_size, tp_size, _ = LAYOUTS[layout]
+    for name in METHODS:
+        folder, ranks = saved[layout, name]
+        model = trained(base("llama").path, folder)
+        assert (model.reader.dp_size, model.reader.tp_size) == (world_size // tp_size, tp_size)
+        partitions = {name: partition_of(parameter) for name, parameter in model.structure.named_parameters()}
+        check(model.reader, ranks[:tp_size], partitions)
 
 
-def check(reader: CheckpointReader, shards: list[dict[str, dict[str, Tensor]]], split: dict[str, Partition]) -> None:
+def check(reader: CheckpointReader, shards: list[Account], split: dict[str, Partition]) -> None:
     """Compares with what each tensor-parallel rank held."""
-    assert set(reader.names) == set(shards[0]["fp32"]) and not reader.frozen_names
+    assert set(reader.names) == set(shards[0]["fp32"])
     for name in reader.names:
         size = reader.read(name).shape[split[name].dim or 0]
         for kind in ("fp32", "exp_avg", "exp_avg_sq"):
             expected = merge([shard[kind][name] for shard in shards], split[name], size)
-            found = reader.read(name) if kind == "fp32" else reader.read_moment(name, kind)
+            found = reader.read(name, None if kind == "fp32" else kind)
             assert found.dtype == torch.float32
             assert torch.equal(found, expected), (name, kind)
-    assert any(reader.read_moment(name, "exp_avg_sq").any() for name in reader.names)
+    assert any(reader.read(name, "exp_avg_sq").any() for name in reader.names)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_frozen_parameters_that_were_saved_too_come_back(stage, base, tmp_path):
-    opened = base("neox")
-    folder = tmp_path / "run"
-    run_ranks(partial(save, with_frozen=True), 2, opened.path, scale("preserve"), folder, 1, zero(stage))
-    method = method_for(scale_settings("preserve"), Path("unread"), SEED)
-
-    reader = CheckpointReader(folder, skeleton(method, opened))
-
-    assert len(reader.frozen_names) > 10
-    for name in reader.frozen_names:
-        assert torch.equal(reader.read(name), opened.read(name)), name
+@pytest.fixture(scope="module")
+def others(base, tmp_path_factory):
+    """Two kinds of checkpoint, each by ZeRO stage: of stories260K in bf16, and of a small base."""
+    folder = tmp_path_factory.mktemp("others")
+    jobs = [(STORIES, scale("adapt"), folder / f"stories-{stage}", 1, zero(stage, "bf16")) for stage in STAGES]
+    jobs += [(base("llama").path, scale("adapt"), folder / f"small-{stage}", 1, zero(stage)) for stage in STAGES[1:]]
+    run_ranks(save_many, 2, jobs)
+    return lambda kind, stage: folder / f"{kind}-{stage}"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_checkpoint_holds_what_trained_once(stage, tmp_path):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_holds_what_trained_once(stage, others):
     """12 bytes a trained parameter; of the base nothing, though it ties its embedding, which DeepSpeed would write."""
-    run_ranks(save, 2, STORIES, scale("adapt"), tmp_path / "run", 1, zero(stage, "bf16"))
-    model = trained(STORIES, tmp_path / "run")
+    model = trained(STORIES, others("stories", stage))
     assert model.spec.tie_word_embeddings
     owed = 12 * sum(math.prod(model.shapes[name]) for name in model.trained)
     written = sum(file.stat().st_size for file in model.checkpoint.glob("*_states.pt"))
@@ -90,11 +101,9 @@ def test_a_checkpoint_holds_what_trained_once(stage, tmp_path):
     assert owed < written < 1.01 * owed + files * FILE_OVERHEAD
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
-def checkpoint(request, base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    run_ranks(save, 2, base("llama").path, scale("adapt"), folder, 1, zero(request.param))
-    return checkpoint_in(folder)
+@pytest.fixture(scope="module", params=STAGES[1:], ids=["ZeRO-2", "ZeRO-3"])
+def checkpoint(request, others):
+    return checkpoint_in(others("small", request.param))
 
 
 @pytest.fixture
@@ -139,7 +148,7 @@ def test_a_file_of_something_else_is_named(copied, base):
         file.write_bytes(content)
 
 
-def test_another_base_is_refused(checkpoint, base, tmp_path):
+def test_another_base_is_refused(checkpoint, base):
     with pytest.raises(BaseModelError, match="other weights"):
         open_trained(checkpoint, base("llama biases").path)
 
@@ -154,7 +163,7 @@ def test_a_checkpoint_of_another_method_is_refused(copied, base):
     manifest.write_text(
         text.replace('"variant": "adapt"', '"variant": "preserve"').replace('"l_fp": 1', '"l_fp": null')
     )
-    with pytest.raises(CheckpointError, match="has not"):
+    with pytest.raises(CheckpointError, match="unknown to the model"):
         open_trained(copied, base("llama").path)
 
 

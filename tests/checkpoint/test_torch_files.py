@@ -1,4 +1,4 @@
-"""Files of tensors: nothing in one ever runs, and a full disk says so."""
+"""Files of tensors: no code in them runs, and a full disk is reported."""
 
 from __future__ import annotations
 

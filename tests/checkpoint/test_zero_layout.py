@@ -1,4 +1,4 @@
-"""The arithmetic of ZeRO's flat tensors: whatever is cut comes together again."""
+"""The arithmetic of ZeRO's flat tensors: what was cut is reassembled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.reader import Fragments, each_cut, joined_and_cut
+from pipeline.checkpoint.reader import Fragments, stage_1_2_fragments, stage_3_fragments
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -42,7 +42,7 @@ def test_stage_3_pads_and_cuts_every_parameter(sizes, dp_size, per_group):
     flats = [[torch.cat([pieces[name][rank] for name in group]) for group in groups] for rank in range(dp_size)]
     group_sizes = [len(flat) for flat in flats[0]]
 
-    fragments = each_cut({name: len(tensor) for name, tensor in values.items()}, group_sizes, dp_size)
+    fragments = stage_3_fragments({name: len(tensor) for name, tensor in values.items()}, group_sizes, dp_size)
 
     assert_same(assemble(fragments, flats), values)
 
@@ -62,15 +62,15 @@ def test_stages_1_and_2_cut_the_joined_parameters_once(sizes, dp_size):
                 slices[rank][0][name] = (first - rank * length, stop - first)
         at += len(tensor)
 
-    fragments = joined_and_cut(slices)
+    fragments = stage_1_2_fragments(slices)
 
     assert_same(assemble(fragments, [[flat] for flat in joined.split(length)]), values)
 
 
 def test_stage_3_refuses_flat_tensors_of_another_number_of_ranks():
     sizes = {"a": 10, "b": 6}
-    each_cut(sizes, [8], 2)
-    with pytest.raises(ValueError, match=r"8 elements|fit"):
-        each_cut(sizes, [8], 4)
+    stage_3_fragments(sizes, [8], 2)
+    with pytest.raises(ValueError, match=r"8 elements"):
+        stage_3_fragments(sizes, [8], 4)
     with pytest.raises(ValueError, match="fit"):
-        each_cut(sizes, [8], 1)
+        stage_3_fragments(sizes, [8], 1)

@@ -1,4 +1,4 @@
-"""Real checkpoints for tests: a few steps under real DeepSpeed, saved by the trainer's own code."""
+"""Real checkpoints for tests: a few steps of real DeepSpeed, saved by the trainer's own code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.sharding import Partition, named_trained_parameters, partition_of
-from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.parallel.sharding import default_dtype, named_trained_parameters
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
 from tests.widened import scale_settings, shake, some_batch, started, widened
 
 FFT = {"name": "fft"}
@@ -32,24 +33,26 @@ def zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
     return values | ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {})
 
 
+Account = dict[str, dict[str, torch.Tensor]]
+"""This rank's shards of each trained parameter in fp32 (`fp32`) and of its moments (`exp_avg`, `exp_avg_sq`)."""
+
+
 def save(
     base_path: Path,
     method: dict[str, Any],
     folder: Path,
     tp_size: int = 1,
     deepspeed_values: dict[str, Any] | None = None,
-    *,
     steps: int = 2,
     noise: float = 0.05,
-    with_frozen: bool = False,
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Trains a few steps on this rank and its fellows and saves `folder`; call it on every rank.
+    *,
+    account: bool = False,
+) -> Account | None:
+    """Trains a few steps (ZeRO-1 by default) and saves a checkpoint in `folder`; every rank must call it.
 
-    Returns what this rank then holds, by DeepSpeed's own account: the shards of each trained parameter in fp32 (`fp32`)
-    and of its moments (`exp_avg`, `exp_avg_sq`).
+    With `account`, returns what this rank then holds, as DeepSpeed itself reads it.
     """
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
     from pipeline.deepspeed_config import load_deepspeed_config
@@ -63,46 +66,48 @@ def save(
     groups = ProcessGroups(layout)
     config, json_path = _config(base_path, method, folder, layout.dp_size), folder.parent / f"{folder.name}.{rank}.json"
     json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(deepspeed_values or zero(3)))
+    json_path.write_text(json.dumps(deepspeed_values or zero(1)))
     settings = load_deepspeed_config(json_path, layout)
     base = open_base(base_path)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(settings.dtype)
-    if isinstance(config.method, ScaleMethod):
-        model = widened(base, config.method, tp=groups.tensor_parallel, noise=noise)
-    else:
-        model = started(base, config.method, groups.tensor_parallel)
-        shake(model, noise)
-    torch.set_default_dtype(before)
+    with default_dtype(settings.dtype):
+        if isinstance(config.method, ScaleMethod):
+            model = widened(base, config.method, tp=groups.tensor_parallel, noise=noise)
+        else:
+            model = started(base, config.method, groups.tensor_parallel)
+            shake(model, noise)
     run = describe_run(config, base, model, "none")
     engine = Engine(model, config, settings, groups)
     for step in range(steps):
         tokens, targets = some_batch(base.spec, 1, SEQUENCE, seed=10 * step + layout.dp_rank(rank))
         engine.backward(engine._engine(tokens, targets)[0])
         engine.step(1e-2)
+    held = _account(engine) if account else None
+    checkpoints = Checkpoints(folder, run, describe_layout(layout, settings.zero_stage, settings.dtype), keep_last=1)
+    saved = checkpoints.save(engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0))
+    assert saved == checkpoint_in(folder, steps)
+    return held
+
+
+def _account(engine: Any) -> Account:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
     optimizer = engine._engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         # DeepSpeed makes its own views of the moments after the first group's step, before the second group has any.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    held: dict[str, dict[str, torch.Tensor]] = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    held: Account = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in named_trained_parameters(engine.model):
         held["fp32"][name] = safe_get_full_fp32_param(parameter).clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             held[moment][name] = safe_get_full_optimizer_state(parameter, moment).clone()
-    if with_frozen:
-        engine._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-    else:
-        record = describe_layout(layout, settings.zero_stage, settings.dtype)
-        checkpoints = Checkpoints(folder, run, record, keep_last=1)
-        saved = checkpoints.save(engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0))
-        assert saved == checkpoint_in(folder, steps)
     return held
 
 
-def save_many(jobs: list[tuple[Any, ...]]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Several checkpoints by the same processes, which saves starting others; a job is the arguments of `save`."""
-    return [save(*job) for job in jobs]
+def save_many(jobs: list[tuple[Any, ...]]) -> None:
+    """Saves several checkpoints in the same processes; a job is the positional arguments of `save`."""
+    for job in jobs:
+        save(*job)
 
 
 def checkpoint_in(folder: Path, steps: int = 2) -> Path:
@@ -115,12 +120,17 @@ def trained(base_path: Path, folder: Path) -> TrainedModel:
     return open_trained(checkpoint_in(folder), base_path)
 
 
-def partitions(base_path: Path, method: dict[str, Any]) -> dict[str, Partition]:
-    """How each parameter of the model is split."""
-    base = open_base(base_path)
-    config = _config(base_path, method, Path("unused"))
-    model = widened(base, config.method) if isinstance(config.method, ScaleMethod) else started(base, config.method)
-    return {name: partition_of(parameter) for name, parameter in model.named_parameters()}
+@torch.no_grad()
+def training_decoder(model: TrainedModel) -> Decoder:
+    """The training model itself, in fp32."""
+    with torch.device("meta"):
+        decoder = model.method.build(model.base.spec, SINGLE, "none")
+    decoder.to_empty(device="cpu")
+    if model.spec.tie_word_embeddings:
+        decoder.output.base = decoder.embedding.base.weight
+    for name, parameter in decoder.named_parameters():
+        parameter.copy_(model.read(name))
+    return decoder.eval()
 
 
 def _config(base_path: Path, method: dict[str, Any], folder: Path, batch_size: int = 1) -> RunConfig:

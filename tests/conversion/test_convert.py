@@ -1,14 +1,14 @@
-"""A conversion from beginning to end: verified, published whole or not at all, and not done twice."""
+"""A conversion from beginning to end: verified, published completely or not at all, and not done twice."""
 
 from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,11 @@ from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion import open_expansion
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-ROOT = Path(__file__).parents[2]
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 TEXTS = {
     "english": [str(STORIES_HELDOUT)],
     "korean": [str(REVIEWS_HELDOUT)],
@@ -38,10 +38,21 @@ TEXTS = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    methods = {"separate": scale("adapt"), "base": scale("adapt", norm="base")}
-    run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in methods.items()])
-    run_ranks(partial(save, noise=0.0), 1, STORIES, methods["separate"], folder / "calm")
-    return {name: checkpoint_in(folder / name) for name in (*methods, "calm")}
+    jobs = [
+        (STORIES, scale("adapt"), folder / "separate"),
+        (STORIES, scale("adapt", norm="base"), folder / "base"),
+        (STORIES, scale("adapt"), folder / "calm", 1, None, 2, 0.0),  # no noise: the expansion hardly matters
+    ]
+    run_ranks(save_many, 1, jobs)
+    return {name: checkpoint_in(folder / name) for name in ("separate", "base", "calm")}
+
+
+@pytest.fixture(scope="module")
+def published(checkpoints, tmp_path_factory):
+    """A verified conversion, for tests that change copies of it."""
+    done = Conversion(checkpoints["separate"], STORIES, tmp_path_factory.mktemp("published") / "hf")
+    assert convert(done, probe_maker(TEXTS))
+    return done
 
 
 @pytest.fixture
@@ -67,7 +78,7 @@ def test_what_is_published_is_verified_on_both_languages(norm, written, checkpoi
     assert [path.name for path in asked.output.parent.iterdir()] == ["hf"]
 
 
-def test_answers_are_compared_behind_their_prompts(asked, tmp_path):
+def test_answers_are_compared_after_their_prompts(asked, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n')
     assert convert(asked, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")}))
@@ -75,14 +86,14 @@ def test_answers_are_compared_behind_their_prompts(asked, tmp_path):
     assert report["texts"]["asked"]["tokens"] > 15
 
 
-def test_the_same_conversion_is_not_done_twice(asked):
+def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     probe = probe_maker(TEXTS)
-    assert convert(asked, probe)
-    before = (asked.output / "model.safetensors").stat().st_mtime_ns
-    assert not convert(asked, probe)
-    assert (asked.output / "model.safetensors").stat().st_mtime_ns == before
-    assert convert(replace(asked, dtype=torch.bfloat16), probe)
-    assert load_hf_model(asked.output).dtype == torch.bfloat16
+    again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
+    before = (again.output / "model.safetensors").stat().st_mtime_ns
+    assert not convert(again, probe)
+    assert (again.output / "model.safetensors").stat().st_mtime_ns == before
+    assert convert(replace(again, dtype=torch.bfloat16), probe)
+    assert load_hf_model(again.output).dtype == torch.bfloat16
 
 
 def test_a_folder_that_differs_is_not_published(asked):
@@ -110,7 +121,7 @@ def test_a_folder_that_differs_is_not_published(asked):
     ],
 )
 def test_what_is_off_by_a_little_more_than_rounding_is_not_published(dtype, factor, published, checkpoints, asked):
-    """Every logit times `factor`: hardly a token changes its rank by it, and few their probability by much."""
+    """Every logit times `factor`: hardly any token changes its rank, and few their probability by much."""
     asked = replace(asked, checkpoint=checkpoints["calm"], dtype=dtype)
 
     def disturb(model):
@@ -133,33 +144,33 @@ def test_what_is_off_by_a_little_more_than_rounding_is_not_published(dtype, fact
 
 @pytest.mark.parametrize("dtype", GRANTED)
 @pytest.mark.parametrize("rounding", [Difference(), Difference(max_abs=0.3, kl=0.02)])
-def test_the_bound_is_what_is_granted_or_some_times_the_rounding(dtype, rounding):
+def test_the_bound_is_what_is_granted_or_a_multiple_of_the_rounding(dtype, rounding):
     granted = GRANTED[dtype]
     max_abs = max(granted.max_abs, ROUNDINGS * rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * rounding.kl)
-    check(Report("test", max_abs=max_abs, kl=kl, rounding=rounding), granted, "folder")
+    report = Report("test", max_abs=max_abs, kl=kl, top1_agreement=1.0, rounding=rounding)
+    check(report, granted, "folder")
     for worse in ({"kl": 1.001 * kl}, {"kl": math.nan}, {"max_abs": math.nan}):
         with pytest.raises(ConversionError, match="folder: the exported model differs"):
-            check(Report("test", **{"max_abs": max_abs, "kl": kl, **worse}, rounding=rounding), granted, "folder")
+            check(replace(report, **worse), granted, "folder")
     if dtype == torch.float32:
         with pytest.raises(ConversionError, match=f"by {1.01 * max_abs:.3g} in a logit"):
-            check(Report("test", max_abs=1.01 * max_abs, kl=kl, rounding=rounding), granted, "folder")
+            check(replace(report, max_abs=1.01 * max_abs), granted, "folder")
 
 
-def test_a_tensor_that_is_not_there_is_not_filled_in(asked):
-    convert(asked, probe_maker(TEXTS))
-    tensors = load_file(asked.output / "model.safetensors")
+def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
+    folder = shutil.copytree(published.output, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
     del tensors["layers.0.ffn.up.base_to_expansion.weight"]
-    save_file(tensors, asked.output / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(BaseModelError, match=r"missing keys: layers\.0\.ffn\.up\.base_to_expansion\.weight"):
-        load_hf_model(asked.output)
+        load_hf_model(folder)
 
 
-def test_another_models_folder_is_told_apart(checkpoints, asked):
-    convert(asked, probe_maker(TEXTS))
+def test_another_models_folder_is_refused(checkpoints, published):
     other = open_trained(checkpoints["base"], STORIES)
     with pytest.raises(ConversionError, match="not kept"):
-        verify(other, asked.output, probe_maker(TEXTS)(other), torch.float32)
+        verify(other, published.output, probe_maker(TEXTS)(other), torch.float32)
 
 
 def test_a_changed_file_is_noticed(asked, tmp_path):
@@ -173,7 +184,7 @@ def test_a_changed_file_is_noticed(asked, tmp_path):
     assert not asked.output.exists()
 
 
-def test_a_folder_of_someone_else_is_left_alone(asked):
+def test_a_folder_that_no_conversion_made_is_left_alone(asked):
     asked.output.mkdir(parents=True)
     (asked.output / "thesis.txt").write_text("years of work")
     with pytest.raises(ConversionError, match="was not made by a conversion"):
@@ -181,7 +192,7 @@ def test_a_folder_of_someone_else_is_left_alone(asked):
     assert (asked.output / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_expansion_alone_joins_its_base_again(asked):
+def test_the_expansion_alone_starts_a_run_on_its_base(asked):
     assert convert(replace(asked, format="expansion"), probe_maker({}))
     model, expansion = open_trained(asked.checkpoint, STORIES), open_expansion(asked.output)
     assert expansion.names == model.trained
@@ -191,18 +202,25 @@ def test_the_expansion_alone_joins_its_base_again(asked):
     assert not convert(replace(asked, format="expansion"), probe_maker({}))
 
 
-def test_the_command_line(checkpoints, tmp_path):
+def test_the_command_line(checkpoints, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out"
-    command = [sys.executable, "tools/convert_checkpoint.py", "--checkpoint", checkpoints["base"], "--base", STORIES]
-    command += ["--output", output, "--format", "stock", "--dtype", "bf16", "--text", *TEXTS["english"]]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    named = ["--checkpoint", checkpoints["base"], "--base", STORIES]
+    options = ["--format", "stock", "--dtype", "bf16", "--text"]
+    command = [*named, "--output", output, *options, *TEXTS["english"]]
+    done = subprocess.run([sys.executable, TOOL, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stderr
     assert type(load_hf_model(output)).__name__ == "LlamaForCausalLM"
-    failed = subprocess.run([*map(str, command[:-1]), "nothing.jsonl"], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 0  # done already: the text is not looked at
-    command[command.index(output)] = tmp_path / "second"
-    failed = subprocess.run([*map(str, command[:-1]), "nothing.jsonl"], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
+
+    def run_here(output: Path) -> int:
+        monkeypatch.setattr(
+            sys, "argv", [str(TOOL), *map(str, [*named, "--output", output, *options, "nothing.jsonl"])]
+        )
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(TOOL), run_name="__main__")
+        return int(ended.value.code)
+
+    assert run_here(output) == 0  # done already: the text is not read
+    assert run_here(tmp_path / "second") == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()

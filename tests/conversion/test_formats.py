@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.conversion import formats as peft_format
-from pipeline.conversion.convert import choose_export
+from pipeline.conversion import formats
+from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from tests.bases import CONFIGS
-from tests.conversion.checkpoints import FFT, save_many, scale, trained, zero
+from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
@@ -33,20 +33,26 @@ METHODS = {
     "lora": {"name": "lora", "rank": 4, "alpha": 6},
     "llama_pro": {"name": "llama_pro", "added_layers": 3},
 }
+# Adapters on a part of GPT-NeoX's fused query, key and value.
+PARTIAL_LORA = {
+    "-".join(targets): {**METHODS["lora"], "target_modules": targets}
+    for targets in (["query"], ["key", "value", "down"], ["query", "value", "output"])
+}
 
 
 @pytest.fixture(scope="module")
 def models(base, tmp_path_factory):
     """A trained model by family and method, all saved by one process.
 
-    Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads them all.
+    Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads every stage.
     """
     folder = tmp_path_factory.mktemp("trained")
-    wanted = [(name, method) for method in METHODS for name in (FEW if method in COMPARED else FAMILIES)]
-    places = {(name, method): folder / f"{name}-{method}".replace(" ", "_") for name, method in wanted}
-    jobs = [(base(name).path, METHODS[method], place, 1, zero(1)) for (name, method), place in places.items()]
-    run_ranks(save_many, 1, jobs)
-    return lambda name, method: trained(base(name).path, places[name, method])
+    wanted = {(name, key): METHODS[key] for key in METHODS for name in (FEW if key in COMPARED else FAMILIES)}
+    wanted |= {("neox", key): method for key, method in PARTIAL_LORA.items()}
+    wanted["llama", "separate"] = scale("preserve")
+    places = {pair: folder / "-".join(pair).replace(" ", "_") for pair in wanted}
+    run_ranks(save_many, 1, [(base(name).path, wanted[name, key], places[name, key]) for name, key in wanted])
+    return lambda name, key: trained(base(name).path, places[name, key])
 
 
 def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -59,7 +65,7 @@ def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype 
 def difference(model: TrainedModel, folder: Path) -> float:
     """The largest difference between the training model's logits and those of the folder."""
     tokens = some_tokens(model.spec, 2, 16)
-    expected = model.decoder().logits(tokens)
+    expected = training_decoder(model).logits(tokens)
     assert expected.std() > 0.5
     found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
     return float((found - expected).abs().max())
@@ -75,33 +81,34 @@ def test_scale_format_of_every_family(name, models, tmp_path):
 
 @pytest.mark.parametrize("name", LLAMA_FAMILIES)
 def test_stock_format_is_the_bases_own_class_only_wider(name, models, tmp_path):
-    model = models(name, "stock")
-    folder = exported(model, "auto", tmp_path / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert type(loaded) is type(AutoModelForCausalLM.from_pretrained(model.base.path))
+    model, folder = models(name, "stock"), tmp_path / "hf"
+    loaded, _ = loaded_beside_base(model, folder)
     assert loaded.config.hidden_size >= model.spec.widths.hidden_size + 12
     assert not (folder / "modeling_scale.py").exists()
     assert difference(model, folder) < 5e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_full_fine_tuning_leaves_as_the_base_came(name, models, tmp_path):
-    model = models(name, "fft")
-    folder = exported(model, "auto", tmp_path / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    original = AutoModelForCausalLM.from_pretrained(model.base.path)
+def loaded_beside_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model exported in a format of its own choice, and its base; both of the same class."""
+    exported(model, "auto", folder)
+    loaded, original = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, model.base.path))
     assert type(loaded) is type(original)
+    return loaded, original
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_full_fine_tuning_is_exported_as_the_base_is_stored(name, models, tmp_path):
+    model, folder = models(name, "fft"), tmp_path / "hf"
+    loaded, original = loaded_beside_base(model, folder)
     pairs = zip(loaded.parameters(), original.parameters(), strict=True)
-    assert all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
+    assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in pairs)
     assert difference(model, folder) < 1e-5
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_freeze_leaves_as_the_base_came_and_moves_the_upper_layers_only(name, models, tmp_path):
-    model = models(name, "freeze")
-    folder = exported(model, "auto", tmp_path / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    original = AutoModelForCausalLM.from_pretrained(model.base.path)
+def test_freeze_is_exported_with_only_the_upper_layers_changed(name, models, tmp_path):
+    model, folder = models(name, "freeze"), tmp_path / "hf"
+    loaded, original = loaded_beside_base(model, folder)
     pairs = zip(loaded.named_parameters(), original.parameters(), strict=True)
     moved = {key for (key, parameter), other in pairs if not torch.equal(parameter, other)}
     frozen = ("embed", "layers.0.", "layers.1.", *(["lm_head"] if "tied" in name else []))
@@ -112,26 +119,23 @@ def test_freeze_leaves_as_the_base_came_and_moves_the_upper_layers_only(name, mo
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_llama_pro_leaves_as_a_deeper_base(name, models, tmp_path):
-    model = models(name, "llama_pro")
-    folder = exported(model, "auto", tmp_path / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    original = AutoModelForCausalLM.from_pretrained(model.base.path)
-    assert type(loaded) is type(original)
+def test_llama_pro_is_exported_as_a_deeper_base(name, models, tmp_path):
+    model, folder = models(name, "llama_pro"), tmp_path / "hf"
+    loaded, original = loaded_beside_base(model, folder)
     assert loaded.config.num_hidden_layers == 6
     kept = {key: tensor for key, tensor in original.state_dict().items() if ".layers." not in key}
     for key, tensor in kept.items():
         assert torch.equal(loaded.state_dict()[key], tensor), key
     for layer in range(3):
-        ours, theirs = (one.base_model.layers[index] for one, index in ((loaded, 2 * layer), (original, layer)))
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        layers = loaded.base_model.layers[2 * layer], original.base_model.layers[layer]
+        pairs = zip(*(module.parameters() for module in layers), strict=True)
+        assert all(torch.equal(new, old) for new, old in pairs)
     assert difference(model, folder) < 1e-5
 
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("format", ["peft", "auto"])
-def test_lora_leaves_as_adapters_for_peft_or_merged(format, name, models, tmp_path):
+def test_lora_is_exported_as_adapters_for_peft_or_merged(format, name, models, tmp_path):
     model = models(name, "lora")
     folder = exported(model, format, tmp_path / "hf")
     assert (folder / "adapter_model.safetensors").exists() == (format == "peft")
@@ -143,11 +147,9 @@ def test_lora_leaves_as_adapters_for_peft_or_merged(format, name, models, tmp_pa
     assert (moved(tokens).logits - base(tokens).logits).abs().max() > 0.05, "the adapters change nothing"
 
 
-@pytest.mark.parametrize("targets", [["query"], ["key", "value", "down"], ["query", "value", "output"]])
-def test_adapters_of_a_part_of_a_fused_map(targets, base, tmp_path):
-    path = base("neox").path
-    run_ranks(save_many, 1, [(path, {**METHODS["lora"], "target_modules": targets}, tmp_path / "run")])
-    model = trained(path, tmp_path / "run")
+@pytest.mark.parametrize("key", PARTIAL_LORA)
+def test_adapters_of_a_part_of_a_fused_map(key, models, tmp_path):
+    model, targets = models("neox", key), PARTIAL_LORA[key]["target_modules"]
     for format in ("peft", "stock"):
         assert difference(model, exported(model, format, tmp_path / format)) < 1e-5
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -156,7 +158,7 @@ def test_adapters_of_a_part_of_a_fused_map(targets, base, tmp_path):
     assert config["rank_pattern"] == ({} if parts == 1 else {"query_key_value": 4 * parts})
 
 
-def test_what_a_method_cannot_leave_as_is_refused(models):
+def test_formats_that_do_not_fit_the_method_are_refused(models):
     for method, format in (
         ("fft", "peft"),
         ("scale", "peft"),
@@ -168,8 +170,8 @@ def test_what_a_method_cannot_leave_as_is_refused(models):
             choose_export(models("llama tied", method), format, torch.float32)
 
 
-def test_adapters_are_not_written_where_peft_cannot_check_them(models, monkeypatch):
-    monkeypatch.setattr(peft_format, "find_spec", lambda name: None)
+def test_adapters_are_not_written_without_peft_to_verify_them(models, monkeypatch):
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
     with pytest.raises(ConversionError, match="pip install peft"):
         choose_export(models("neox", "lora"), "peft", torch.float32)
 
@@ -195,12 +197,10 @@ def test_what_stock_cannot_express_is_refused_with_the_reason(models):
         choose_export(models("llama", "fft"), "scale", torch.float32)
 
 
-def test_separate_norms_are_not_stock(base, tmp_path):
-    path = base("llama").path
-    run_ranks(save_many, 1, [(path, scale("preserve"), tmp_path / "run")])
+def test_separate_norms_are_not_stock(models):
     with pytest.raises(ConversionError, match="separate"):
-        choose_export(trained(path, tmp_path / "run"), "stock", torch.float32)
-    assert choose_export(trained(path, tmp_path / "run"), "auto", torch.float32).format == "scale"
+        choose_export(models("llama", "separate"), "stock", torch.float32)
+    assert choose_export(models("llama", "separate"), "auto", torch.float32).format == "scale"
 
 
 def test_stock_hidden_size_is_the_next_multiple():
@@ -210,13 +210,13 @@ def test_stock_hidden_size_is_the_next_multiple():
 @pytest.mark.parametrize("file_bytes", [2_000, 20_000])
 def test_many_files_are_one_model(file_bytes, models, tmp_path):
     model = models("llama tied", "stock")
-    one = exported(model, "stock", tmp_path / "one")
+    single = exported(model, "stock", tmp_path / "single")
     many = tmp_path / "many"
     many.mkdir()
     write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path, file_bytes=file_bytes)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    expected, found = load_hf_model(one).state_dict(), load_hf_model(many).state_dict()
+    expected, found = load_hf_model(single).state_dict(), load_hf_model(many).state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())

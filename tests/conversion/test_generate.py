@@ -1,4 +1,4 @@
-"""The shipped modelling file at work: with a cache and without, padded on the left, alone in its own environment."""
+"""The shipped modelling file: with a cache and without, padded on the left, and in an environment without ours."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from pipeline.conversion.convert import choose_export
+from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
 from tests.conversion.clean_environment import clean_environment, run_in
 from tests.distributed import run_ranks
 from tests.widened import balance_router, some_tokens
@@ -39,7 +39,7 @@ def folders(base, tmp_path_factory):
         model = trained(path, place)
         write_hf_folder(made[place.name], choose_export(model, "scale", torch.float32), path)
         if model.plan.routed and place.name != "stories":
-            decoder = model.decoder()
+            decoder = training_decoder(model)
             balance_router(decoder, some_tokens(model.spec, 4, 24))
             config = made[place.name] / "config.json"
             config.write_text(
@@ -61,12 +61,13 @@ def generate(model, tokens, **options):
     )
 
 
-@pytest.mark.parametrize("key", MODELS)
-def test_generation_with_a_cache_equals_generation_without(key, folders):
+@pytest.mark.parametrize(("key", "beams"), [*((key, 1) for key in MODELS), ("route", 3)])
+def test_generation_with_a_cache_equals_generation_without(key, beams, folders):
+    """Beam search reorders the cache."""
     model = load_hf_model(folders[key])
     tokens = some_tokens(model.config, 3, 9)
-    cached = generate(model, tokens)
-    assert torch.equal(cached, generate(model, tokens, use_cache=False))
+    cached = generate(model, tokens, num_beams=beams)
+    assert torch.equal(cached, generate(model, tokens, num_beams=beams, use_cache=False))
     assert cached.shape == (3, 9 + NEW_TOKENS) and len(cached[:, 9:].unique()) > 3
 
 
@@ -111,19 +112,11 @@ def test_prompts_of_several_lengths_in_one_batch(key, folders):
     assert torch.allclose(direct, model(prompts[0].unsqueeze(0)).logits[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("key", MODELS)
-def test_beam_search_reorders_the_cache(key, folders):
-    model = load_hf_model(folders[key])
-    tokens = some_tokens(model.config, 2, 6)
-    cached = generate(model, tokens, num_beams=3)
-    assert torch.equal(cached, generate(model, tokens, num_beams=3, use_cache=False))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("key", MODELS)
-def test_layers_may_lie_on_several_devices(key, folders):
+def test_layers_may_be_on_several_devices(key, folders):
     model = load_hf_model(folders[key])
-    elsewhere = torch.device("meta")  # it computes nothing, and refuses what lies on another device as a GPU does
+    elsewhere = torch.device("meta")  # it computes nothing, and refuses tensors of another device as a GPU does
     for module in (*model.layers[1:], model.final_norm, model.output):
         add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))  # as device_map does
     tokens = some_tokens(model.config, 2, 9)

@@ -1,4 +1,4 @@
-"""Several domains in a row: what a run exported is the base of the next, or its expansion is where the next begins."""
+"""Several domains in a row: the next run's base is the last one's export, or it trains the same expansion on."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
-from tests.conversion.checkpoints import FFT, save_many, scale, trained
+from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
-from tests.training.runs import losses, make_run, make_tokens, train, write_config
+from tests.training.runs import losses, make_run, train, write_config
 from tests.widened import some_tokens
 
 WIDE = {"method__norm": "base", "schedule__learning_rate": 5e-3}
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return make_tokens(tmp_path_factory.mktemp("tokens"))
-
-
-@pytest.fixture(scope="module")
 def first(tokens, tmp_path_factory) -> RunConfig:
-    """A run of the first domain, exported to `hf` as an ordinary model and to `expansion`."""
+    """A run on the first domain, exported to `hf` as an ordinary model and to `expansion`."""
     return train_and_export(tmp_path_factory.mktemp("first"), tokens, **WIDE)
 
 
@@ -43,7 +38,7 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
     assert run_ranks(train, 2, path) == [0, 0]
     config = load_config(path)
     for output, format in (("hf", "stock"), ("expansion", "expansion")):
-        convert(latest_conversion(path, format, None, run / output), probe_maker({}))
+        convert(latest_conversion(config, format, None, run / output), probe_maker({}))
     return config
 
 
@@ -76,21 +71,21 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     # The scale is a power of two; what it leaves in the exported model's mean square is below fp32's last bit.
     assert (start.logits(probe) - said).abs().max() < 2e-5
     assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
-    assert torch.equal(end.decoder().logits(probe, path="base"), start.logits(probe))
+    assert torch.equal(training_decoder(end).logits(probe, path="base"), start.logits(probe))
     assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
 
-    # Longer, at another layout: it goes on from its checkpoint, and learns.
+    # Longer, at another layout: it resumes from its checkpoint, and learns.
     longer = make_run(
         tmp_path, tokens, base=str(exported), schedule__steps=12, upscaled=str(tmp_path / "upscaled"), **WIDE
     )
     assert run_ranks(train, 1, longer) == [0]
     assert len(losses(tmp_path)) == 12
-    # Batches differ by some tenths; steps on weights that are stored scaled would multiply the loss at once.
+    # Batches differ by a few tenths; steps on weights that are stored scaled would multiply the loss at once.
     assert max(losses(tmp_path)) < 1.3 * losses(tmp_path)[0] and losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
 
     convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
     twice = exported_logits(tmp_path / "hf", probe)
-    assert (twice - final_model(second).decoder().logits(probe)).abs().max() < 1e-4
+    assert (twice - training_decoder(final_model(second)).logits(probe)).abs().max() < 1e-4
     assert (twice - said).abs().max() > 0.1, "the second round changed nothing"
     third = open_base(tmp_path / "hf").spec
     assert (third.widths.hidden_size, third.normed_size) == (112, 64)
@@ -99,11 +94,11 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 def test_base_and_expansion_joined_are_the_exported_model(first):
     joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
     probe = some_tokens(joined.spec, 2, 48)
-    assert torch.equal(joined.logits(probe), final_model(first).decoder().logits(probe))
+    assert torch.equal(joined.logits(probe), training_decoder(final_model(first)).logits(probe))
     assert (joined.logits(probe) - exported_logits(first.folder / "hf", probe)).abs().max() < 1e-4
 
 
-def test_an_expansion_trains_on_from_where_it_was(first, tokens, tmp_path):
+def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path):
     expansion = first.folder / "expansion"
     path = write_config(tmp_path, tokens, seed=5, schedule__steps=1, upscaled=str(expansion), **WIDE)
     assert run_ranks(train, 1, path) == [0]
@@ -131,9 +126,19 @@ def on_top(first, tmp_path_factory):
     return lambda name: trained(exported, folder / name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_trains_on_top_and_leaves_again(name, dtype, on_top, tmp_path):
+# Every method once, and each type with every kind of export: merged, fused, and of blocks.
+TYPES = {
+    "fft": [torch.float32],
+    "lora": [torch.bfloat16, torch.float16],
+    "llama_pro": [torch.bfloat16],
+    "preserve": [torch.float32, torch.bfloat16, torch.float16],
+    "route": [torch.float16],
+    "separate": [torch.float32, torch.bfloat16],
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, dtypes in TYPES.items() for dtype in dtypes])
+def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, tmp_path):
     """`convert` verifies what it publishes."""
     model, (_, format) = on_top(name), METHODS[name]
     asked = Conversion(model.checkpoint, model.base.path, tmp_path / "hf", format, dtype)
@@ -145,7 +150,7 @@ def test_every_method_trains_on_top_and_leaves_again(name, dtype, on_top, tmp_pa
         assert rows.std() > 1e-3, "weights that train are read at their own size"
 
 
-def test_a_widened_model_in_its_own_format_is_refused_with_the_ways_out(on_top, tmp_path):
+def test_a_widened_model_in_its_own_format_is_refused_with_the_alternatives(on_top, tmp_path):
     model = on_top("route")
     convert(Conversion(model.checkpoint, model.base.path, tmp_path / "hf", "scale"), probe_maker({}))
     with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock"):

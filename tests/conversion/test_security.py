@@ -1,12 +1,12 @@
-"""A checkpoint from a stranger: nothing in it runs, and nothing is written outside the output folder."""
+"""A malicious checkpoint: nothing in it runs, and nothing is written outside the output folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import CheckpointError
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save, scale, zero
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale, zero
 from tests.distributed import run_ranks
 
-ROOT = Path(__file__).parents[2]
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 class Bomb:
@@ -38,11 +38,16 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
-def checkpoint(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    run_ranks(save, 2, STORIES, scale("adapt"), folder, 1, zero(request.param))
-    return checkpoint_in(folder)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_many, 2, [(STORIES, scale("adapt"), folder / str(stage), 1, zero(stage)) for stage in (2, 3)])
+    return lambda stage: checkpoint_in(folder / str(stage))
+
+
+@pytest.fixture(params=[2, 3], ids=["ZeRO-2", "ZeRO-3"])
+def checkpoint(request, checkpoints):
+    return checkpoints(request.param)
 
 
 @pytest.mark.parametrize("how", ["system", "exec", "touch"])
@@ -72,15 +77,18 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
     open_trained(copied, STORIES)
 
 
-def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path):
+def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
     copied = shutil.copytree(checkpoint, tmp_path / "copy")
     mark = tmp_path / "mark"
     file = min(copied.glob("*optim_states.pt"))
     torch.save({"optimizer_state_dict": Bomb(mark, "system")}, file)
-    command = ["tools/convert_checkpoint.py", "--checkpoint", copied, "--base", STORIES, "--output", tmp_path / "out"]
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not mark.exists()
-    assert done.stderr.startswith(f"error: {file}: names posix.system") and done.stderr.count("\n") == 1
+    options = ["--checkpoint", copied, "--base", STORIES, "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *options])))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and not mark.exists()
+    assert said.startswith(f"error: {file}: names posix.system") and said.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 

@@ -7,6 +7,9 @@ from setuptools import find_packages, setup
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
+WANDB = ["wandb>=0.26,<1"]
+# The last two are for a local database. Not in dev: MLflow holds importlib_metadata below 10.
+MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 
 setup(
     name="scale-cpt",
@@ -42,9 +45,12 @@ setup(
     extras_require={
         "eval": EVAL,
         "report": REPORT,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "dev": [
             *EVAL,
             *REPORT,
+            *WANDB,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -135,7 +135,7 @@ class MlflowTracker(Section):
 
 
 class TrackerSettings(Section):
-    """Experiment trackers that get the figures of every step, beside metrics.jsonl and TensorBoard (docs/metrics.md)."""
+    """Experiment trackers that get the figures of every step too (docs/metrics.md)."""
 
     wandb: WandbTracker | None = Field(default=None, description="Weights & Biases; default: off")
     mlflow: MlflowTracker | None = Field(default=None, description="MLflow; default: off")

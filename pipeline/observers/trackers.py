@@ -3,8 +3,8 @@
 A tracker must not cost a run: a missing package is refused before the first step, any later fault is one error line,
 and the run goes on without the tracker until it is started again. `metrics.jsonl` has every figure in any case.
 
-Every attempt at a run logs into the same tracked run, whose id is recorded in the run folder. Both services only append:
-after a rollback, or from a checkpoint, a step may be there twice, and the later value is the valid one.
+Every attempt at a run logs into the same tracked run, whose id is recorded in the run folder. Both services only
+append: after a rollback, or from a checkpoint, a step may be there twice, and the later value is the valid one.
 """
 
 from __future__ import annotations
@@ -140,9 +140,8 @@ class Mlflow(Tracker):
             experiment_id or self._client.create_experiment(self._settings.experiment), run_name=config.name
         )
         self._run_id = self._record_id(run.info.run_id)
-        parameters = [
-            Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flattened(config.model_dump(mode="json"))
-        ]
+        leaves = flattened(config.model_dump(mode="json"))
+        parameters = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in leaves]
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
 

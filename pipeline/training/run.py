@@ -67,18 +67,18 @@ def on_record(folder: Path, phases: Phases, work: Callable[[], int]) -> int:
         record_end(
             folder,
             exit_code=exit_code_of(error),
-            step=phases.place.step,
+            step=phases.state.step,
             error=in_one_line(error),
         )
         raise
     if dist.get_rank() == 0:
-        record_end(folder, exit_code=code, step=phases.place.step)
+        record_end(folder, exit_code=code, step=phases.state.step)
     return code
 
 
 def record_verdict(folder: Path, phases: Phases, verdict: Verdict) -> None:
     """Notes in `folder` why the ranks gave up."""
-    record_end(folder, exit_code=verdict.exit_code, step=phases.place.step, error=verdict.text)
+    record_end(folder, exit_code=verdict.exit_code, step=phases.state.step, error=verdict.text)
 
 
 # --- One training run, from its configuration to its summary; it  ---

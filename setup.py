@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
 SEARCH = ["optuna>=5,<6"]
+WANDB = ["wandb>=0.26,<1"]
+# The last two are for a local database. Not in dev: MLflow holds importlib_metadata below 10.
+MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 
 setup(
     name="scale-cpt",
@@ -44,10 +47,13 @@ setup(
         "eval": EVAL,
         "report": REPORT,
         "search": SEARCH,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         "dev": [
             *EVAL,
             *REPORT,
             *SEARCH,
+            *WANDB,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

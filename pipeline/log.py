@@ -1,4 +1,4 @@
-"""Rank-aware logging. Library code asks for a logger; only the command lines call `configure`."""
+"""Rank-aware logging and progress. Library code asks for a logger; only the command lines call `configure`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, TypeVar, cast
+from typing import IO, TypeVar, cast
 
 from tqdm import tqdm
 
 _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
+_BEFORE_THE_FIRST_S = 1.0
+_BETWEEN_DRAWINGS_S = 0.2
+_BETWEEN_LOG_LINES_S = 30.0
+_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_fmt}{postfix}"
+_FORMATS = {  # by whether it is a terminal, and whether it shows the time left
+    (True, True): None,  # tqdm's own
+    (True, False): "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
+    (False, True): _LOG_LINE + ", {remaining} left",
+    (False, False): _LOG_LINE,
+}
+_T = TypeVar("_T")
 
 
 class _Where(logging.Filter):
-    """Puts `rank@node` on every record, and lets only rank 0 speak below WARNING."""
+    """Puts `rank@node` on every record, and drops what ranks other than 0 say below WARNING."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
@@ -28,12 +39,12 @@ class _Where(logging.Filter):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below the package's own, so that one `configure` governs them all."""
+    """A logger below the package's own, so that `configure` applies to all of them."""
     return logging.getLogger(f"pipeline.{name.removeprefix('pipeline.')}")
 
 
 def node() -> str:
-    """This machine as the cluster calls it."""
+    """This machine's name: Slurm's, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -48,18 +59,23 @@ def configure(level: int = logging.INFO) -> None:
     root.propagate = False
 
 
-# --- How far long work is: a bar on a terminal, now and then a plain line in a log; of what is soon done, nothing ---
-
-_BEFORE_THE_FIRST_S = 1.0
-_BETWEEN_DRAWINGS_S = 0.2
-_BETWEEN_LOG_LINES_S = 30.0
-_LOG_LINE = "{desc}: {percentage:.0f} % of {total_fmt}{unit}, {rate_fmt}{postfix}, {remaining} left"
 _logger = get_logger(__name__)
-_T = TypeVar("_T")
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]  # it counts, and iterates over nothing
+class ProgressBar(tqdm):  # type: ignore[type-arg]  # it counts, and iterates over nothing
+    """A bar on a terminal, now and then a line in a log; see `progress_bar`."""
+
     monitor_interval = 0  # no thread of its own
+
+    def move_to(self, done: float, postfix: str = "", *, show: bool = False) -> None:
+        """Sets how much is done, which may be less than before, and the text after it; draws if it is time to.
+
+        `show`: draws in any case.
+        """
+        self.set_postfix_str(postfix, refresh=False)
+        drawn = self.update(done - self.n)
+        if show and not drawn:
+            self.refresh()
 
 
 class _LogLines:
@@ -73,25 +89,42 @@ class _LogLines:
         pass
 
 
-def progress_bar(what: str, total: float, unit: str) -> tqdm[Any]:
-    """A bar to `update`, for a `with`. `unit` follows a number with its SI prefix: "B", " windows".
+def progress_bar(
+    what: str,
+    total: float,
+    unit: str,
+    *,
+    done: float = 0,
+    every_s: float | None = None,
+    scaled: bool = True,
+    time_left: bool = True,
+) -> ProgressBar:
+    """How far long work is, for a `with`: `update` it by what was done, or `move_to` what is done now.
 
-    On a terminal it appears after a second and vanishes at the end; elsewhere it logs a line every half minute.
+    On a terminal the bar appears after a second and vanishes at the end. Elsewhere the log has a line each `every_s`,
+    by default 30 s. So work that is soon done shows nothing.
+
+    Args:
+        unit: follows a number: "B", " windows".
+        done: what was done earlier; it does not count for the speed.
+        scaled: numbers have SI prefixes: 4.00M.
+        time_left: from the speed so far; without it, the caller can put a better estimate into the postfix.
     """
     terminal = sys.stderr.isatty()
-    file = sys.stderr if terminal else cast("IO[str]", _LogLines())
-    return _Bar(
+    every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s
+    return ProgressBar(
         total=total,
+        initial=done,
         desc=what,
         unit=unit,
-        unit_scale=True,
-        miniters=1,
+        unit_scale=scaled,
+        miniters=0,
         leave=False,
-        file=file,
+        file=sys.stderr if terminal else cast("IO[str]", _LogLines()),
         dynamic_ncols=terminal,
-        delay=_BEFORE_THE_FIRST_S if terminal else _BETWEEN_LOG_LINES_S,
-        mininterval=_BETWEEN_DRAWINGS_S if terminal else _BETWEEN_LOG_LINES_S,
-        bar_format=None if terminal else _LOG_LINE,
+        delay=_BEFORE_THE_FIRST_S if terminal else every_s,
+        mininterval=_BETWEEN_DRAWINGS_S if terminal else every_s,
+        bar_format=_FORMATS[terminal, time_left],
     )
 
 

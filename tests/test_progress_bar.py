@@ -1,4 +1,4 @@
-"""Long work says how far it is: to a person at a terminal, and to the reader of a log."""
+"""Progress of long work: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_a_log_has_a_plain_line_each_time(at_once, caplog, capsys):
         bar.update(1_000_000)
         bar.update(2_000_000)
     said = [record.getMessage() for record in caplog.records]
-    assert [line.split(",")[0] for line in said] == [f"tokenizing: {part} % of 4.00MB" for part in (0, 25, 75)]
+    parts = ["0.00 of 4.00MB (0 %)", "1.00M of 4.00MB (25 %)", "3.00M of 4.00MB (75 %)"]
+    assert [line.split(",")[0] for line in said] == [f"tokenizing: {part}" for part in parts]
     assert all(line.endswith(" left") and "\r" not in line for line in said)
     assert ", 7 documents/s, " in said[1]
     assert capsys.readouterr() == ("", "")
@@ -48,8 +49,19 @@ def test_a_terminal_has_a_bar_that_vanishes(at_once, monkeypatch, caplog):
     assert not caplog.records
 
 
+def test_a_bar_goes_back_and_shows_what_must_be_seen(caplog):
+    bar = progress_bar("training", 300, " steps", done=2, every_s=1000, scaled=False, time_left=False)
+    with caplog.at_level(logging.INFO, "pipeline"), bar:
+        bar.move_to(3, "loss 2.5", show=True)
+        bar.move_to(4, "loss 2.4")
+        bar.move_to(1, "loss 2.6", show=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(" (")[0] for line in said] == ["training: 3 of 300 steps", "training: 1 of 300 steps"]
+    assert [line.rsplit(", ", 1)[1] for line in said] == ["loss 2.5", "loss 2.6"]
+
+
 @pytest.mark.parametrize("stderr", [io.StringIO, Terminal])
-def test_nothing_is_said_of_what_is_soon_done(stderr, monkeypatch, caplog):
+def test_short_work_shows_nothing(stderr, monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", where := stderr())
     with caplog.at_level(logging.INFO, "pipeline"):
         assert list(counted(range(5), "upscaling", 5, " blocks")) == list(range(5))

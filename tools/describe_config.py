@@ -6,14 +6,86 @@ python tools/describe_config.py > docs/configuration.md
 from __future__ import annotations
 
 import argparse
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from pipeline import command_line
-from pipeline.config.reference import as_markdown
+from pipeline.config.run import RunConfig
+
+_INTRODUCTION = """# Configuration
+
+One YAML file describes a run. Unknown keys are refused, and all faults are reported at once with their dotted paths.
+Relative paths count from the working directory, which is the project's root in the scripts of `slurm/`.
+`configs/demo.yaml` is a small example, `configs/cpt_korean_llama3.2_1b.yaml` a real one.
+
+This page is printed by `python tools/describe_config.py`.
+"""
+_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(as_markdown(), end="")
+
+
+def as_markdown() -> str:
+    """The whole page."""
+    return _INTRODUCTION + "".join(_section("", RunConfig))
+
+
+def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
+    title = f"`{path}`" if path else "Top level"
+    summary = re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0].strip())
+    yield f"\n## {title}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    for name, field in section.model_fields.items():
+        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
+    for name, field in section.model_fields.items():
+        for inner in _sections(field.annotation):
+            child = f"{path}.{name}" if path else name
+            if get_origin(field.annotation) is dict:
+                child += ".<name>"
+            kind = inner.model_fields.get("name")
+            if path == "" and name == "method" and kind is not None:
+                child += f" (name: {get_args(kind.annotation)[0]})"
+            yield from _section(child, inner)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [inner for part in get_args(annotation) for inner in _sections(part)]
+
+
+def _type(annotation: Any) -> str:  # noqa: ANN401
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(parts[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type(part) for part in parts))
+    if origin in (list, tuple):
+        return f"list of {_type(parts[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default
+    if default is None or isinstance(default, BaseModel):
+        return ""
+    return f"`{list(default) if isinstance(default, tuple) else default}`".replace("True", "true").replace(
+        "False", "false"
+    )
 
 
 if __name__ == "__main__":

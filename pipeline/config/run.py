@@ -115,6 +115,32 @@ class Profile(Section):
         return self
 
 
+class WandbTracker(Section):
+    """Weights & Biases. Needs `pip install 'scale-cpt[wandb]'`."""
+
+    project: str
+    """in which the run appears"""
+    entity: str | None = Field(default=None, description="user or team; default: the logged-in user's")
+    mode: Literal["online", "offline"] = "online"
+    """offline: into `<folder>/wandb`, for `wandb sync`; needs no network"""
+
+
+class MlflowTracker(Section):
+    """MLflow. Needs `pip install 'scale-cpt[mlflow]'`."""
+
+    tracking_uri: str
+    """a server, or a database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
+    experiment: str = "scale-cpt"
+    """in which the run appears; created where it does not exist"""
+
+
+class TrackerSettings(Section):
+    """Experiment trackers that get the figures of every step too (docs/metrics.md)."""
+
+    wandb: WandbTracker | None = Field(default=None, description="Weights & Biases; default: off")
+    mlflow: MlflowTracker | None = Field(default=None, description="MLflow; default: off")
+
+
 # --- What is measured before the first step, and what is accepted ---------------------------------------------------
 
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
@@ -303,6 +329,8 @@ class RunConfig(Section):
     """how speed is told"""
     profile: Profile = Profile()
     """which steps are traced"""
+    observers: TrackerSettings = TrackerSettings()
+    """trackers that get the figures too"""
     deepspeed: Path
     """a file of ds_configs/: ZeRO and precision"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"

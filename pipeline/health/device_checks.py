@@ -1,4 +1,7 @@
-"""What a check comes back with."""
+"""Checks of nodes, devices and links before the first step: exact matrix products and sums, and their speed.
+
+Every check ends in a `Finding`, which is the same on all ranks. The functions named `judge_...` are pure.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from pipeline.errors import PassingPreflightError, PreflightError
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong; `node` is the one to leave out, where that would mend it.
+    """A fault; `node` is the node to exclude, if that would repair it.
 
-    `passing`: it may be gone the next time, without anybody's help.
+    `passing`: another attempt may not meet it.
     """
 
     text: str
@@ -32,14 +35,14 @@ class Fault(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one check measured, as a line for the log, and what is wrong. Equal on all ranks."""
+    """What a check measured, as a line for the log, and its faults."""
 
     measured: str
     faults: tuple[Fault, ...] = ()
 
 
 def refuse_faults(findings: Sequence[Finding]) -> None:
-    """Raises PreflightError with every fault of `findings`, and the option that takes the broken nodes out of a job.
+    """Raises PreflightError with every fault of `findings`, and the Slurm option that excludes the broken nodes.
 
     It is a PassingPreflightError where every fault may pass.
     """
@@ -47,23 +50,20 @@ def refuse_faults(findings: Sequence[Finding]) -> None:
     if not faults:
         return
     nodes = sorted({fault.node for fault in faults if fault.node is not None})
-    leave_out = f"; to leave the broken out of the job: --exclude={','.join(nodes)}" if nodes else ""
+    exclude = f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}" if nodes else ""
     kind = PassingPreflightError if all(fault.passing for fault in faults) else PreflightError
-    raise kind(f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{leave_out}")
-
-
-# --- Which rank runs on which node ----------------------------------------------------------------------------------
+    raise kind(f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The node of every rank, by rank, as Slurm's options know it; and which rank this is."""
+    """The node of every rank, by rank, under Slurm's name for it; and which rank this is."""
 
     nodes: tuple[str, ...]
-    own: int
+    rank: int
 
     @cached_property
-    def first_on(self) -> dict[str, int]:
+    def first_rank_of(self) -> dict[str, int]:
         """The lowest rank of each node, in the order of ranks."""
         first: dict[str, int] = {}
         for rank, node in enumerate(self.nodes):
@@ -71,65 +71,60 @@ class Ranks:
         return first
 
     @property
-    def speaks_for_node(self) -> bool:
+    def is_first_on_node(self) -> bool:
         """Whether this rank is the first of its node."""
-        return self.first_on[self.nodes[self.own]] == self.own
+        return self.first_rank_of[self.nodes[self.rank]] == self.rank
 
     @property
-    def on_this_node(self) -> int:
+    def count_on_node(self) -> int:
         """How many ranks share this one's node."""
-        return self.nodes.count(self.nodes[self.own])
+        return self.nodes.count(self.nodes[self.rank])
 
-    def among(self, ranks: Iterable[int]) -> list[str]:
-        """The nodes of `ranks`, each once."""
+    def nodes_of(self, ranks: Iterable[int]) -> list[str]:
+        """The distinct nodes of `ranks`."""
         return list(dict.fromkeys(self.nodes[rank] for rank in ranks))
 
 
 def gather_ranks() -> Ranks:
-    """Asks every rank where it runs; every rank must call it."""
+    """Asks every rank for its node; every rank must call it."""
     nodes = [""] * dist.get_world_size()
     dist.all_gather_object(nodes, log.node())
     return Ranks(tuple(nodes), dist.get_rank())
 
 
-def describe(ranks: Ranks) -> Finding:
-    """Who is there. That none is missing was checked when they joined."""
+def describe_ranks(ranks: Ranks) -> Finding:
+    """How many ranks there are on how many nodes. That none is missing was checked when they joined."""
     counts = Counter(ranks.nodes)
     most, least = max(counts.values()), min(counts.values())
     shares = f"{most} on each of" if most == least else f"{least} to {most} on each of"
     return Finding(f"{len(ranks.nodes)} rank(s), {shares} {len(counts)} node(s): {', '.join(counts)}")
 
 
-# --- A rank's device, and the memory that it, or a node's host, has to give -----------------------------------------
-
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU: those that are free now, and all."""
+    """Free and total bytes of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
 
 
 def host_memory() -> int:
-    """Bytes that this node's processes may still take: what Linux calls available, within the job's own limit."""
+    """Bytes that this node's processes may still take: Linux's MemAvailable, within the job's own limit."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     available = next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")
     return min([available, *_job_limits()])
 
 
 def _job_limits() -> list[int]:
-    """The memory limits of the control groups (v2) that this process stands in, from its own to the outermost."""
+    """The memory limits (bytes) of this process's control groups (v2), from the innermost to the outermost."""
     own = [line[3:] for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines() if line[:3] == "0::"]
     limits = []
     for path in own:
-        group = _CGROUPS / path.lstrip("/")
+        group = Path("/sys/fs/cgroup") / path.lstrip("/")
         for folder in (group, *group.parents):
             file = folder / "memory.max"
             if file.is_file() and (limit := file.read_text(encoding="ascii").strip()).isdecimal():
@@ -137,10 +132,10 @@ def _job_limits() -> list[int]:
     return limits
 
 
-# --- Whether every rank multiplies right, and none is much slower than the rest -------------------------------------
+# --- Matrix products: correct on every rank, and about equally fast -------------------------------------------------
 # The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n, so that
-# the right answer is known without computing it, and every partial sum over an aligned run of products is one that
-# bf16 and fp16 hold: the products must come out exactly, in any dtype and however a kernel splits the sum.
+# the result is known without computing it, and bf16 and fp16 can hold every partial sum over an aligned run of
+# products: the products must be exact in any dtype, however a kernel splits the sum.
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
@@ -148,7 +143,7 @@ _SCALES = 16
 
 
 class Product(NamedTuple):
-    """What one rank's matrix products were like: what went wrong, if anything, and the median of their seconds."""
+    """The matrix products of a rank: what was wrong, if anything, and the median of their seconds."""
 
     wrong: str | None
     seconds: float
@@ -164,7 +159,7 @@ def sylvester(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
-    """Multiplies a few times and compares every element with what it must be."""
+    """Multiplies a few times and compares every element with its known value."""
     size = SIZE[device.type]
     hadamard = sylvester(size, dtype, device)
     scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
@@ -173,13 +168,13 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
     seconds, differing = [], 0
     try:
         for _ in range(1 + REPEATS):
-            wait_for(device)
+            synchronize(device)
             started = time.perf_counter()
             product = torch.mm(left, right)
-            wait_for(device)
+            synchronize(device)
             seconds.append(time.perf_counter() - started)
             differing = max(differing, int((product != expected).sum()))
-    except RuntimeError as error:  # CUDA's own faults are of this kind
+    except RuntimeError as error:  # CUDA errors are RuntimeErrors
         return Product(f"failed: {str(error).splitlines()[0]}", 0.0)
     wrong = f"has {differing} wrong elements of {size * size}" if differing else None
     return Product(wrong, statistics.median(seconds[1:]))
@@ -191,23 +186,23 @@ def check_products(ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_
     dist.all_gather_object(products, measure_product(dtype, device))
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # of a GPU that failed above
-            torch.cuda.empty_cache()  # what torch keeps for later would look like another process's
+            torch.cuda.empty_cache()  # torch's cache would look like another process's memory
     finding = judge_products(products, ranks, slow_factor)
     speed = 2 * SIZE[device.type] ** 3 / max(products[0].seconds, 1e-9) / 1e12
     return finding._replace(measured=f"{finding.measured}, {speed:.3g} TFLOP/s in {str(dtype).removeprefix('torch.')}")
 
 
 def judge_products(products: Sequence[Product], ranks: Ranks, slow_factor: float) -> Finding:
-    """What the ranks' `products`, by rank, say. A rank is compared with those of other nodes, where there are any."""
+    """Judges `products`, by rank. A rank is compared with the ranks of other nodes, if there are any."""
     faults = []
     slownesses = [slowness(rank, products, ranks) for rank in range(len(products))]
-    for node, first in ranks.first_on.items():
-        own = [rank for rank in range(first, len(products)) if ranks.nodes[rank] == node]
-        for rank in own:
+    for node, first in ranks.first_rank_of.items():
+        on_node = [rank for rank in range(first, len(products)) if ranks.nodes[rank] == node]
+        for rank in on_node:
             if (wrong := products[rank].wrong) is not None:
                 text = f"rank {rank} on {node}: a matrix product {wrong}; its processor is broken"
                 faults.append(Fault(text, node, passing=True))
-        worst = max(own, key=slownesses.__getitem__)
+        worst = max(on_node, key=slownesses.__getitem__)
         if slownesses[worst] > slow_factor:
             faults.append(
                 Fault(
@@ -218,42 +213,41 @@ def judge_products(products: Sequence[Product], ranks: Ranks, slow_factor: float
                 )
             )
     worst = max(range(len(products)), key=slownesses.__getitem__)
-    broken = sum(product.wrong is not None for product in products)
-    says = f"wrong on {broken} rank(s)" if broken else "right on every rank"
+    wrong_ranks = sum(product.wrong is not None for product in products)
+    verdict = f"wrong on {wrong_ranks} rank(s)" if wrong_ranks else "right on every rank"
     return Finding(
-        f"matrix products {says}; the slowest, rank {worst} on {ranks.nodes[worst]}, takes "
+        f"matrix products {verdict}; the slowest, rank {worst} on {ranks.nodes[worst]}, takes "
         f"{products[worst].seconds * 1e3:.3g} ms, {slownesses[worst]:.2f} times what others take",
         tuple(faults),
     )
 
 
 def slowness(rank: int, products: Sequence[Product], ranks: Ranks) -> float:
-    """How many times as long as the others' `rank`'s product takes; 1 where there are no others."""
-    sound = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
-    elsewhere = [other for other in sound if ranks.nodes[other] != ranks.nodes[rank]]
-    if products[rank].wrong is not None or not sound:
+    """The time of `rank`'s product divided by the median of the others; 1 where there are no others."""
+    correct = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
+    elsewhere = [other for other in correct if ranks.nodes[other] != ranks.nodes[rank]]
+    if products[rank].wrong is not None or not correct:
         return 1.0
-    return products[rank].seconds / statistics.median(products[other].seconds for other in elsewhere or sound)
+    return products[rank].seconds / statistics.median(products[other].seconds for other in elsewhere or correct)
 
 
-# --- Whether a sum over ranks comes out right, and how fast: within tensor-parallel and within data-parallel groups ---
+# --- All-reduce: correct and fast enough, within tensor-parallel and within data-parallel groups ---------------------
 
 MESSAGE_BYTES = {"cuda": 64 * 2**20, "cpu": 2 * 2**20}
 MESSAGE_REPEATS = 5
 _DISTINCT = 13
-"""The summands are below this, so that 32 bits hold their sum over any number of ranks there is."""
+"""The summands are below this, so that int32 holds their sum over any realistic number of ranks."""
 
 
 class Link(NamedTuple):
-    """What one rank saw of its group's all-reduce: what went wrong, if anything, and what each rank of a ring sends in
-    a second."""
+    """The all-reduce of a rank's group: what was wrong, if anything, and what each rank of a ring sends per second."""
 
     wrong: str | None
     gb_per_s: float
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Sums a known tensor over `group`, a few times; each of its ranks must call it."""
+    """Sums a known tensor over `group` a few times; each of its ranks must call it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     pattern = torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
     expected = pattern * (size * (size + 1) // 2)
@@ -262,19 +256,19 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
         for _ in range(1 + MESSAGE_REPEATS):
             message = pattern * (rank + 1)
             dist.barrier(group)
-            wait_for(device)
+            synchronize(device)
             started = time.perf_counter()
             dist.all_reduce(message, group=group)
-            wait_for(device)
+            synchronize(device)
             seconds.append(time.perf_counter() - started)
             wrong = wrong if torch.equal(message, expected) else "a wrong sum"
-    except RuntimeError as error:  # what gloo and NCCL raise where a connection fails
+    except RuntimeError as error:  # raised by gloo and NCCL where a connection fails
         return Link(f"failed ({str(error).splitlines()[0]})", 0.0)
     sent_bytes = 2 * (size - 1) / size * MESSAGE_BYTES[device.type]
     return Link(wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9)  # the first opens the connections
 
 
-def check_messages(
+def check_all_reduce(
     kind: str,
     group: dist.ProcessGroup,
     members: Sequence[Sequence[int]],
@@ -287,42 +281,42 @@ def check_messages(
     Every rank must call it.
     """
     if len(members[0]) == 1:
-        return Finding(f"no {kind} messages: a group is one rank")
+        return Finding(f"no {kind} all-reduce: a group is one rank")
     links: list[Link] = [Link(None, 0.0)] * len(ranks.nodes)
     dist.all_gather_object(links, measure_all_reduce(group, device))
-    return judge_messages(kind, links, members, ranks, min_gb_per_s)
+    return judge_all_reduce(kind, links, members, ranks, min_gb_per_s)
 
 
-def judge_messages(
+def judge_all_reduce(
     kind: str, links: Sequence[Link], members: Sequence[Sequence[int]], ranks: Ranks, min_gb_per_s: float
 ) -> Finding:
-    """What the ranks' `links`, by rank, say."""
+    """Judges `links`, by rank."""
     faults = []
     for group in members:
-        where = f"all-reduce over the {kind} group of ranks {_listed(group)} ({_listed(ranks.among(group))})"
+        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(ranks.nodes_of(group))})"
         if wrong := [rank for rank in group if links[rank].wrong is not None]:
-            on = _listed([f"{rank} ({ranks.nodes[rank]})" for rank in wrong])
+            on = _join([f"{rank} ({ranks.nodes[rank]})" for rank in wrong])
             what = links[wrong[0]].wrong
-            text = f"{where}: {what} on rank(s) {on}; leave out one node of the group after the other"
+            text = f"{where}: {what} on rank(s) {on}; exclude the nodes of the group one after the other"
             faults.append(Fault(text, passing=True))
         elif (slowest := min(links[rank].gb_per_s for rank in group)) < min_gb_per_s:
             faults.append(
                 Fault(
-                    f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s); look "
-                    "at the network between these nodes, and at NETWORK_INTERFACE in slurm/site.env",
+                    f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s); check "
+                    "the network between these nodes, and at NETWORK_INTERFACE in slurm/site.env",
                     passing=True,
                 )
             )
     slow = min(members, key=lambda group: min(links[rank].gb_per_s for rank in group))
     speed = min(links[rank].gb_per_s for rank in slow)
-    reach = "within a node" if all(len(ranks.among(group)) == 1 for group in members) else "across nodes"
-    slowest_group = f"the slowest group: ranks {_listed(slow)}"
+    reach = "within a node" if all(len(ranks.nodes_of(group)) == 1 for group in members) else "across nodes"
+    slowest_group = f"the slowest group: ranks {_join(slow)}"
     return Finding(
         f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s ({slowest_group})", tuple(faults)
     )
 
 
-def _listed(items: Sequence[object], most: int = 8) -> str:
+def _join(items: Sequence[object], most: int = 8) -> str:
     """The first few of `items`."""
     shown = ", ".join(str(item) for item in items[:most])
     return shown if len(items) <= most else f"{shown}, … ({len(items)})"

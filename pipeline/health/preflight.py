@@ -1,4 +1,7 @@
-"""Whether the estimate of a run's memory fits the devices, or the hosts, that it was given."""
+"""All checks of an allocation before the first step: devices, links, memory, disk, and equal files on all nodes.
+
+The functions named `judge_...` are pure; the others must be called by every rank.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from pipeline.health.device_checks import (
     Fault,
     Finding,
     Ranks,
-    check_messages,
+    check_all_reduce,
     check_products,
-    describe,
+    describe_ranks,
     device_memory,
     gather_ranks,
     host_memory,
@@ -42,16 +45,75 @@ from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.estimate import Estimator
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
 
+_logger = log.get_logger(__name__)
+
+
+def check_allocation(
+    config: RunConfig,
+    deepspeed_config: DeepSpeedConfig,
+    base: BaseFolder,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> None:
+    """Checks the allocation; every rank must call it, before it allocates anything.
+
+    Raises:
+        PreflightError: with all faults, on rank 0.
+        SystemExit: on the other ranks.
+    """
+    if not config.preflight.enabled:
+        return
+    started = time.perf_counter()
+    findings = []
+    for finding in _findings(config, deepspeed_config, base, groups, device):
+        _logger.info("preflight: %s", finding.measured)
+        findings.append(finding)
+    run_on_all_ranks(lambda: refuse_faults(findings))
+    _logger.info("preflight: passed after %.1f s", time.perf_counter() - started)
+
+
+def _findings(
+    config: RunConfig,
+    deepspeed_config: DeepSpeedConfig,
+    base: BaseFolder,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> Iterator[Finding]:
+    settings, layout = config.preflight, groups.layout
+    ranks = gather_ranks()
+    yield describe_ranks(ranks)
+    floor = settings.min_gb_per_s_on(device.type)
+    tp_group, dp_group = groups.get_model_parallel_group(), groups.get_data_parallel_group()
+    yield check_all_reduce("tensor-parallel", tp_group, layout.tp_groups(), ranks, device, floor)
+    yield check_all_reduce("data-parallel", dp_group, layout.dp_groups(), ranks, device, floor)
+    yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor_on(device.type))
+    yield check_same_files(config, base, ranks)
+    need, disk_bytes = broadcast_from_rank0(lambda: _needs(config, deepspeed_config, base, ranks))
+    yield check_memory(need, ranks, device)
+    yield check_disk(config.folder / "checkpoints", disk_bytes, ranks)
+
+
+def _needs(config: RunConfig, deepspeed_config: DeepSpeedConfig, base: BaseFolder, ranks: Ranks) -> tuple[Need, int]:
+    """The estimate: bytes of memory per rank, and bytes on disk for all checkpoints."""
+    cluster = Cluster(len(ranks.nodes), gpus_per_node=ranks.count_on_node)
+    estimator = Estimator(config, base.spec, deepspeed_config, cluster)
+    memory, host_bytes = estimator.memory(estimator.own_choice)
+    disk_bytes = checkpoints_bytes(config, estimator.parameters)
+    return Need(memory.total, host_bytes), disk_bytes
+
+
+# --- Memory: what the estimate needs, and what devices and hosts have ------------------------------------------------
+
 
 class Need(NamedTuple):
-    """Bytes that a rank will hold: on its GPU, and in its host's memory. Without GPUs all is in the host's."""
+    """Bytes that a rank will hold: on its GPU, and in host memory. Without GPUs all is in host memory."""
 
     device: int
     host: int
 
 
 class Room(NamedTuple):
-    """Bytes that a rank finds: free on its GPU, of how many usable; and its share of the free memory of its node."""
+    """Bytes that a rank finds: free on its GPU, usable there at best, and its share of the node's free memory."""
 
     free: int
     usable: int
@@ -59,8 +121,8 @@ class Room(NamedTuple):
 
 
 def measure_room(ranks: Ranks, device: torch.device) -> Room:
-    """What there is on this rank's device and node."""
-    host = int(host_memory() * USABLE_FRACTION) // ranks.on_this_node
+    """The room on this rank's device and node."""
+    host = int(host_memory() * USABLE_FRACTION) // ranks.count_on_node
     if device.type != "cuda":
         return Room(host, host, host)
     free, total = device_memory(device)
@@ -68,7 +130,7 @@ def measure_room(ranks: Ranks, device: torch.device) -> Room:
 
 
 def check_memory(need: Need, ranks: Ranks, device: torch.device) -> Finding:
-    """Compares `need` with every rank's room; every rank must call it."""
+    """Compares `need` with every rank's room."""
     rooms: list[Room] = [Room(0, 0, 0)] * len(ranks.nodes)
     dist.all_gather_object(rooms, run_on_all_ranks(lambda: measure_room(ranks, device)))
     on_gpu = device.type == "cuda"
@@ -76,7 +138,7 @@ def check_memory(need: Need, ranks: Ranks, device: torch.device) -> Finding:
 
 
 def judge_memory(need: Need, rooms: Sequence[Room], ranks: Ranks) -> Finding:
-    """What the ranks' `rooms`, by rank, say."""
+    """Judges `rooms`, by rank."""
     faults = []
     smallest = min(range(len(rooms)), key=lambda rank: rooms[rank].usable)
     if need.device > rooms[smallest].usable:
@@ -117,90 +179,91 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f}"
 
 
-# --- Whether the checkpoints will find room, and a folder that every node can write to and all see alike ------------
+# --- Disk: room for the checkpoints, in a folder that every node writes to and all see alike ------------------------
 
 PATIENCE_S = 10.0
 """How long a network file system may take to show one node what another has written."""
-GB = 1e9
 
 
-class Folder(NamedTuple):
-    """What a node finds in the folder: why it cannot write there, and how much room there is."""
+class FolderAccess(NamedTuple):
+    """A node's access to the folder: why it cannot write, how many bytes are free, and the file that it wrote."""
 
     fault: str | None
     free_bytes: int
-    probe: str
+    written: str
 
 
 def check_disk(folder: Path, needed_bytes: int, ranks: Ranks) -> Finding:
-    """Writes a small file from every node, and looks for those of the others; every rank must call it.
+    """Writes a small file from every node, and waits until every node sees the files of the others.
 
-    `needed_bytes` is what `folder` will hold in all. Room is what statvfs says, which knows of quotas on some file
+    `needed_bytes` is what `folder` will hold in all. The free room is from statvfs, which respects quotas on some file
     systems only.
     """
-    own = _try(folder) if ranks.speaks_for_node else None
-    folders: list[Folder | None] = [None] * len(ranks.nodes)
+    own = _write_probe(folder) if ranks.is_first_on_node else None
+    folders: list[FolderAccess | None] = [None] * len(ranks.nodes)
     dist.all_gather_object(folders, own)
-    probes = [found.probe for found in folders if found is not None and found.fault is None]
+    names = [found.written for found in folders if found is not None and found.fault is None]
     unseen: list[list[str]] = [[]] * len(ranks.nodes)
     writes = own is not None and own.fault is None
-    dist.all_gather_object(unseen, run_on_all_ranks(lambda: _unseen(folder, probes) if writes else []))
+    dist.all_gather_object(unseen, run_on_all_ranks(lambda: _unseen(folder, names) if writes else []))
     if own is not None:
         with contextlib.suppress(OSError):  # a folder that cannot be written has its fault already
-            (folder / own.probe).unlink(missing_ok=True)
+            (folder / own.written).unlink(missing_ok=True)
     held = broadcast_from_rank0(lambda: held_bytes(folder))
     return judge_disk(folder, folders, unseen, held, needed_bytes, ranks)
 
 
 def judge_disk(
     folder: Path,
-    folders: Sequence[Folder | None],
+    folders: Sequence[FolderAccess | None],
     unseen: Sequence[Sequence[str]],
     held_bytes: int,
     needed_bytes: int,
     ranks: Ranks,
 ) -> Finding:
-    """What the nodes found, by rank, where `held_bytes` of the `needed_bytes` are written.
+    """Judges the nodes' access, by rank, where `held_bytes` of the `needed_bytes` are already written.
 
-    Of a run that has begun to save it is for others, who fill the disk, to make room: its faults may pass.
+    For a run that has already saved, a full disk may pass: others filled it and may make room.
     """
     faults, passing = [], held_bytes > 0
     more_bytes = max(0, needed_bytes - held_bytes)
-    written = [(ranks.nodes[rank], found) for rank, found in enumerate(folders) if found is not None]
-    for node, found in written:
+    accesses = [(ranks.nodes[rank], found) for rank, found in enumerate(folders) if found is not None]
+    for node, found in accesses:
         if found.fault is not None:
             faults.append(Fault(f"{folder}: {node} cannot write there: {found.fault}", passing=passing))
     for rank, names in enumerate(unseen):
         if names:
-            writers = ", ".join(node for node, found in written if found.probe in names)
+            writers = ", ".join(node for node, found in accesses if found.written in names)
             faults.append(
                 Fault(
                     f"{folder}: {ranks.nodes[rank]} does not see what {writers} wrote there; set folder to a file "
                     "system that all nodes share"
                 )
             )
-    free = min((found.free_bytes for _, found in written if found.fault is None), default=0)
+    free = min((found.free_bytes for _, found in accesses if found.fault is None), default=0)
     if free < more_bytes and not faults:
         faults.append(Fault(str(no_room(folder, more_bytes, free)), passing=passing))
-    return Finding(f"{folder}: {free / GB:.3g} GB free, checkpoints need {more_bytes / GB:.3g} GB more", tuple(faults))
+    return Finding(
+        f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more_bytes / 1e9:.3g} GB more", tuple(faults)
+    )
 
 
-def _try(folder: Path) -> Folder:
-    probe = f".preflight.{uuid.uuid4().hex}"
+def _write_probe(folder: Path) -> FolderAccess:
+    name = f".preflight.{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / probe).open("wb") as file:
-            file.write(b"written before the first step, and removed again\n")
+        with (folder / name).open("wb") as file:
+            file.write(b"preflight\n")
             file.flush()
             os.fsync(file.fileno())
         sync(folder)
-        return Folder(None, free_bytes(folder), probe)
+        return FolderAccess(None, free_bytes(folder), name)
     except OSError as error:
-        return Folder(error.strerror or str(error), 0, probe)
+        return FolderAccess(error.strerror or str(error), 0, name)
 
 
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
-    """Those of `names` that do not appear in time."""
+    """Those of `names` that do not appear within PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while missing := [name for name in names if not (folder / name).exists()]:
         if time.monotonic() > deadline:
@@ -209,22 +272,20 @@ def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
     return missing
 
 
-# --- Whether all nodes read the same: base, tokenizer, initial expansion, corpora, configuration --------------------
-# Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node reads blocks that are
-# spread evenly over every file, its header and its end among them. That tells another model, another version or
-# fine-tuning of the same, and a file that was cut short or only half copied; not a flipped byte between the blocks.
-# The first rank's hash of every byte, which checkpoints and expansion are compared with, comes later and covers that
-# node's files.
+# --- Equal files on all nodes: base, tokenizer, initial expansion, corpora, configuration ---------------------------
+# Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes blocks spread
+# evenly over every file, including its header and its end. That detects another model, another version, and a file that
+# was cut short or half copied; not a flipped byte between the blocks. Every byte is hashed later, on one node's files.
 
 BLOCK_BYTES = 4096
 BLOCKS = 512
-"""Of all weight files together; each gives at least two."""
+"""Of all weight files together; at least two of each."""
 
 Digests = Mapping[str, str]
 
 
 def sampled_hash(path: Path, blocks: int) -> str:
-    """A hash of a file's size and of `blocks` blocks of it, the first and the last among them."""
+    """A hash of a file's size and of `blocks` of its blocks, the first and the last included."""
     size = path.stat().st_size
     last = max(0, size - BLOCK_BYTES)
     digest = hashlib.sha256(str(size).encode())
@@ -236,7 +297,7 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 
 def digests(config: RunConfig, base: BaseFolder) -> dict[str, str]:
-    """What this node sees, by name."""
+    """The hashes of the files on this node, by name."""
     weights = sorted(set(base.file_of.values()))
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
     seen["the configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
@@ -256,16 +317,16 @@ def _small_files(config: RunConfig) -> Iterator[Path]:
 
 
 def check_same_files(config: RunConfig, base: BaseFolder, ranks: Ranks) -> Finding:
-    """Compares what the nodes see; every rank must call it."""
+    """Compares the hashes of all nodes."""
     seen: list[Digests | None] = [None] * len(ranks.nodes)
-    own = run_on_all_ranks(lambda: digests(config, base) if ranks.speaks_for_node else None)
+    own = run_on_all_ranks(lambda: digests(config, base) if ranks.is_first_on_node else None)
     dist.all_gather_object(seen, own)
     return judge_same_files(seen, ranks)
 
 
 def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
-    """Compares `seen`, by rank, with what the first node sees."""
-    by_node = {node: seen[first] or {} for node, first in ranks.first_on.items()}
+    """Compares the hashes in `seen`, by rank, with the first node's."""
+    by_node = {node: seen[first] or {} for node, first in ranks.first_rank_of.items()}
     reference_node, reference = next(iter(by_node.items()))
     faults = tuple(
         Fault(
@@ -276,63 +337,5 @@ def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
         for name in sorted({*reference, *own})
         if own.get(name) != reference.get(name)
     )
-    says = "differ between nodes" if faults else f"are the same on {len(by_node)} node(s)"
-    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, corpora and configuration {says}", faults)
-
-
-# --- All checks of an allocation, one after the other, and one verdict ----------------------------------------------
-
-_logger = log.get_logger(__name__)
-
-
-def check_allocation(
-    config: RunConfig,
-    deepspeed_config: DeepSpeedConfig,
-    base: BaseFolder,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> None:
-    """Measures what the run was given; every rank must call it, before it holds anything.
-
-    Raises:
-        PreflightError: on the first rank, with all that is wrong; the others leave without a word.
-    """
-    if not config.preflight.enabled:
-        return
-    started = time.perf_counter()
-    findings = []
-    for finding in _findings(config, deepspeed_config, base, groups, device):
-        _logger.info("preflight: %s", finding.measured)
-        findings.append(finding)
-    run_on_all_ranks(lambda: refuse_faults(findings))
-    _logger.info("preflight: all is well, after %.1f s", time.perf_counter() - started)
-
-
-def _findings(
-    config: RunConfig,
-    deepspeed_config: DeepSpeedConfig,
-    base: BaseFolder,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> Iterator[Finding]:
-    settings, layout = config.preflight, groups.layout
-    ranks = gather_ranks()
-    yield describe(ranks)
-    floor = settings.min_gb_per_s_on(device.type)
-    tp_group, dp_group = groups.get_model_parallel_group(), groups.get_data_parallel_group()
-    yield check_messages("tensor-parallel", tp_group, layout.tp_groups(), ranks, device, floor)
-    yield check_messages("data-parallel", dp_group, layout.dp_groups(), ranks, device, floor)
-    yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor_on(device.type))
-    yield check_same_files(config, base, ranks)
-    need, disk_bytes = broadcast_from_rank0(lambda: _needs(config, deepspeed_config, base, ranks))
-    yield check_memory(need, ranks, device)
-    yield check_disk(config.folder / "checkpoints", disk_bytes, ranks)
-
-
-def _needs(config: RunConfig, deepspeed_config: DeepSpeedConfig, base: BaseFolder, ranks: Ranks) -> tuple[Need, int]:
-    """What the estimate says: bytes of memory a rank, and of disk for the run's checkpoints."""
-    cluster = Cluster(len(ranks.nodes), gpus_per_node=ranks.on_this_node)
-    estimator = Estimator(config, base.spec, deepspeed_config, cluster)
-    memory, host_bytes = estimator.memory(estimator.own_choice)
-    disk_bytes = checkpoints_bytes(config, estimator.parameters)
-    return Need(memory.total, host_bytes), disk_bytes
+    result = "differ between nodes" if faults else f"are the same on {len(by_node)} node(s)"
+    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, corpora and configuration {result}", faults)

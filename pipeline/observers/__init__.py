@@ -7,11 +7,19 @@ from pipeline.observers.forgetting import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles
 from pipeline.observers.performance import Profiler, make_performance_metrics
 from pipeline.observers.progress import Progress
+from pipeline.observers.trackers import make_trackers
+from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer, RunContext
 
 
 def make_observers(context: RunContext) -> list[Observer]:
-    """The observers that the run's configuration asks for: those that measure first, then those that write."""
+    """The observers that the run's configuration asks for: those that measure first, then those that write.
+
+    Every rank must call it.
+
+    Raises:
+        MissingPackageError: the package of a tracker is not installed; on rank 0.
+    """
     config, position = context.inputs.config, context.position
     observers: list[Observer] = [
         Profiler(config.profile, config.folder, context.rank, context.device),
@@ -22,4 +30,4 @@ def make_observers(context: RunContext) -> list[Observer]:
     if context.rank == 0:
         observers.append(MetricsFiles(config.folder, position.step))
         observers.append(Progress(position.step, config.schedule.steps, config.metrics.log_every_s))
-    return observers
+    return observers + run_on_all_ranks(lambda: make_trackers(config) if context.rank == 0 else [])

@@ -1,1 +1,1 @@
-"""What the folder of a run, or of a study, says: who works in it, how far it is, what was measured. Loads no torch."""
+"""The folder of a run: its lock, its attempts, its state and its metrics. Loads no torch."""

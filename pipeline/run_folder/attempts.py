@@ -1,7 +1,7 @@
-"""The attempts at a run, on record in its folder: who made each, how far it came, and why it ended.
+"""The attempts at a run, recorded in its folder, and whether a failed one is retried.
 
-Three kinds of lines are appended: a serial stage begins, training begins, a stage ends. What was killed has no end,
-unless the script that started it adds one.
+Three kinds of lines are appended: a serial stage starts, training starts, a stage ends. A killed attempt has no end,
+unless the script that started it appends one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from pipeline.run_folder.lock import LockOwner, RunLock
 
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
+_RESUMABLE = "tokenize"
+"""The stage that resumes where it was stopped, without a checkpoint that would show it."""
 _CHECKPOINT = re.compile(r"step_(\d+)$")
 
 
-class Began(BaseModel):
-    """A serial stage begins, in the process `by`; of training, the lock says who is at it."""
+class StageStart(BaseModel):
+    """A serial stage starts in the process `by`. For training, the lock names the process."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,8 +42,8 @@ class Began(BaseModel):
     by: LockOwner
 
 
-class Started(BaseModel):
-    """An attempt begins to train. `step` is where it begins, and `checkpoint_step` that of the newest checkpoint."""
+class TrainingStart(BaseModel):
+    """An attempt starts to train at `step`; `checkpoint_step` is the newest checkpoint's."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,14 +59,14 @@ class Started(BaseModel):
 
 
 class Decision(NamedTuple):
-    """Whether there is another attempt, and why, for a person."""
+    """Whether there is another attempt, and the reason, for messages."""
 
     again: bool
     why: str
 
 
-class Ended(BaseModel):
-    """A stage ended. `step` is the last that was finished, None where nobody knows; so is `retry`."""
+class StageEnd(BaseModel):
+    """A stage ended after `step`. `step` and `retry` are None where unknown."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,21 +82,21 @@ class Ended(BaseModel):
 
 
 class Attempt(BaseModel):
-    """What the lines of one attempt say together: of its last stage, and of its training."""
+    """All lines of one attempt: its last stage, and its training."""
 
     name: str
-    began: Began | None = None
-    started: Started | None = None
-    ended: Ended | None = None
+    began: StageStart | None = None
+    started: TrainingStart | None = None
+    ended: StageEnd | None = None
 
     @property
     def series(self) -> str:
-        """What the attempts of one job, or of one call of a script, have in common."""
+        """The part of the name that all attempts of one job, or of one call of a script, share."""
         return self.name.rpartition(".")[0]
 
     @property
     def job(self) -> str | None:
-        """Its Slurm job."""
+        """Its Slurm job, if any."""
         if self.ended is not None:
             return self.ended.job
         if self.started is not None:
@@ -103,19 +105,19 @@ class Attempt(BaseModel):
 
     @property
     def stage(self) -> str:
-        """The stage that it came to."""
+        """The last stage that it reached."""
         if self.ended is not None:
             return self.ended.stage
         return "train" if self.began is None else self.began.stage
 
     @property
-    def at_risk(self) -> bool:
-        """Whether it trained, or met a fault: a serial stage may take as many turns as it needs."""
+    def counts(self) -> bool:
+        """Whether it counts against the limits: it trained or failed. A serial stage may take many requeues."""
         return self.started is not None or (self.ended is not None and self.ended.exit_code != FINISHED)
 
 
 def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
-    """This attempt's name, `<series>.<number>`: the script's that started it, or Slurm's job and restart."""
+    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
     if name := environment.get("ATTEMPT"):
         return name
     if job := environment.get("SLURM_JOB_ID"):
@@ -124,15 +126,15 @@ def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def record_stage(folder: Path, stage: str) -> None:
-    """Notes in the run's folder that a serial stage begins in this process."""
-    _append(folder, Began(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
+    """Records that a serial stage starts in this process."""
+    _append(folder, StageStart(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
-    """Notes in the run's folder that this attempt begins to train, after `step` steps."""
+    """Records that this attempt starts to train, after `step` steps."""
     _append(
         config.folder,
-        Started(
+        TrainingStart(
             attempt=this_attempt(),
             job=os.environ.get("SLURM_JOB_ID"),
             node=node(),
@@ -155,12 +157,12 @@ def record_end(
     stage: str = "train",
     retry: Decision | None = None,
 ) -> None:
-    """Notes how `stage` ended in this attempt. Where there is no `error`, the one that was noted before stays."""
+    """Records how `stage` ended in this attempt. Without an `error`, the one recorded before stays."""
     own = this_attempt()
-    before = next((one.ended for one in read_attempts(folder) if one.name == own), None)
+    before = next((attempt.ended for attempt in read_attempts(folder) if attempt.name == own), None)
     if error is None and before is not None and exit_code != FINISHED:
         error, step = before.error, before.step
-    ended = Ended(
+    ended = StageEnd(
         attempt=own,
         job=os.environ.get("SLURM_JOB_ID"),
         stage=stage,
@@ -175,9 +177,9 @@ def record_end(
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The attempts at the run in `folder`, that of the newest line last.
+    """The attempts at the run in `folder`, the one with the newest line last.
 
-    A line that a kill cut short is left out, and so are attempts that found another job at work: the run is that job's.
+    Lines that a kill cut short are left out, and so are attempts that were refused because another job was at work.
     """
     attempts: dict[str, Attempt] = {}
     try:
@@ -185,30 +187,32 @@ def read_attempts(folder: Path) -> list[Attempt]:
     except FileNotFoundError:
         return []
     for line in lines:
-        record = _parsed(line)
+        record = _parse(line)
         if record is None:
             continue
         attempt = attempts.pop(record.attempt, None) or Attempt(name=record.attempt)
         attempts[record.attempt] = attempt
         attempt.ended = None
-        if isinstance(record, Began):
+        if isinstance(record, StageStart):
             attempt.began = record
-        elif isinstance(record, Started):
+        elif isinstance(record, TrainingStart):
             attempt.began, attempt.started = None, record
         else:
             attempt.ended = record
-    return [one for one in attempts.values() if one.ended is None or one.ended.exit_code != FOLDER_TAKEN]
+    return [
+        attempt for attempt in attempts.values() if attempt.ended is None or attempt.ended.exit_code != FOLDER_TAKEN
+    ]
 
 
-def count_restarts(attempts: Iterable[Attempt], *beginning: str) -> int:
-    """How often training began again: the attempts that came to train, and those `beginning` to, but for the first."""
-    return max(0, len({one.name for one in attempts if one.started is not None} | {*beginning}) - 1)
+def count_restarts(attempts: Iterable[Attempt], *starting: str) -> int:
+    """How often training restarted: the attempts that trained, and those `starting` now, minus the first."""
+    return max(0, len({attempt.name for attempt in attempts if attempt.started is not None} | {*starting}) - 1)
 
 
 def newest_checkpoint_step(folder: Path) -> int:
-    """The step of the checkpoint from which the run in `folder` would go on; 0 where there is none.
+    """The step of the checkpoint from which the run in `folder` would resume; 0 if there is none.
 
-    Those after the one that `latest` names are of an attempt that went back.
+    Checkpoints after the one that `latest` names were voided by a rollback.
     """
     checkpoints = folder / "checkpoints"
     found = (_CHECKPOINT.search(path.parent.name) for path in checkpoints.glob("step_*/manifest.json"))
@@ -229,42 +233,42 @@ def _append(folder: Path, record: BaseModel) -> None:
             file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
             os.fsync(file.fileno())
     except OSError as error:
-        # The record is for people: a full disk shall not end the work that it tells of.
-        _logger.error("%s: this attempt goes unrecorded: %s", folder / NAME, error.strerror)
+        # The record is for people: a full disk must not end the work.
+        _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
 
 
-def _parsed(line: bytes) -> Began | Started | Ended | None:
+def _parse(line: bytes) -> StageStart | TrainingStart | StageEnd | None:
     try:
         values: Any = orjson.loads(line)
-        kind = Ended if "exit_code" in values else Began if "by" in values else Started
+        kind = StageEnd if "exit_code" in values else StageStart if "by" in values else TrainingStart
         return kind.model_validate(values)
     except (ValueError, TypeError, ValidationError):
         return None
 
 
-# --- Whether an attempt that did not come to the end is made again: not without end, where none comes any further ---
-
-_KEEPS_ITS_WORK = "tokenize"
-"""The stage that goes on where it was stopped, and yet leaves no checkpoint that would tell."""
-
-
 def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int) -> Decision:
-    """Decides about the attempt that just ended in `stage` of the run in `folder`, and puts it on record.
+    """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
 
-    There are at most `most` restarts in a series, and at most `without_progress` of them in a row in which no newer
-    checkpoint appeared. To save and stop is progress where it left one; so a stage that never fits into a job's time is
-    given up too. Only tokenizing, where it was told to stop, has come further whatever the checkpoints say.
+    A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
+    attempt that saved and stopped counts like a failed one, so a stage that never fits into a job's time is given up.
+    Only tokenizing that was told to stop always counts as progress.
     """
     own = Attempt(name=this_attempt())
-    series = [one for one in read_attempts(folder) if one.series == own.series]
-    own = next((one for one in series if one.name == own.name), own)
+    series = [attempt for attempt in read_attempts(folder) if attempt.series == own.series]
+    own = next((attempt for attempt in series if attempt.name == own.name), own)
     restarts = int(own.name.rpartition(".")[2])
-    attempts = [one for one in series if one is not own and one.at_risk and not _stopped_with_its_work(one)]
-    if (stage, exit_code) != (_KEEPS_ITS_WORK, RESUME_LATER):
+    attempts = [
+        attempt
+        for attempt in series
+        if attempt is not own
+        and attempt.counts
+        and not (attempt.ended and (attempt.ended.stage, attempt.ended.exit_code) == (_RESUMABLE, RESUME_LATER))
+    ]
+    if (stage, exit_code) != (_RESUMABLE, RESUME_LATER):
         attempts.append(own)
     idle = idle_attempts(attempts, newest_checkpoint_step(folder))
     if not worth_another_attempt(exit_code):
-        decision = Decision(False, "its cause is to be mended first")
+        decision = Decision(False, "its cause must be fixed first")
     elif restarts >= most:
         decision = Decision(False, f"it was restarted {restarts} times, and MAX_RESTARTS is {most}")
     elif idle > without_progress:
@@ -276,13 +280,8 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
     return decision
 
 
-def _stopped_with_its_work(attempt: Attempt) -> bool:
-    ended = attempt.ended
-    return ended is not None and (ended.stage, ended.exit_code) == (_KEEPS_ITS_WORK, RESUME_LATER)
-
-
 def idle_attempts(attempts: list[Attempt], newest: int) -> int:
-    """How many of the last attempts, in a row, brought no newer checkpoint; `newest` is the newest one's step now."""
+    """How many of the last attempts in a row brought no newer checkpoint; `newest` is the newest one's step."""
     idle, reached = 0, 0
     for attempt, following in zip_longest(attempts, attempts[1:]):
         began = reached if attempt.started is None else attempt.started.checkpoint_step
@@ -296,31 +295,27 @@ def idle_attempts(attempts: list[Attempt], newest: int) -> int:
     return idle
 
 
-# --- A serial stage of a run: alone at it where it must be, and on record in the run's folder -----------------------
-
-
 @contextmanager
 def stage_of(config: Path | None, stage: str, *, alone: bool = False) -> Iterator[None]:
-    """The block is a stage of the run that `config` describes; without a `config` it is no run's.
+    """The block is a serial stage of the run that `config` describes; without a `config` it belongs to no run.
 
-    That it begins and how it ends is noted, unless it is started by hand (without ATTEMPT, which the scripts set): then
-    it is no attempt at the run. `alone`: no other process may be at the same stage.
+    Its start and end are recorded if a script started it (it sets ATTEMPT). `alone`: takes the lock of the stage.
 
     Raises:
-        ConfigError: the configuration does not tell where the run's folder is.
-        FolderTakenError: another process is at it, and the stage takes one.
+        ConfigError: the configuration does not describe a run.
+        FolderTakenError: another process owns the lock.
     """
     if config is None:
         yield
         return
     folder = load_config(config).folder
-    recorded = _on_record(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
+    recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
     with recorded, RunLock(folder, stage) if alone else nullcontext():
         yield
 
 
 @contextmanager
-def _on_record(stage: str, folder: Path) -> Iterator[None]:
+def _recorded(stage: str, folder: Path) -> Iterator[None]:
     record_stage(folder, stage)
     try:
         yield

@@ -1,7 +1,8 @@
-"""One job a run folder, or a stage of it: a lock for shared file systems, where flock cannot be trusted.
+"""A lock for one process per run folder, or per stage of it, on shared file systems where flock is unreliable.
 
-A file that only one process can have made says who holds the folder. Its holder touches it every few seconds; who finds
-it watches whether it is touched, by its own clock, and takes it over when it is not: see
+The lock is a file that is created exclusively and names its owner, who touches it every few seconds. Another process
+takes it over when it is not touched for a while, or when the owner is known to be gone. Lock libraries know neither
+shared file systems nor Slurm, which can tell whether a requeued job's processes have ended:
 docs/adr/0011-one-job-a-run-folder.md.
 """
 
@@ -15,11 +16,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import orjson
 
@@ -28,9 +29,13 @@ from pipeline.errors import LOST_RANK, FolderTakenError
 from pipeline.files import published_file
 from pipeline.log import node
 
-# --- Who works in a run folder, and whether that process is known to be gone ----------------------------------------
-
-_OVER = (
+TRAINING = "training"
+TOUCH_EVERY_S = 5.0
+STALE_AFTER_S = 60.0
+"""Longer than file systems cache the attributes of a file."""
+SETTLE_S = 0.5
+_MISSING = (0, None)
+_ENDED_STATES = (
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -41,15 +46,19 @@ _OVER = (
     "PENDING",
     "TIMEOUT",
 )
-_SLURM_S = 20.0
+_SLURM_TIMEOUT_S = 20.0
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process: the Slurm cluster, job and restart (None outside Slurm), the node, the host and its boot, the process.
+    """A process, identified by Slurm's cluster, job and restart (None outside Slurm), node, boot and process number.
 
-    `processes` is the space in which process numbers are unique: containers on one host have their own.
-    `process_started` tells a process from a later one that got its number; it counts from the boot.
+    Attributes:
+        boot: the id of the machine's last boot.
+        processes: the PID namespace; containers on one host have their own.
+        process_started: clock ticks after the boot; a later process with the same `pid` differs in it.
+        since: seconds of the epoch.
     """
 
     cluster: str | None
@@ -64,7 +73,7 @@ class LockOwner:
 
     @staticmethod
     def this_process(environment: Mapping[str, str] = os.environ) -> LockOwner:
-        """Who calls."""
+        """The calling process."""
         job = environment.get("SLURM_JOB_ID")
         return LockOwner(
             cluster=environment.get("SLURM_CLUSTER_NAME"),
@@ -78,52 +87,39 @@ class LockOwner:
             since=time.time(),
         )
 
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> LockOwner:
-        """One that `as_json` described.
-
-        Raises:
-            TypeError: the values are not a holder's.
-        """
-        return LockOwner(**values)
-
-    def as_json(self) -> dict[str, Any]:
-        """For `of`."""
-        return asdict(self)
-
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"{f'job {self.job}' if self.job else 'a process'} on {self.node} (pid {self.pid}, since {since})"
 
     def is_earlier_start(self, now: LockOwner) -> bool:
-        """Whether it is of an earlier start of the Slurm job that `now` is of."""
+        """Whether it belongs to an earlier start of the Slurm job of `now`."""
         same = self.job is not None and (self.cluster, self.job) == (now.cluster, now.job)
         return same and self.restart != now.restart
 
     def is_gone(self, now: LockOwner) -> bool:
-        """Whether the process is known to have ended, as seen by `now`. False where nothing is known."""
+        """Whether the process is known to have ended, as seen by the process `now`. False if unknown."""
         if (self.boot, self.processes) == (now.boot, now.processes):
             return _started(self.pid) != self.process_started
         if self.job is None or self.cluster != (now.cluster or _cluster_of_this_host()):
             return False  # another cluster may have a job of the same number
         if self.is_earlier_start(now):
-            # Slurm starts a job again when it has seen its processes end, or has lost sight of their node.
-            return not _is_out_of_sight(self.node)
+            # Slurm restarts a job after its processes ended, or after it lost contact with their node.
+            return not _has_lost_contact(self.node)
         if self.job == now.job:
             return False
-        return job_state(self.job) in (*_OVER, None)
+        return job_state(self.job) in (*_ENDED_STATES, None)
 
 
 def job_state(job: str) -> str | None:
-    """Slurm's word for a job's state, None for a job that it no longer knows, "" where it cannot be asked."""
+    """Slurm's name for a job's state, None for a job that it no longer knows, "" where it cannot be asked."""
     asked = _ask("squeue", "--noheader", "--jobs", job, "--format=%T")
     if asked is not None and (asked.returncode == 0 or "Invalid job id" in asked.stderr):
         return asked.stdout.strip() or None
     return ""
 
 
-def _is_out_of_sight(slurm_node: str) -> bool:
-    """Whether Slurm does not know what runs on a node of its, or cannot be asked."""
+def _has_lost_contact(slurm_node: str) -> bool:
+    """Whether Slurm does not know what runs on one of its nodes, or cannot be asked."""
     asked = _ask("sinfo", "--noheader", "--nodes", slurm_node, "--format=%T")
     state = asked.stdout.strip().lower() if asked is not None and asked.returncode == 0 else ""
     return not state or state.endswith("*") or state.startswith(("down", "unknown", "fail"))
@@ -131,22 +127,22 @@ def _is_out_of_sight(slurm_node: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _cluster_of_this_host() -> str | None:
-    """The cluster that Slurm's commands here speak to, outside its jobs; None where there are none."""
+    """The Slurm cluster of this host, outside of jobs; None without Slurm."""
     asked = _ask("scontrol", "show", "config")
     found = re.search(r"^ClusterName\s*=\s*(\S+)", asked.stdout, re.MULTILINE) if asked is not None else None
     return found[1] if found else None
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """What a command of Slurm's answers; None where there is no such command, or no answer."""
+    """Runs a Slurm command; None if there is no such command, or no answer in time."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
 def _boot() -> str:
-    """This machine since its last boot: host names may be the same on several."""
+    """The id of this machine's boot; host names need not be unique."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -161,7 +157,7 @@ def _process_space() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine started, in ticks after the boot; None where there is none, or only its corpse."""
+    """When a process started, in clock ticks after the boot; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -169,19 +165,8 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-# --- One job a run folder, or a stage of it: a lock for shared fi ---
-
-TRAINING = "training"
-TOUCH_EVERY_S = 5.0
-STALE_AFTER_S = 60.0
-"""Longer than file systems let a node believe what it read of a file before."""
-SETTLE_S = 0.5
-_NONE = (0, None)
-_logger = log.get_logger(__name__)
-
-
 class RunLock:
-    """While it is entered, no other process enters one of the same folder and stage."""
+    """While it is entered, no other process can enter the lock of the same folder and stage."""
 
     def __init__(self, folder: Path, stage: str = TRAINING, stale_after_s: float = STALE_AFTER_S) -> None:
         self._path = lock_path(folder, stage)
@@ -192,10 +177,10 @@ class RunLock:
         self._made_folder = False
 
     def __enter__(self) -> RunLock:
-        """Raises FolderTakenError where another process holds the folder."""
+        """Raises FolderTakenError if another process owns the lock."""
         self._made_folder = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._made():
+        if not self._create():
             self._take_over()
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
         return self
@@ -207,11 +192,11 @@ class RunLock:
         if read_lock_owner(self._path) == self._own:
             self._path.unlink(missing_ok=True)
             if self._made_folder:
-                with contextlib.suppress(OSError):  # it holds what was done meanwhile
+                with contextlib.suppress(OSError):  # it is no longer empty
                     self._path.parent.rmdir()
 
-    def _made(self) -> bool:
-        """Whether the lock could be made, because there was none."""
+    def _create(self) -> bool:
+        """Creates the lock; False if it exists."""
         try:
             with self._path.open("xb") as file:
                 self._fill(file)
@@ -220,77 +205,77 @@ class RunLock:
         return True
 
     def _fill(self, file: BinaryIO) -> None:
-        file.write(orjson.dumps(self._own.as_json()))
+        file.write(orjson.dumps(self._own))
         file.flush()
         os.fsync(file.fileno())
 
     def _take_over(self) -> None:
         deadline = time.monotonic() + self._stale_after_s
-        first = self._look()
-        while (seen := self._look()) == first != _NONE and time.monotonic() < deadline:
-            holder = first[1]
-            if holder is not None and holder.is_gone(self._own):
+        first = self._read()
+        while (seen := self._read()) == first != _MISSING and time.monotonic() < deadline:
+            owner = first[1]
+            if owner is not None and owner.is_gone(self._own):
                 break
             time.sleep(min(1.0, self._stale_after_s / 10))
-        if seen != first or seen == _NONE:
-            if seen[1] is None and self._made():
-                return  # its holder left just now
+        if seen != first or seen == _MISSING:
+            if seen[1] is None and self._create():
+                return  # its owner released it just now
             raise self._refusal(seen[1])
-        _logger.warning("%s: takes it over from %s, which is gone", self._path, first[1] or "an unknown process")
+        _logger.warning("%s: taken over from %s, which is gone", self._path, first[1] or "an unknown process")
         with published_file(self._path) as file:
             self._fill(file)
-            # Just before it is named: to ask Slurm, and the disk, takes time, in which another may have taken it over.
-            if (seen := self._look()) != first:
+            # Just before the rename: asking Slurm and writing take time, in which another may have taken it over.
+            if (seen := self._read()) != first:
                 raise self._refusal(seen[1])
-        # Two that find the same dead holder at the same moment both write; the later one has it.
+        # Two that find the same dead owner at the same moment both write; the later one gets it.
         time.sleep(SETTLE_S)
         if (winner := read_lock_owner(self._path)) != self._own:
             raise self._refusal(winner)
 
-    def _look(self) -> tuple[int, LockOwner | None]:
-        """When the lock was last touched, and by whom; `_NONE` where it is gone.
+    def _read(self) -> tuple[int, LockOwner | None]:
+        """When the lock was last touched, and its owner; `_MISSING` if it is gone.
 
-        It is opened each time, for only that makes a network file system ask the server.
+        It is opened each time, because only that makes a network file system ask the server.
         """
         try:
             with self._path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns, _parsed(file.read())
         except FileNotFoundError:
-            return _NONE
+            return _MISSING
 
-    def _refusal(self, holder: LockOwner | None) -> FolderTakenError:
-        stop = f"scancel {holder.job}" if holder and holder.job else "stop it"
+    def _refusal(self, owner: LockOwner | None) -> FolderTakenError:
+        stop = f"scancel {owner.job}" if owner and owner.job else "stop it"
         error = FolderTakenError(
-            f"{self._path.parent}: {holder or 'another process'} is at the stage {self._stage} in this folder, and one "
-            f"run folder takes one job; wait for it, {stop}, or give this run a `folder` of its own"
+            f"{self._path.parent}: {owner or 'another process'} is at the stage {self._stage} in this folder, "
+            f"and one run folder takes one job; wait for it, {stop}, or give this run a `folder` of its own"
         )
-        if holder is not None and holder.is_earlier_start(self._own):
-            error.exit_code = LOST_RANK  # of a node that Slurm lost sight of: the next attempt may find it ended
+        if owner is not None and owner.is_earlier_start(self._own):
+            error.exit_code = LOST_RANK  # on a node that Slurm lost contact with: the next attempt may find it ended
         return error
 
     def _touch(self) -> None:
-        """Shows that this process lives, and ends it where another took the folder over while it was stopped."""
+        """Touches the lock regularly; ends this process if another took the lock over while this one was stopped."""
         while not self._released.wait(TOUCH_EVERY_S):
             try:
-                holder = read_lock_owner(self._path)
-                if holder == self._own:
-                    os.utime(self._path)  # without a time of ours: the file server's clock
+                owner = read_lock_owner(self._path)
+                if owner == self._own:
+                    os.utime(self._path)  # without a time: the file server's clock
                     continue
             except OSError as error:
                 _logger.warning("%s: cannot be touched: %s", self._path, error)
                 continue
             if not self._released.is_set():
-                _logger.error("%s: lost to %s; this process ends", self._path, holder or "somebody who removed it")
+                _logger.error("%s: lost to %s; this process ends", self._path, owner or "a process that removed it")
                 os._exit(LOST_RANK)
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:
-    """Where the lock of a stage of the run in `folder` lies."""
+    """The lock file of a stage of the run in `folder`."""
     return folder / f"{stage}.lock"
 
 
 def read_lock_owner(path: Path) -> LockOwner | None:
-    """Who holds the lock `path`, or held it when a kill kept it from letting go; None where nobody does."""
+    """The owner of the lock `path`, which may have been killed since; None if there is no lock."""
     try:
         return _parsed(path.read_bytes())
     except FileNotFoundError:
@@ -299,6 +284,6 @@ def read_lock_owner(path: Path) -> LockOwner | None:
 
 def _parsed(text: bytes) -> LockOwner | None:
     try:
-        return LockOwner.of(orjson.loads(text))
-    except (ValueError, TypeError):  # its maker had no time to write more
+        return LockOwner(**orjson.loads(text))
+    except (ValueError, TypeError):  # killed before it was written
         return None

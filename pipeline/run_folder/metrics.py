@@ -1,4 +1,4 @@
-"""Reading a run's metrics.jsonl: a line a step, as a run that was killed at any moment left them."""
+"""Reading a run's metrics.jsonl, one line per step, also of a run that was killed; and means of figures."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.errors import RunFolderError
 
-# --- Means of figures of which some may be infinite, as the perplexity of a run that diverged -----------------------
+METRICS = "metrics.jsonl"
+# Figures that follow from others of the same line, or belong to a layer, a probe or a phase and not to a corpus.
+_NOT_OF_A_CORPUS = ("perplexity_growth", "forgetting", "seconds", "kl_from_base", "base_stream_cosine")
+_MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; infinite where one is."""
+    """The arithmetic mean; infinite if a value is, as the perplexity of a run that diverged."""
     return fmean(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """That of perplexities; infinite where one is no finite number above 0."""
+    """The geometric mean; infinite unless all values are finite and above 0."""
     if not all(0 < value < math.inf for value in values):
         return math.inf
     return math.exp(fmean(map(math.log, values)))
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """One standard deviation, as of a sample (n - 1); None of fewer than two, or where one is infinite."""
+    """The standard deviation of a sample (n - 1); None for fewer than two values, or if one is infinite."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
-# --- Reading a run's metrics.jsonl: a line a step, as a run that  ---
-
-METRICS = "metrics.jsonl"
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, none where there is no file; one that a killed process left unfinished is left out.
+    """The lines of a metrics.jsonl, none if there is no file; unfinished lines of killed processes are left out.
 
     Raises:
         RunFolderError: the file cannot be read.
@@ -53,7 +51,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_metrics(path: Path, count: int, tail_bytes: int) -> list[dict[str, Any]]:
-    """The same of at most the last `count` lines and `tail_bytes` bytes, oldest first."""
+    """At most the last `count` lines of the last `tail_bytes` bytes, oldest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - tail_bytes))
@@ -74,31 +72,26 @@ def _whole(texts: Iterable[str | bytes]) -> list[dict[str, Any]]:
     return lines
 
 
-# --- What the validations of a run found of each corpus, from the lines of its metrics.jsonl ------------------------
-
-# What others of the same line say, and what tells of layers, probes or time instead of a corpus.
-_NOT_OF_A_CORPUS = ("perplexity_growth", "forgetting", "seconds", "kl_from_base", "base_stream_cosine")
-_MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
-
-
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
     """Those of `values` that are numbers."""
-    return {name: one for name, one in values.items() if isinstance(one, (int, float)) and not isinstance(one, bool)}
+    return {
+        name: value for name, value in values.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _measured(values: object) -> object:
-    """Figures by name without those that are no numbers; one that JSON could not hold, null, is infinite."""
+    """The numbers among `values`; null stands for infinity, which JSON cannot hold."""
     if not isinstance(values, Mapping):
         return values
-    return only_numbers({name: math.inf if one is None else one for name, one in values.items()})
+    return only_numbers({name: math.inf if value is None else value for name, value in values.items()})
 
 
 Figures = dict[str, Annotated[dict[str, float], BeforeValidator(_measured)]]
-"""By the corpus's name, then the figure's: {"korean": {"perplexity": 9.1, ...}, ...}."""
+"""By corpus and figure: {"korean": {"perplexity": 9.1, ...}, ...}."""
 
 
 class ValidationRecord(BaseModel):
-    """What a validation found after `step` steps."""
+    """The held-out figures after `step` steps."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -107,27 +100,29 @@ class ValidationRecord(BaseModel):
 
 
 def read_validations(lines: Iterable[Mapping[str, Any]], path: Path) -> list[ValidationRecord]:
-    """Every validation in the lines of the metrics.jsonl at `path`, the one before the first step included.
+    """All validations in `lines`, the one at step 0 included; `path` is for messages.
 
     Raises:
-        RunFolderError: there are fewer than two, so that nothing can be compared.
+        RunFolderError: there are fewer than two.
     """
-    validations = [ValidationRecord(step=line["step"], figures=found) for line in lines if (found := _figures_of(line))]
+    validations = [
+        ValidationRecord(step=line["step"], figures=figures) for line in lines if (figures := _figures_of(line))
+    ]
     if len(validations) < 2:
         raise RunFolderError(
-            f"{path}: no validation after the first; expected held-out figures of two steps at least: has the run "
-            "come to its end, and has a corpus a held-out part?"
+            f"{path}: no validation after the first; expected held-out figures of at least two steps: did the run "
+            "finish, and has a corpus a held-out part?"
         )
     return validations
 
 
 def peak_memory_gib(lines: Iterable[Mapping[str, Any]]) -> float | None:
-    """The most that the first rank held: of the GPU's memory by tensors, or on CPUs of the host's by the process."""
+    """The peak of rank 0: GPU memory of its tensors, or on CPUs host memory of its process."""
     return max((line[name] for line in lines for name in _MEMORY if name in line), default=None)
 
 
 def _figures_of(line: Mapping[str, Any]) -> Figures:
-    """The figures of each corpus in a line, which calls them `<figure>/<corpus>`."""
+    """The figures of each corpus in a line, where they are named `<figure>/<corpus>`."""
     found: Figures = {}
     corpora = {name.partition("/")[2] for name in line if name.startswith("perplexity/")}
     for name, value in line.items():

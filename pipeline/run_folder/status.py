@@ -1,4 +1,4 @@
-"""How a run is, from its folder alone."""
+"""The state of a run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pipeline.errors import FINISHED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
-from pipeline.run_folder.attempts import Attempt, Ended, count_restarts, newest_checkpoint_step, read_attempts
+from pipeline.run_folder.attempts import Attempt, StageEnd, count_restarts, newest_checkpoint_step, read_attempts
 from pipeline.run_folder.lock import STALE_AFTER_S, LockOwner, job_state, lock_path, read_lock_owner
 from pipeline.run_folder.metrics import METRICS, last_metrics
 
@@ -20,19 +20,22 @@ TRAINING = "training.json"
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
 
-_COMING = ("PENDING", "RUNNING", "REQUEUED", "CONFIGURING", "COMPLETING")
-_PATIENCE = "Slurm lets a requeued job wait about two minutes"
+_QUEUED_OR_RUNNING = ("PENDING", "RUNNING", "REQUEUED", "CONFIGURING", "COMPLETING")
+_REQUEUE_DELAY = "Slurm holds a requeued job for about two minutes"
 
 State = Literal["running", "waiting", "stopped", "done", "failed", "not started"]
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at this moment; None stands for what its folder does not say.
+    """A run at this moment; None stands for what its folder does not tell.
 
-    `why` is for a person. `restarts` counts attempts that came to train, after the first. `loss` and
-    `tokens_per_second` are of the last steps on record, over all GPUs. `seconds_left` and `expected_end` (of the epoch)
-    hold if it goes on at that speed, from where it will: while it does not train, from its newest checkpoint.
+    Attributes:
+        why: the reason for the state, for messages.
+        restarts: attempts that trained, after the first.
+        tokens_per_second: of the last recorded steps, over all GPUs.
+        seconds_left: at that speed; for a run that does not train now, from its newest checkpoint.
+        expected_end: seconds of the epoch.
     """
 
     folder: str
@@ -63,7 +66,7 @@ def read_status(folder: Path) -> RunStatus:
             "which its first stage makes when its job starts (is it queued? squeue --me)"
         )
     attempts = read_attempts(folder)
-    start = next((one.started for one in reversed(attempts) if one.started), None)
+    start = next((attempt.started for attempt in reversed(attempts) if attempt.started), None)
     saved = newest_checkpoint_step(folder)
     trained = (folder / TRAINING).exists() and (start is None or saved >= start.steps)
     state, why = _state(folder, attempts, trained=trained)
@@ -73,8 +76,8 @@ def read_status(folder: Path) -> RunStatus:
     speed = median(speeds) * start.world_size if speeds and start else None
     left = None
     if start and speed and not trained and state in ("running", "waiting", "stopped"):
-        goes_on_at = step if state == "running" and attempts[-1].started else saved
-        left = round((start.steps - goes_on_at) * start.tokens_per_step / speed, 1)
+        resumes_at = step if state == "running" and attempts[-1].started else saved
+        left = round((start.steps - resumes_at) * start.tokens_per_step / speed, 1)
     return RunStatus(
         folder=str(folder),
         state=state,
@@ -93,64 +96,64 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs that have begun below a study's folder; none where the folder is a run's own."""
+    """The started runs in a study's folder; none where the folder is a run's own."""
     if (folder / ATTEMPTS).exists():
         return []
     return sorted(path.parent for path in folder.glob(f"*/{ATTEMPTS}"))
 
 
 def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[State, str]:
-    beyond = " (all steps are trained)" if trained else ""
-    holder = read_lock_owner(lock_path(folder))
-    if holder is not None and _lives(folder, holder):
-        return "running", f"train: {holder}"
+    trained_note = " (all steps are trained)" if trained else ""
+    owner = read_lock_owner(lock_path(folder))
+    if owner is not None and _is_alive(folder, owner):
+        return "running", f"train: {owner}"
     if not attempts:
         return "not started", "no attempt is on record"
     last = attempts[-1]
-    if holder := _at_work(attempts, last.stage):
-        return "running", f"{last.stage}: {holder}{beyond}"
+    if owner := _stage_owner(attempts, last.stage):
+        return "running", f"{last.stage}: {owner}{trained_note}"
     queued = "" if last.job is None else job_state(last.job)
     if last.ended is None:
-        if queued in _COMING:
-            return "waiting", f"the last attempt ended without a word; job {last.job} is to start again; {_PATIENCE}"
-        return "failed", "the last attempt ended without a word (killed?); the same command goes on"
+        if queued in _QUEUED_OR_RUNNING:
+            return "waiting", f"the last attempt left no reason; job {last.job} will restart; {_REQUEUE_DELAY}"
+        return "failed", "the last attempt left no reason (killed?); the same command resumes"
     if last.ended.exit_code == FINISHED and queued == "RUNNING":
-        return "running", f"job {last.job} goes on after {last.stage}{beyond}"
-    state, why = _after(last.ended, trained=trained)
+        return "running", f"job {last.job} continues after {last.stage}{trained_note}"
+    state, why = _state_after(last.ended, trained=trained)
     if state == "waiting" and last.ended.exit_code != FINISHED:
         if queued == "PENDING":
-            return state, f"{why}; {_PATIENCE}"
-        if queued != "" and queued not in _COMING:
-            return "stopped", f"{why}; job {last.job} is no longer queued: the same command goes on"
+            return state, f"{why}; {_REQUEUE_DELAY}"
+        if queued != "" and queued not in _QUEUED_OR_RUNNING:
+            return "stopped", f"{why}; job {last.job} is no longer queued: the same command resumes"
     return state, why
 
 
-def _at_work(attempts: list[Attempt], stage: str) -> LockOwner | None:
-    """Who is at that serial stage, if anybody; several jobs of an array may be."""
+def _stage_owner(attempts: list[Attempt], stage: str) -> LockOwner | None:
+    """A process at that serial stage, if any; several jobs of an array may be."""
     here = LockOwner.this_process()
-    began = (one.began for one in reversed(attempts) if one.began and one.ended is None)
-    return next((one.by for one in began if one.stage == stage and not one.by.is_gone(here)), None)
+    starts = (attempt.began for attempt in reversed(attempts) if attempt.began and attempt.ended is None)
+    return next((start.by for start in starts if start.stage == stage and not start.by.is_gone(here)), None)
 
 
-def _after(ended: Ended, *, trained: bool) -> tuple[State, str]:
-    """What follows from how the last attempt ended, as far as it knew."""
+def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
+    """The state that follows from the end of the last attempt."""
     if ended.exit_code == FINISHED:
         return (
-            ("done", "all steps are done") if trained else ("waiting", f"{ended.stage} is done, the next stage is due")
+            ("done", "all steps are done") if trained else ("waiting", f"{ended.stage} is done, the next stage follows")
         )
     if ended.exit_code == RESUME_LATER:
         if ended.retry is not None and not ended.retry.again:
             return "failed", f"{ended.stage}: saved, and given up ({ended.retry.why})"
-        return "waiting", "saved, to go on later"
+        return "waiting", "saved, resumes later"
     why = f"{ended.stage}: {ended.error or f'exit code {ended.exit_code}'}"
     if ended.retry is None:
         return "failed", why
     return ("waiting" if ended.retry.again else "failed"), f"{why} ({ended.retry.why})"
 
 
-def _lives(folder: Path, holder: LockOwner) -> bool:
-    """Whether the holder of the lock is at work, as far as one can tell from here."""
-    if holder.is_gone(LockOwner.this_process()):
+def _is_alive(folder: Path, owner: LockOwner) -> bool:
+    """Whether the owner of the lock is at work, as far as it can be told from here."""
+    if owner.is_gone(LockOwner.this_process()):
         return False
     try:
         return time.time() - lock_path(folder).stat().st_mtime < STALE_AFTER_S
@@ -166,11 +169,8 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     return {"checkpoint": str(newest), "checkpoint_age_s": round(time.time() - newest.stat().st_mtime, 1)}
 
 
-# --- A run's status for a person: a few aligned lines ---------------------------------------------------------------
-
-
 def as_text(status: RunStatus) -> str:
-    """One fact a line; what is not known is left out."""
+    """Aligned lines, one fact each; unknown facts are left out."""
     facts = {
         "run": status.folder,
         "state": f"{status.state}: {status.why}",
@@ -183,16 +183,16 @@ def as_text(status: RunStatus) -> str:
         "checkpoint": _checkpoint_line(status),
         "end": _end(status),
     }
-    said = {name: text for name, text in facts.items() if text is not None}
-    width = max(map(len, said))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in said.items())
+    known = {name: text for name, text in facts.items() if text is not None}
+    width = max(map(len, known))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in known.items())
 
 
 def as_lines(statuses: Sequence[RunStatus]) -> str:
-    """One run a line: its folder's name, state, steps, and why."""
+    """One line per run: its folder's name, state, steps, and reason."""
     rows = [
-        (Path(one.folder).name, one.state, f"{one.step:,} of {one.steps:,}" if one.steps else "", one.why)
-        for one in statuses
+        (Path(run.folder).name, run.state, f"{run.step:,} of {run.steps:,}" if run.steps else "", run.why)
+        for run in statuses
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -54,7 +54,7 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
         with _faults_on_record(folder, phases):
             code = FINISHED if inputs.finished else attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
-            record_end(folder, exit_code=code, step=phases.place.step)
+            record_end(folder, exit_code=code, step=phases.state.step)
         return code
 
 
@@ -72,7 +72,7 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        record_end(folder, exit_code=exit_code_of(error), step=phases.place.step, error=in_one_line(error))
+        record_end(folder, exit_code=exit_code_of(error), step=phases.state.step, error=in_one_line(error))
         raise
 
 
@@ -83,7 +83,7 @@ def attempt(
     config = inputs.config
 
     def record_verdict(verdict: Verdict) -> None:
-        record_end(config.folder, exit_code=verdict.exit_code, step=phases.place.step, error=verdict.text)
+        record_end(config.folder, exit_code=verdict.exit_code, step=phases.state.step, error=verdict.text)
 
     with Watchdog(config.watchdog, phases, config.folder / STACKS, record_verdict):
         trainer, position, difference = prepare(inputs, device, phases, make_observers)

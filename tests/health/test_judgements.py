@@ -1,4 +1,4 @@
-"""What is said of measurements that this machine cannot make: many nodes, GPUs, a network that lies."""
+"""Judgements of measurements that this machine cannot make: many nodes, GPUs, a faulty network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipeline.health.device_checks import (
     Link,
     Product,
     Ranks,
-    describe,
+    describe_ranks,
     host_memory,
-    judge_messages,
+    judge_all_reduce,
     judge_products,
     measure_product,
     refuse_faults,
@@ -32,11 +32,11 @@ def faults_of(finding: Finding) -> list[str]:
     return [fault.text for fault in finding.faults]
 
 
-def test_nodes_that_are_unequal_are_said_so():
-    assert describe(Ranks(("a", "a", "b"), 0)).measured == "3 rank(s), 1 to 2 on each of 2 node(s): a, b"
+def test_unequal_nodes_are_described():
+    assert describe_ranks(Ranks(("a", "a", "b"), 0)).measured == "3 rank(s), 1 to 2 on each of 2 node(s): a, b"
 
 
-def test_a_node_that_is_slow_as_a_whole_is_compared_with_the_others():
+def test_a_slow_node_is_compared_with_the_others():
     products = [SOUND] * 4 + [Product(None, 0.020)] * 4
     (fault,) = judge_products(products, EIGHT, 1.5).faults
     assert fault.node == "b"
@@ -44,7 +44,7 @@ def test_a_node_that_is_slow_as_a_whole_is_compared_with_the_others():
     assert judge_products(products, EIGHT, 2.5).faults == ()
 
 
-def test_two_broken_nodes_are_left_out_by_one_option():
+def test_one_option_excludes_two_broken_nodes():
     products = [Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)]
     finding = judge_products(products, EIGHT, 1.5)
     assert [fault.node for fault in finding.faults] == ["a", "b"]
@@ -52,24 +52,24 @@ def test_two_broken_nodes_are_left_out_by_one_option():
         refuse_faults([finding])
 
 
-def test_a_single_rank_is_compared_with_nobody():
+def test_a_single_rank_is_never_slow():
     assert judge_products([SOUND], Ranks(("a",), 0), 1.01).faults == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_comes_out_exactly_in_every_dtype(dtype):
+def test_the_product_is_exact_in_every_dtype(dtype):
     assert measure_product(dtype, torch.device("cpu")).wrong is None
     matrix = sylvester(64, dtype, torch.device("cpu"))
     assert torch.equal(matrix @ matrix, 64 * torch.eye(64, dtype=dtype))
     assert set(matrix.unique().tolist()) == {-1.0, 1.0}
 
 
-def test_the_group_whose_sum_is_wrong_or_slow_is_named():
+def test_a_group_with_a_wrong_or_slow_sum_is_named():
     groups = Layout(8, 4).dp_groups()
     links = [Link(None, 20.0)] * 8
     links[5] = Link("a wrong sum", 20.0)
     links[2] = Link(None, 0.1)
-    wrong, slow = faults_of(judge_messages("data-parallel", links, groups, EIGHT, 0.5))
+    wrong, slow = faults_of(judge_all_reduce("data-parallel", links, groups, EIGHT, 0.5))
     assert wrong.startswith(
         "all-reduce over the data-parallel group of ranks 1, 5 (a, b): a wrong sum on rank(s) 5 (b)"
     )
@@ -78,7 +78,7 @@ def test_the_group_whose_sum_is_wrong_or_slow_is_named():
     )
 
 
-def test_memory_is_that_of_the_smallest_and_the_fullest_gpu():
+def test_the_smallest_and_the_fullest_gpu_count():
     room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
     assert judge_memory(Need(60 * GIB, 0), [room] * 8, EIGHT).faults == ()
     (small,) = faults_of(judge_memory(Need(60 * GIB, 0), [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
@@ -93,11 +93,11 @@ def test_memory_is_that_of_the_smallest_and_the_fullest_gpu():
     assert "needs 200.00 GiB of host memory, found 100.00" in host
 
 
-def test_the_memory_of_this_machine_is_believable():
+def test_the_memory_of_this_machine_is_plausible():
     assert 0 < host_memory() < 2**50
 
 
-def test_samples_of_a_file_tell_its_size_its_ends_and_its_blocks(tmp_path):
+def test_the_sampled_hash_covers_size_ends_and_blocks(tmp_path):
     file, content = tmp_path / "weights", bytearray(100 * BLOCK_BYTES)
     file.write_bytes(content)
     whole = sampled_hash(file, 8)

@@ -1,4 +1,4 @@
-"""Whom the watchdog accuses, from what the ranks said."""
+"""Which rank the watchdog blames, from the ranks' reports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import Limits, RankHealth, Report, beat, culprits, goodbye, report_failure
+from pipeline.health.liveness import Limits, RankHealth, RankReport, find_hung, heartbeat, report_exit, report_failure
 
 LIMITS = Limits(dead_after_s=10, hung_after_s=100, slow_after_s=300)
-WORKING = Report(node="n1", step=5, phase="forward", phase_s=1, entered=40, at="linear (linear.py:9)", waiting=False)
+WORKING = RankReport(
+    node="n1", step=5, phase="forward", phase_s=1, entered=40, at="linear (linear.py:9)", waiting=False
+)
 WAITING = replace(WORKING, phase_s=150, at="all_reduce (distributed_c10d.py:3)", waiting=True)
 
 
-def health_of(*reports: Report, now: float = 0) -> RankHealth:
+def health_of(*reports: RankReport, now: float = 0) -> RankHealth:
     health = RankHealth(range(len(reports)), LIMITS, now)
     for rank, report in enumerate(reports):
-        health.on_message(rank, beat(replace(report, node=f"n{rank}")), now)
+        health.on_message(rank, heartbeat(replace(report, node=f"n{rank}")), now)
     return health
 
 
@@ -30,73 +32,73 @@ def text(health: RankHealth, now: float = 1) -> str:
     return verdict.text
 
 
-def test_while_all_is_well_nobody_is_accused():
+def test_working_ranks_are_not_blamed():
     assert health_of(WORKING, WORKING).judge(now=9) is None
     assert health_of(WAITING, WORKING).judge(now=9) is None, "one that waits long is not hung while another works"
 
 
-def test_silence_is_loss_with_the_last_that_was_heard():
+def test_a_silent_rank_is_lost_and_its_last_report_is_shown():
     health = health_of(WORKING, WORKING)
-    health.on_message(0, beat(WORKING), now=15)
+    health.on_message(0, heartbeat(WORKING), now=15)
     assert text(health, now=16) == (
         "rank 1 on n1 (5 step(s) done, in phase forward) was lost: no sign of life for 16 s"
     )
 
 
-def test_a_broken_connection_is_loss_at_once_and_the_first_verdict_stays():
+def test_a_broken_connection_is_a_lost_rank_and_the_first_verdict_stays():
     health = health_of(WORKING, WORKING)
     health.on_disconnect(1)
     health.on_disconnect(0)
     assert text(health).startswith("rank 1 on n1 (5 step(s) done, in phase forward) was lost: its process ended")
 
 
-def test_who_left_is_missed_by_nobody():
+def test_a_rank_that_ended_is_not_missed():
     health = health_of(WORKING, WORKING)
-    health.on_message(1, goodbye(), now=1)
+    health.on_message(1, report_exit(), now=1)
     health.on_disconnect(1)
-    health.on_message(0, beat(WORKING), now=50)
+    health.on_message(0, heartbeat(WORKING), now=50)
     assert health.judge(now=55) is None
 
 
-def test_who_was_stopped_itself_does_not_call_the_others_silent():
+def test_a_pause_of_this_rank_extends_the_deadline():
     health = health_of(WORKING, WORKING)
     health.extend_deadline(60)
     assert health.judge(now=65) is None
     assert health.judge(now=71) is not None
 
 
-def test_a_rank_that_failed_by_itself_says_why_and_sets_the_exit_code():
+def test_a_failed_rank_gives_its_reason_and_exit_code():
     health = health_of(WORKING, WORKING)
     health.on_message(1, report_failure("no space left", 1), now=1)
     verdict = health.judge(now=1)
-    assert verdict is not None and verdict.exit_code == 1 and verdict.patience_s > 0
+    assert verdict is not None and verdict.exit_code == 1 and verdict.grace_s > 0
     assert verdict.text == "rank 1 on n1 (5 step(s) done, in phase forward) failed: no space left"
 
 
-def test_of_hung_ranks_the_one_behind_is_accused():
+def test_of_hung_ranks_the_one_behind_is_named():
     behind = replace(WAITING, phase="data", entered=39, at="read (samples.py:7)", waiting=False)
     said = text(health_of(WAITING, behind, WAITING))
     assert said.startswith("rank 1 on n1 (5 step(s) done, in phase data) hangs at read (samples.py:7), for 150 s; ")
     assert "ranks 0 on n0, 2 on n2: 5 step(s) done, in phase forward, at all_reduce" in said
 
 
-def test_of_ranks_in_one_phase_the_one_that_does_not_wait_is_accused():
+def test_of_ranks_in_one_phase_the_one_that_does_not_wait_is_named():
     assert text(health_of(WAITING, replace(WAITING, at="sleep (x.py:1)", waiting=False))).startswith("rank 1 on n1 (")
 
 
-def test_where_all_are_alike_each_place_is_said():
+def test_ranks_that_hang_alike_are_all_described():
     said = text(health_of(WAITING, WAITING))
-    assert said.startswith("no rank gets on, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done")
+    assert said.startswith("all ranks hang, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done")
 
 
-def test_one_rank_alone_hangs_without_others():
+def test_a_single_rank_can_hang():
     assert text(health_of(replace(WAITING, waiting=False))).endswith(
         "hangs at all_reduce (distributed_c10d.py:3), for 150 s"
     )
 
 
 @pytest.mark.parametrize(("seconds", "hung"), [(299, False), (301, True)])
-def test_what_reads_and_writes_much_may_take_longer(seconds, hung):
+def test_a_slow_phase_may_take_longer(seconds, hung):
     saving = replace(WAITING, phase="checkpoint", phase_s=seconds)
     assert (health_of(saving, saving).judge(now=1) is not None) == hung
 
@@ -107,10 +109,10 @@ def test_a_thousand_ranks_make_one_readable_line():
     assert len(said) < 500
 
 
-@given(st.lists(st.builds(Report, st.just("n"), st.just(1), st.just("step"), st.just(math.inf),
+@given(st.lists(st.builds(RankReport, st.just("n"), st.just(1), st.just("step"), st.just(math.inf),
                           st.integers(0, 3), st.just("f"), st.booleans()), min_size=1, max_size=6))  # fmt: skip
-def test_the_accused_are_never_all_of_several(reports):
-    found = culprits(dict(enumerate(reports)))
+def test_never_all_of_several_ranks_are_named(reports):
+    found = find_hung(dict(enumerate(reports)))
     assert len(found) < len(reports) or len(reports) == 1
     if found and len(reports) > 1 and len({report.entered for report in reports}) > 1:
         assert {reports[rank].entered for rank in found} == {min(report.entered for report in reports)}

@@ -1,4 +1,4 @@
-"""Where a rank is, and how its time divides."""
+"""A rank's phase, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def phases():
     return Phases(torch.device("cpu"))
 
 
-def test_a_phase_knows_its_step_and_since_when(phases):
+def test_a_phase_has_its_step_and_start(phases):
     before = time.monotonic()
     phases.finished(3)
     with phases("forward"):
-        place = phases.place
-        assert (place.step, place.phase) == (3, "forward")
-        assert before <= place.since <= time.monotonic()
-    assert phases.place.phase == "other"
+        state = phases.state
+        assert (state.step, state.phase) == (3, "forward")
+        assert before <= state.since <= time.monotonic()
+    assert phases.state.phase == "other"
 
 
 def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
@@ -33,7 +33,7 @@ def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phas
         time.sleep(0.02)
         with phases("communication"):
             time.sleep(0.03)
-        assert phases.place.phase == "step"
+        assert phases.state.phase == "step"
         time.sleep(0.02)
     end = time.perf_counter()
     spent = phases.seconds()
@@ -50,10 +50,10 @@ def test_seconds_begin_anew_each_time_they_are_asked_for(phases):
     assert "data" not in phases.seconds()
 
 
-def test_after_an_exception_the_place_is_where_it_arose(phases):
+def test_an_exception_leaves_its_phase(phases):
     with pytest.raises(ValueError, match="here"), phases("backward"):
         raise ValueError("here")
-    assert phases.place.phase == "backward"
+    assert phases.state.phase == "backward"
 
 
 def test_ranks_at_the_same_point_have_entered_as_many_phases():
@@ -65,5 +65,5 @@ def test_ranks_at_the_same_point_have_entered_as_many_phases():
                 with phases(phase):
                     pass
             phases.finished(step + 1)
-        counts.add(phases.place.entered)
+        counts.add(phases.state.entered)
     assert len(counts) == 1

@@ -129,7 +129,7 @@ def test_a_run_that_was_given_up_failed_and_says_why(run):
 
 
 def test_an_attempt_without_last_words_failed(run):
-    assert read_status(run).why.startswith("the last attempt ended without a word")
+    assert read_status(run).why.startswith("the last attempt left no reason")
 
 
 @pytest.fixture
@@ -157,11 +157,11 @@ def test_a_refused_job_leaves_the_run_to_the_one_that_works(run, monkeypatch):
     record_stage(run, "tokenize")
     record_end(run, stage="tokenize", exit_code=FINISHED)
     assert not decide(run, stage="train", exit_code=FOLDER_TAKEN, without_progress=3, most=100).again
-    assert read_status(run).why.startswith("the last attempt ended without a word")
+    assert read_status(run).why.startswith("the last attempt left no reason")
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(run, exit_code=RESUME_LATER, step=3)
     status = read_status(run)
-    assert (status.state, status.why, status.restarts) == ("waiting", "saved, to go on later", 0)
+    assert (status.state, status.why, status.restarts) == ("waiting", "saved, resumes later", 0)
     assert not decide(run, stage="train", exit_code=RESUME_LATER, without_progress=3, most=0).again
     status = read_status(run)
     assert status.state == "failed" and status.why.startswith("train: saved, and given up (")
@@ -236,7 +236,7 @@ def test_a_serial_stage_is_on_record_while_it_works_and_after(described):
         assert status.why.startswith("tokenize: ") and f"pid {os.getpid()}" in status.why
     assert (read_status(folder).state, read_status(folder).why) == (
         "waiting",
-        "tokenize is done, the next stage is due",
+        "tokenize is done, the next stage follows",
     )
 
 
@@ -247,7 +247,7 @@ def test_a_serial_stage_that_failed_says_why(described):
     decide(folder, stage="tokenize", exit_code=USER_ERROR, without_progress=3, most=100)
     status = read_status(folder)
     assert (status.state, status.restarts) == ("failed", 0)
-    assert status.why == "tokenize: corpus.jsonl: no such file (its cause is to be mended first)"
+    assert status.why == "tokenize: corpus.jsonl: no such file (its cause must be fixed first)"
 
 
 def test_a_serial_stage_by_hand_is_no_attempt(described, monkeypatch):
@@ -284,7 +284,7 @@ def test_between_two_stages_the_job_is_running(run, squeue):
     record_stage(run, "upscale")
     record_end(run, stage="upscale", exit_code=FINISHED)
     squeue("RUNNING")
-    assert (read_status(run).state, read_status(run).why) == ("running", "job 7 goes on after upscale")
+    assert (read_status(run).state, read_status(run).why) == ("running", "job 7 continues after upscale")
 
 
 def test_a_folder_without_attempts_has_not_started(tmp_path):

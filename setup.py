@@ -9,7 +9,7 @@ EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
 SEARCH = ["optuna>=5,<6"]
 WANDB = ["wandb>=0.26,<1"]
-# The last two are for a local database. Not in dev: MLflow holds importlib_metadata below 10.
+# The last two are for a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 
 setup(
@@ -54,6 +54,7 @@ setup(
             *REPORT,
             *SEARCH,
             *WANDB,
+            *MLFLOW,
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import ConfigError, MissingPackageError
@@ -93,13 +94,12 @@ def test_wandb_keeps_one_run_over_a_rollback_and_a_restart(tmp_path, caplog):
 
 
 def test_mlflow_keeps_one_run_over_a_rollback_and_a_restart(tmp_path, caplog):
-    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'scale-cpt[mlflow]'")
     config = configured(tmp_path, mlflow_in(tmp_path))
     with caplog.at_level(logging.ERROR, LOGGER):
         log_two_attempts(config)
     assert not error_lines(caplog)
     assert config.observers.mlflow is not None
-    client = mlflow.MlflowClient(config.observers.mlflow.tracking_uri)
+    client = MlflowClient(config.observers.mlflow.tracking_uri)
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["schedule.steps"] == str(config.schedule.steps)
@@ -137,7 +137,6 @@ def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog):
 
 
 def test_a_server_that_cannot_be_reached_costs_one_error_line(tmp_path, caplog, monkeypatch):
-    pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'scale-cpt[mlflow]'")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with caplog.at_level(logging.ERROR, LOGGER):
         (tracker,) = make_trackers(configured(tmp_path, {"mlflow": {"tracking_uri": "http://127.0.0.1:9"}}))

@@ -19,6 +19,7 @@ PROJECT_FILE = re.compile(
     r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
 )
 MODULE = re.compile(r"\bpipeline(?:\.[a-z_0-9]+)+")
+SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"\bmake ([a-z][a-z-]+)\b")
 TOOL_CALL = re.compile(r"python (?:(tools|benchmarks)/(\w+)\.py)((?:[^\n`]|\\\n)*)")
 NOT_TARGETS = {"it", "them", "one", "sure"}  # English after the verb
@@ -81,6 +82,11 @@ def test_pages_name_files_links_and_targets_that_exist():
         links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
         missing = [link for link in links if not (page.parent / link).exists()]
         missing += [name for name in named_files(text) if not (ROOT / name).exists()]
+        missing += [
+            f"{file}:{name}"
+            for file, name in SYMBOL.findall(text)
+            if not re.search(rf"(?m)^\s*(?:def|class) {name}\b", (ROOT / "pipeline" / file).read_text(encoding="utf-8"))
+        ]
         missing += [f"make {name}" for name in set(TARGET.findall(text)) - NOT_TARGETS - targets]
         assert not missing, f"{page.relative_to(ROOT)} names what does not exist: {missing}"
 

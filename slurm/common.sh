@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# What the scripts of this folder share. They source it from the project's root; it runs nothing by itself.
+# Functions of all scripts in this folder, which source it from the project's root. It runs nothing by itself.
 #
 #   load_site                   settings of the site, modules, virtual environment
 #   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `arguments` to the others
-#   announce WHAT               the job's first line, and a second where Slurm will not queue it again
+#   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
 #   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
 # and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster (slurm/ranks.sh).
@@ -13,7 +13,7 @@ readonly USER_ERROR=1
 readonly CONFIG_ERROR=2
 readonly SLURM_FAULT=71
 readonly FOLDER_TAKEN=73
-readonly RESUME_LATER=75 # a stage that saved its work and wants to go on
+readonly RESUME_LATER=75 # the stage saved its work and has to continue
 readonly INTERRUPTED=130
 
 source slurm/requeue.sh
@@ -27,7 +27,7 @@ die() {
     exit 1
 }
 
-# Bash's wait returns at each trapped signal too; therefore every trap sets `woken` first.
+# Bash's wait also returns at each trapped signal, so every trap sets `woken` first.
 wait_past_signals() {
     local code
     woken=true
@@ -44,7 +44,7 @@ load_site() {
     local site=${SITE_ENV:-slurm/site.env}
     # shellcheck source=slurm/site.env
     [[ ! -f "$site" ]] || source "$site"
-    set +u # modules and activation scripts are others' work, and need not know of it
+    set +u # modules and activation scripts may use unset variables
     if [[ -n "${MODULES:-}" ]]; then
         local modules
         read -ra modules <<<"$MODULES"
@@ -62,7 +62,7 @@ load_site() {
     command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
 }
 
-# An argument outlives SBATCH_EXPORT=NONE, under which a job does not see the submitter's CONFIG.
+# With SBATCH_EXPORT=NONE a job sees its arguments but not the submitter's CONFIG.
 choose_config() {
     if [[ $# != 0 && "$1" != -* ]]; then
         CONFIG=$1

@@ -7,21 +7,21 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #
-# The whole run, from text to a tested Hugging Face folder, in five stages. Each skips what is already done, so the
-# same command again goes on where it stopped.
+# The whole run, from text to a tested Hugging Face folder, in five stages. Stages that are done are skipped, so the same
+# command again continues where it stopped.
 #
-#   sbatch slurm/cpt_korean.sh                                over Slurm's nodes, one rank a task or a GPU
+#   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine
-#   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml    another run; so does CONFIG=configs/demo.yaml
-#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        only these; so do their names after the run's
-#   bash slurm/cpt_korean.sh --dry-run                        none: the plan, and what would stop the run; --gpus and
-#                                                             other options of `python -m pipeline.train` may follow
+#   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml    another run, as with CONFIG=configs/demo.yaml
+#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        these stages only, as with their names after the run's
+#   bash slurm/cpt_korean.sh --dry-run                        print the plan and what would stop the run; --gpus
+#                                                             and other options of `python -m pipeline.train` may follow
 #
-# Five minutes before the time limit Slurm sends USR1: training saves, and the job queues itself again.
+# Five minutes before the time limit Slurm sends USR1: training saves, and the job requeues itself.
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
+# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called in, not that of $0.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
@@ -36,7 +36,7 @@ fi
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
 STAGES=${STAGES:-tokenize upscale train convert evaluate}
 
-# Hours of tokenizing shall not come before the news that so many ranks cannot share a batch.
+# Lets the first stage check that the batch can be divided among the ranks, before hours of tokenization.
 [[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
 export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"

@@ -6,12 +6,12 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #
-# Perplexity and bits per byte of the exported model beside its base; prints the table and writes summary.json.
+# Perplexity and bits per byte of the exported model and its base; prints the table and writes summary.json.
 #
 #   sbatch slurm/evaluate.sh configs/demo.yaml          or bash instead of sbatch; or CONFIG=configs/demo.yaml before it
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
+# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called in, not that of $0.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 [[ -f slurm/cpt_korean.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 export PROJECT=$PWD STAGES=evaluate

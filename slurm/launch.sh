@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One rank: srun starts this once a task. It gives Slurm's numbers the names that torch knows and runs the command.
+# One rank: srun starts this once per task. It sets torch's variables from Slurm's and runs the command.
 #
-# The first rank also has its job queued again when the batch script was killed: Slurm calls such a job failed, and
-# requeues for nothing but lost nodes. When a job ends for whatever reason, Slurm sends SIGTERM to what is left of it and
-# waits KillWait seconds: time enough to ask why it ended. The job keeps its number, its options and the jobs that wait
-# for it; docs/adr/0011-one-job-a-run-folder.md says why no second job waits instead.
+# Rank 0 also requeues the job if the batch script was killed: Slurm considers such a job failed, and requeues jobs itself
+# only when nodes are lost. When a job ends, Slurm sends SIGTERM to its remaining processes and waits KillWait seconds,
+# enough to ask why it ended. A requeued job keeps its number, its options and its dependent jobs;
+# docs/adr/0011-one-job-a-run-folder.md says why there is no second job instead.
 set -uo pipefail
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
 read -ra container <<<"${CONTAINER:-}"
@@ -16,7 +16,7 @@ source slurm/common.sh
 batch_script_was_killed() {
     for _ in {1..10}; do
         case "$(scontrol show job "$THIS_JOB" --oneliner)" in
-            *" JobState=RUNNING "*) kill -0 "$rank" 2>/dev/null || return 1 ;; # the signal was for the ranks alone?
+            *" JobState=RUNNING "*) kill -0 "$rank" 2>/dev/null || return 1 ;; # still running: was the signal for the ranks alone?
             *" JobState=COMPLETING "*" ExitCode=0:9 "* | *" JobState=FAILED "*" ExitCode=0:9 "*) return 0 ;;
             *) return 1 ;;
         esac
@@ -32,7 +32,7 @@ guard() {
     fi
 }
 
-# Slurm's signals reach the whole process group: the command has them already.
+# Slurm signals the whole process group, so the command has received the signal already.
 trap 'woken=true; guard' TERM
 trap 'woken=true' USR1 INT
 "${container[@]}" "$@" &

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What runs a stage's command, and on how many ranks. slurm/common.sh sources it.
+# Runs a stage's command, on one process or on all ranks. slurm/common.sh sources this file.
 #
 #   here COMMAND…               a serial stage: one process, on this node
-#   on_every_rank COMMAND…      one process a rank: over the allocation with srun, else on this machine
-#   count_ranks                 how many on_every_rank starts
-#   planned_cluster SCRIPT      the allocation, or what sbatch would ask for, as options of a dry run
+#   on_every_rank COMMAND…      one process per rank: over the allocation with srun, else on this machine
+#   count_ranks                 prints how many ranks on_every_rank starts
+#   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of a dry run
 #
-# Both replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
+# The first two replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
 
 here() {
     local container
@@ -31,13 +31,13 @@ over_the_allocation() {
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
     export EXPECTED_WORLD_SIZE=$ranks
-    export SLURM_EXIT_ERROR=$SLURM_FAULT # srun's own faults must not look like the user's
-    # Not --kill-on-bad-exit: the first rank to end with RESUME_LATER would have the others killed while they finish.
+    export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
+    # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with RESUME_LATER.
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
         --export=ALL --wait="${EXIT_GRACE_S:-15}" "${options[@]}" bash slurm/launch.sh "$@"
 }
 
-# How many ranks on_every_rank starts: those of the allocation; else NPROC, or one a GPU of this machine, or two.
+# The ranks of the allocation; else NPROC, else one per GPU of this machine, else two.
 count_ranks() {
     if on_slurm; then
         allocated_ranks
@@ -49,14 +49,14 @@ count_ranks() {
 
 allocated_ranks() {
     local nodes=$SLURM_JOB_NUM_NODES ranks=${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}
-    # One task a node, but several GPUs there: the tasks were left at their default. One rank a GPU.
+    # One task per node but several GPUs: --ntasks-per-node was not set. One rank per GPU.
     if ((ranks == nodes && ${SLURM_GPUS_ON_NODE:-0} > 1)); then
         ranks=$((nodes * SLURM_GPUS_ON_NODE))
     fi
     echo "$ranks"
 }
 
-# Without an allocation: NPROC ranks on this machine, else what the script's #SBATCH lines and sbatch's environment say.
+# Without an allocation: NPROC ranks on this machine, else what the #SBATCH lines and sbatch's environment request.
 planned_cluster() {
     local nodes=1 ranks
     if on_slurm; then
@@ -84,15 +84,15 @@ on_this_machine() {
     here python tools/launch_here.py --ranks "$ranks" "${@:2}"
 }
 
-# The first node's address as Slurm itself reaches it; a port of the job's own, below those the kernel hands out.
+# The first node's address as Slurm knows it; a port computed from the job's number, below the kernel's ephemeral ports.
 find_rendezvous() {
     local nodes first
     nodes=$(ask_slurm show node "$SLURM_JOB_NODELIST" --oneliner) || exit "$SLURM_FAULT"
     read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     : "${MASTER_ADDR:=$(grep "^NodeName=$first " <<<"$nodes" | node_field NodeAddr)}"
-    # Another port at each restart: the one before may be taken by some other program.
+    # Another port at each restart, in case another program uses the one before.
     : "${MASTER_PORT:=$((15000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0}) % 15000))}"
-    # Several Slurm nodes may be one machine (a test cluster); only then may they meet on a loopback address.
+    # On a test cluster all nodes are one machine. Only then may the address be a loopback address.
     : "${HOST_COUNT:=$(node_field NodeHostName <<<"$nodes" | sort -u | wc -l)}"
     export MASTER_ADDR MASTER_PORT HOST_COUNT
 }
@@ -101,7 +101,7 @@ node_field() { sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 
 gpus_here() {
     if [[ "${DS_ACCELERATOR:-}" != cpu ]] && command -v nvidia-smi >/dev/null; then
-        nvidia-smi --list-gpus | grep -c '^GPU' || true # grep fails where it counts none
+        nvidia-smi --list-gpus | grep -c '^GPU' || true # grep fails if it counts none
     else
         echo 0
     fi

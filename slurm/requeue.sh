@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# Whether a job gets another turn, and how Slurm is asked for it. slurm/common.sh sources it; it runs nothing by itself.
+# Whether a job is requeued, and how. slurm/common.sh sources this file; it runs nothing by itself.
 #
-#   ask_slurm ARGUMENT…          what scontrol says, once slurmctld answers
-#   job_is_running               fails where the job's end, or its next turn, is in other hands already
-#   may_go_on STAGE EXIT_CODE    the one decision about another turn; prints why
-#   requeue_job                  queues the job again
+#   ask_slurm ARGUMENT…          runs scontrol, again and again until slurmctld answers
+#   job_is_running               fails if Slurm is already ending or requeueing the job
+#   may_go_on STAGE EXIT_CODE    whether the stage gets another attempt; prints why
+#   requeue_job                  requeues the job
 
-# SLURM_JOB_ID of an array's last task is that of the whole array, whose every task scontrol would then take.
+# In an array's last task SLURM_JOB_ID is the id of the whole array: scontrol would requeue every task.
 readonly THIS_JOB=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-${SLURM_JOB_ID:-}}
-readonly REFUSED="disabled|Invalid|denied|Only batch" # what scontrol says where asking again is of no use
+readonly REFUSED="disabled|Invalid|denied|Only batch" # answers of scontrol after which asking again is useless
 
-# A slurmctld that is busy, or failing over, is asked again for SLURM_PATIENCE_S.
+# Repeats the request for SLURM_PATIENCE_S while slurmctld is busy or failing over.
 ask_slurm() {
     local answer asked_again="" deadline=$((SECONDS + ${SLURM_PATIENCE_S:-300}))
     until answer=$(scontrol "$@" 2>&1); do
@@ -25,11 +25,11 @@ ask_slurm() {
     [[ -z "$answer" ]] || echo "$answer"
 }
 
-# Cancelled, preempted and timed-out jobs are not: Slurm changes their state before it sends any signal.
+# Not true of cancelled, preempted and timed-out jobs: Slurm changes their state before it sends a signal.
 job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobState=RUNNING "* ]]; }
 
-# tools/may_retry.py decides. Where it fails itself (a file system that is away), the run shall not end for that: then
-# every fault that is not the user's is tried again, until MAX_RESTARTS.
+# tools/may_retry.py decides. If it fails itself (an unmounted file system), every fault that is not the user's is tried
+# again, at most MAX_RESTARTS times.
 may_go_on() {
     local stage=$1 code=$2 most=${MAX_RESTARTS:-100} verdict=0 container
     read -ra container <<<"${CONTAINER:-}"
@@ -47,7 +47,7 @@ may_go_on() {
 }
 
 requeue_job() {
-    trap '' USR1 TERM INT # a requeue begins with SIGTERM, which has nothing to tell here
+    trap '' USR1 TERM INT # a requeue begins with SIGTERM to this script
     ask_slurm requeue "$THIS_JOB" && return
     say "job $THIS_JOB is not queued again; submit again to go on"
     return 1

@@ -6,19 +6,19 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 #
-# A study: runs that differ in method, learning rate and seed (docs/studies.md). On Slurm each is a job of its own, which
-# saves, requeues and resumes as any run does; this one submits those that are due and queues itself after them, until
-# nothing is. Their names are then its arguments: where one of them is due still, it ends with an error. Submitted again
-# by hand, without names, it goes on with what is left; requeued it would submit twice.
+# A study: runs that differ in method, learning rate and seed (docs/studies.md). On Slurm each run is a job, which saves,
+# requeues and resumes like any other. This job submits the runs that can start, then itself again after them, with their
+# names as arguments, until none is left. A named run that is still not done is an error. Submitted by hand without names,
+# the job continues with what is left. It must not be requeued: it would submit the runs twice.
 #
 #   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
 #   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
 #   STUDY=configs/studies/korean_quick.yaml bash slurm/run_study.sh                             all on this machine
 #
-# This job and that of tokenizing are one process each: SERIAL_SBATCH_OPTIONS (slurm/site.env) keep them off the GPUs.
+# This job and tokenization are one process each: SERIAL_SBATCH_OPTIONS (slurm/site.env) keep them off GPU nodes.
 set -euo pipefail
 
-# sbatch runs a copy of this file from its spool folder: the project is where sbatch was called, not where $0 lies.
+# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called in, not that of $0.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
@@ -48,6 +48,6 @@ while IFS=$'\t' read -r name config stages; do
     names+=("$name")
     say "job ${job%%;*}: $stages of $config"
 done <<<"$due"
-# Not afterok: a run that diverges at one of several learning rates has failed, and the study goes on.
+# Not afterok: if a run diverges at one of several learning rates, its job fails and the study continues.
 next=$(sbatch --parsable "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
 say "job ${next%%;*} goes on after these"

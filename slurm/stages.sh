@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# A stage: told to save and stop at a signal, tried again after a fault. slurm/common.sh sources it.
+# Runs a stage, passes signals on to it, and retries it after a fault. slurm/common.sh sources this file.
 #
-#   run_stage NAME COMMAND…     one stage: has it save and stop at a signal, and tried again after a fault that is not
-#                               the user's; stops the script where it fails for good or is interrupted
+#   run_stage NAME COMMAND…     runs a stage: at a signal it is told to save and stop; after a fault that is not the user's
+#                               it is tried again; the script ends if the stage fails for good or is interrupted
 
-stop_signal="" # set by the traps: the signal after which no further stage may start
+stop_signal="" # set by the traps; once set, no further stage starts
 stage_pid=""
 stage_began=0
 stage_code=0
-through_srun="" # whether the stage is srun
-restarts_here=0 # without Slurm: how often a stage was started again
+through_srun="" # not empty if the stage is run by srun
+restarts_here=0 # without Slurm: how often a stage was restarted
 
 run_stage() {
     local name=$1 code when
@@ -18,14 +18,14 @@ run_stage() {
     trap 'woken=true; forward USR1' USR1
     trap 'woken=true; forward TERM' TERM
     trap 'woken=true; forward INT' INT
-    # Without Slurm a stage has a process group of its own, so that none of its processes can hide.
+    # Without Slurm a stage has its own process group, so that all its processes can be killed.
     on_slurm || set -m
     while true; do
         say "$name"
         attempt "$@"
         [[ "$stage_code$stop_signal" != 0 ]] || break
         code=$stage_code when=during
-        # After a signal: ended by it, or well; but a fault on the way out is a fault.
+        # After a signal, success and death by a signal both mean "saved". Another exit code is a fault.
         if ((stage_code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((stage_code == 0 || stage_code > 128)); }; then
             code=$RESUME_LATER
             ((stage_code != 0)) || when=after
@@ -36,23 +36,23 @@ run_stage() {
             echo "error: stage $name ended with exit code $stage_code; its first error above says why" >&2
             clear_leftovers
         fi
-        another_turn "$name" "$code" || exit "$code"
+        try_again "$name" "$code" || exit "$code"
     done
     set +m
 }
 
-# Runs the stage once, and sets stage_code. Not to be called where a shell overlooks errors (if, ||).
+# Runs the stage once, and sets stage_code. Do not call it in a condition (if, ||), where bash ignores errors.
 attempt() {
     export ATTEMPT=${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}.${SLURM_RESTART_COUNT:-$((restarts_here))}
     through_srun=""
     [[ "$1" != on_every_rank ]] || ! on_slurm || through_srun=true
     stage_pid=""
     stage_code=$RESUME_LATER
-    [[ -z "$stop_signal" ]] || return 0 # it came between two stages
-    # In the background, because bash runs a trap only between foreground commands.
+    [[ -z "$stop_signal" ]] || return 0 # the signal came between two stages
+    # In the background: bash runs a trap only after the foreground command has ended.
     "$@" &
     stage_pid=$! stage_began=$SECONDS
-    [[ -z "$stop_signal" ]] || forward "$stop_signal" # it came just now
+    [[ -z "$stop_signal" ]] || forward "$stop_signal" # the signal came before stage_pid was set
     stage_code=0
     wait_past_signals "$stage_pid" || stage_code=$?
 }
@@ -62,7 +62,7 @@ forward() {
     sent=$(signal_for_stage "$1")
     stop_signal=$1
     say "caught SIG$1: asking the stage to save and stop"
-    ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was forked a moment ago loses what its parent traps
+    ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was just forked still has its parent's traps and would lose the signal
     kill -s "$sent" "$stage_pid" 2>/dev/null || true
 }
 
@@ -70,13 +70,13 @@ signal_for_stage() {
     if ! on_slurm; then
         echo "$1"
     elif [[ -z "$through_srun" || "$stop_signal $1" == "INT INT" ]]; then
-        echo TERM # a background command of a shell without job control does not hear INT
+        echo TERM # a background command of a shell without job control ignores INT
     else
-        echo USR1 # srun answers TERM by killing every rank at once; training takes both for "save and stop"
+        echo USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
     fi
 }
 
-# Ranks that outlive their launcher, and stopped ones, which hear nothing but SIGKILL.
+# Kills ranks that outlived their launcher, and stopped ones, which react to SIGKILL only.
 clear_leftovers() {
     local step steps
     if ! on_slurm; then
@@ -93,9 +93,9 @@ clear_leftovers() {
     done
 }
 
-# After a save on the way, or a fault that is not the user's, the job queues itself again. Without Slurm the stage is run
-# again at once, after a fault only. Fails where the script is to end now.
-another_turn() {
+# After a save, or a fault that is not the user's, the job requeues itself. Without Slurm the stage is restarted at once,
+# after a fault only. Fails if the script has to end now.
+try_again() {
     local name=$1 code=$2 why
     if end_is_wanted "$code"; then
         say "the same command goes on from there"
@@ -106,7 +106,7 @@ another_turn() {
         [[ -z "$why" ]] || say "no further attempt at $name: $why"
         return 1
     fi
-    ! end_is_wanted "$code" || return 1 # somebody asked for it meanwhile
+    ! end_is_wanted "$code" || return 1 # a signal came meanwhile
     if on_slurm; then
         say "queueing job $SLURM_JOB_ID again for another attempt at $name: $why"
         requeue_job || true

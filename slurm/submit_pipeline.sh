@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The run as a chain of jobs, each with the nodes it needs: tokenization → training → conversion → evaluation.
-# A job starts when the one before has succeeded; where one fails, those after it are cancelled.
+# A job starts when the one before has succeeded. If one fails, those after it are cancelled.
 # The options of this script are sbatch's, for the training job:
 #
 #   bash slurm/submit_pipeline.sh configs/demo.yaml --nodes=4 --ntasks-per-node=8          or CONFIG=configs/demo.yaml bash …
 #
-# SERIAL_SBATCH_OPTIONS are those of the other jobs. Tokenization is an array of eight tasks of one node each, which share
-# the work and may start at different times; training waits for all eight.
+# SERIAL_SBATCH_OPTIONS are the options of the other jobs. Tokenization is an array of eight tasks of one node each, which
+# share the work and may start at different times. Training waits for all eight.
 #
-# Without Slurm the same stages run one after the other on this machine. Again, what is done already is skipped.
+# Without Slurm the stages run one after the other on this machine. Stages that are done are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source slurm/common.sh

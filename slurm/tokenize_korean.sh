@@ -16,8 +16,8 @@
 #   bash slurm/tokenize_korean.sh                                             the cores of this machine
 #   … slurm/tokenize_korean.sh --max-bad-fraction 0.05                        further flags go to tools/preprocess_data.py
 #
-# Kill it, lose nodes, submit it again with another array or none: units that are done stay done, and the result is the
-# same, byte for byte. The array tasks need not run at the same time: each does what it finds undone.
+# After a kill or a lost node submit it again, with another array or none: finished units are kept, and the result is the
+# same, byte for byte. The array tasks need not run at the same time: each processes what is not done.
 set -euo pipefail
 
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"

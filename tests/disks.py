@@ -1,4 +1,4 @@
-"""A real disk that is really full: a small tmpfs, with a file in it that takes what is left."""
+"""A full disk: a small tmpfs, and a file that fills it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BALLAST = "ballast"
 
 
 class SmallDisk:
-    """A file system of its own, mounted at `path`."""
+    """A tmpfs mounted at `path`."""
 
     def __init__(self, path: Path, mib: int) -> None:
         self.path = path
@@ -25,29 +25,27 @@ class SmallDisk:
             pytest.skip("mounting a small disk needs root")
 
     def fill(self) -> None:
-        """Leaves no room."""
         fill(self.path)
 
     def free(self) -> None:
-        """Gives the room back."""
         free(self.path)
 
     def grow(self, mib: int) -> None:
-        """Makes it so large."""
+        """Changes its size."""
         subprocess.run(["mount", "-o", f"remount,size={mib}m", str(self.path)], check=True)
 
     def remove(self) -> None:
-        """Ends it."""
+        """Unmounts it."""
         subprocess.run(["umount", "--lazy", str(self.path)], check=True)
 
 
 def fill(disk: Path) -> None:
-    """Takes all the room that is left on a small disk."""
+    """Takes all space that is left."""
     with (disk / _BALLAST).open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(os.sysconf("SC_PAGESIZE")))
 
 
 def free(disk: Path) -> None:
-    """Gives the room back."""
+    """Releases the space that `fill` took."""
     (disk / _BALLAST).unlink()

@@ -1,4 +1,4 @@
-"""Runs a test's function on several real ranks, connected by gloo over a file; none outlives its test."""
+"""Runs a test's function on several real ranks, connected by gloo. No rank outlives the call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 processes.set_forkserver_preload(["tests.preloaded"])
 
 GRACE_S = 10.0
-"""How long the other ranks are heard after the first has failed, which may be no more than the echo of their fault."""
+"""How long to wait for the other ranks after the first failure, which may only be a consequence of theirs."""
 
 
 class RankError(AssertionError):
@@ -37,10 +37,13 @@ class RankError(AssertionError):
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
-    """Calls `function(*arguments)` on `world_size` ranks at once and returns their results in rank order.
+    """Calls `function(*arguments)` on `world_size` ranks and returns their results in rank order.
 
-    `function` must be importable (a module's own), its arguments and results picklable. It finds the default process
-    group initialised, and RANK, LOCAL_RANK and WORLD_SIZE set.
+    `function` must be importable, its arguments and results picklable. The default process group is initialised, and
+    RANK, LOCAL_RANK and WORLD_SIZE are set.
+
+    Raises:
+        RankError: a rank raised, died, or did not end within `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes, ranks = [], []
@@ -66,7 +69,7 @@ def run_ranks(
 
 
 def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
-    """One result a pipe, as each arrives. A failure ends the wait soon, since the others may wait for that rank."""
+    """The result of each pipe. A failure shortens the wait to GRACE_S, since the other ranks may wait for that one."""
     results: dict[int, Any] = {}
     failures: list[tuple[float, str]] = []
     while waiting := [pipe for pipe in pipes if not pipe.closed]:
@@ -87,7 +90,7 @@ def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
                 failures.append((moment, f"rank {rank} {result}"))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
-        # The earliest is the cause; that its neighbours then lost it is heard first as often as not.
+        # The earliest failure is the cause. Its consequences on other ranks may have arrived before it.
         raise RankError("\n".join(failure for _, failure in sorted(failures)))
     if waiting:
         raise RankError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
@@ -107,9 +110,9 @@ def _rank(
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
     dist.init_process_group("gloo", init_method=f"file://{store}", **options)
     try:
-        # Pickled here and not by the pipe, which would send tensors through shared memory that ends with this rank.
+        # Pickled here: the pipe would send tensors through shared memory, which ends with this rank.
         answer = pickle.dumps((time.monotonic(), True, function(*arguments)))
-    except BaseException:  # noqa: BLE001  whatever it is, the test must see it
+    except BaseException:  # noqa: BLE001  the test must see every error
         answer = pickle.dumps((time.monotonic(), False, f"raised:\n{traceback.format_exc()}"))
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""kill -9 at every instant at which a function changes what is on the disk."""
+"""Kills a function (SIGKILL) before a chosen change that it makes on the disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 
 
 def outlives(changes: int, work: Callable[..., object], *arguments: object) -> bool:
-    """Does `work` in a process of its own, which is killed after so many changes to files and folders, before the next.
+    """Calls `work` in a child process, which is killed after `changes` changes to files and folders, before the next.
 
-    Returns whether it came to its end first.
+    Returns whether it finished before that.
     """
     child = os.fork()
     if child == 0:
@@ -27,9 +27,9 @@ def outlives(changes: int, work: Callable[..., object], *arguments: object) -> b
             raise
         finally:
             os._exit(1)
-    how = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert how in (0, -signal.SIGKILL), how
-    return how == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    return code == 0
 
 
 def _die_after(changes: int) -> None:

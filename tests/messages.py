@@ -1,4 +1,4 @@
-"""The collectives that a computation really calls."""
+"""Records the collectives that a computation calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Messages(TorchDispatchMode):
-    """Every collective that is called while it is entered: its name, payload in bytes, and group size."""
+    """Records every collective called within the block: name, payload in bytes, group size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,9 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if operation.namespace == "c10d":
             tensors = [tensor for argument in args for tensor in _tensors(argument)]
-            group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+            group = next(
+                dist.ProcessGroup.unbox(argument) for argument in args if isinstance(argument, torch.ScriptObject)
+            )
             longest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
             self.sent.append((operation._opname.strip("_"), longest, group.size()))
         return operation(*args, **(kwargs or {}))
@@ -31,5 +33,5 @@ def _tensors(argument: Any) -> Iterable[Tensor]:
     if isinstance(argument, Tensor):
         yield argument
     elif isinstance(argument, (list, tuple)):
-        for one in argument:
-            yield from _tensors(one)
+        for item in argument:
+            yield from _tensors(item)

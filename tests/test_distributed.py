@@ -1,4 +1,4 @@
-"""The helper that the multi-process tests stand on: results in order, failures heard, nothing left running."""
+"""`run_ranks`: results in rank order, failures reported, no process left running."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sleep():
     time.sleep(PATIENCE_S)
 
 
-def test_results_come_in_rank_order_from_processes_that_have_ended():
+def test_results_are_in_rank_order_and_the_processes_have_ended():
     results = run_ranks(gather_squares, 3, 1)
     assert [rank for rank, _, _ in results] == [0, 1, 2]
     assert all(total == torch.tensor([6.0]) for _, _, total in results)
@@ -45,17 +45,17 @@ def test_results_come_in_rank_order_from_processes_that_have_ended():
             os.kill(pid, 0)
 
 
-def test_a_rank_that_raises_ends_the_test_with_its_traceback():
+def test_the_traceback_of_a_rank_is_reported():
     with pytest.raises(RankError, match=r"(?s)^rank 1 raised.*one rank's own fault"):
         run_ranks(raise_on_one, 2, 1)
 
 
-def test_a_rank_that_is_killed_ends_the_test():
+def test_a_killed_rank_is_reported():
     with pytest.raises(RankError, match=r"rank 0 died without a word"):
         run_ranks(die_on_one, 2, 0)
 
 
-def test_ranks_that_hang_are_ended_in_time():
+def test_hanging_ranks_are_killed():
     begin = time.monotonic()
     with pytest.raises(RankError, match="did not end in time"):
         run_ranks(sleep, 2, timeout_s=1)

@@ -1,4 +1,4 @@
-"""Waiting for what must come, however busy the machine is."""
+"""Waiting for an event on a busy machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 600.0
-"""How long a test waits before it calls something missing: only what is broken takes so long."""
+"""How long a test waits for an event. Nothing takes so long unless it is broken."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S, every_s: float = 0.2) -> bool:
-    """Asks again and again whether `condition` holds; False if it still does not after `timeout_s`."""
+    """Polls `condition`; returns False if it does not hold after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

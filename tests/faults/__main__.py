@@ -1,8 +1,8 @@
-"""The fault suite: breaks real runs on a real two-node Slurm in every way known, and looks what came of them.
+"""The fault suite: injects every known fault into real runs on a real two-node Slurm, and compares the results.
 
 python -m tests.faults                       all; prints the table and writes runs/faults/summary.json
 python -m tests.faults --only requeue hung   some
-python -m tests.faults --markdown            the table of an earlier summary, for docs/clusters.md
+python -m tests.faults --markdown            the table of an earlier summary, for docs/faults.md
 """
 
 # ruff: noqa: T201  (a command line)

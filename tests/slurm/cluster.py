@@ -1,9 +1,9 @@
-"""A true Slurm of two nodes on this machine, for tests and for trying things by hand.
+"""A real Slurm cluster of two nodes on this machine, for tests and for experiments by hand.
 
-    python -m tests.slurm.cluster        starts one, says how to use it, and stops it at Ctrl-C
+    python -m tests.slurm.cluster        starts a cluster, prints how to use it, and stops it at Ctrl-C
 
-It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder, and touches neither the
-machine's daemons nor its /etc/slurm. It needs root, because slurmd does.
+It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder. It does not use the
+machine's daemons or /etc/slurm. It needs root, as slurmd does.
 """
 
 # ruff: noqa: T201  (also a command line)
@@ -40,7 +40,7 @@ class JobEnd:
 
 
 class Cluster:
-    """A handle on a running cluster, which is known by the folder that holds all its files."""
+    """A running cluster, identified by the folder that holds all its files."""
 
     def __init__(self, folder: Path) -> None:
         self.daemons = Daemons(folder)
@@ -68,7 +68,7 @@ class Cluster:
         return self.job(job_id)
 
     def wait_for_output(self, job_id: int, text: str, count: int = 1) -> None:
-        """Waits until the job has printed `text`, so many times."""
+        """Waits until the job has printed `text` `count` times."""
         self.wait_for(job_id, lambda _: self.output(job_id).count(text) >= count)
 
     def job(self, job_id: int) -> dict[str, str]:
@@ -82,14 +82,14 @@ class Cluster:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def evidence(self, job_id: int) -> str:
-        """All that there is to tell why a job did not end as it should."""
+        """Output, Slurm's record and the daemons' logs, for the message of a failed test."""
         return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), self.daemons.logs()))
 
     def start_now(self, job_id: int) -> None:
-        """Has a requeued job wait five seconds instead of Slurm's two minutes.
+        """Starts a requeued job after five seconds instead of Slurm's two minutes.
 
-        Not less: slurmd refuses credentials of the second in which it revoked those of the job's attempt before, and on
-        a busy machine what ends that attempt may come late, and would end the new one.
+        Not earlier: slurmd refuses credentials from the second in which it revoked those of the attempt before. On a
+        busy machine the signal that ends that attempt may also come late, and would end the new one.
         """
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
         self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
@@ -107,7 +107,7 @@ class Cluster:
         self._wait_until_usable(node, began)
 
     def _wait_until_usable(self, node: str, began: datetime) -> None:
-        """Until a daemon that started after `began` has told Slurm of itself; an earlier one may seem usable still."""
+        """Waits until a daemon that started after `began` is registered; an earlier one may still look usable."""
 
         def usable() -> bool:
             shown = self.scontrol("show", "node", node, "--oneliner")
@@ -126,7 +126,7 @@ class Cluster:
         self.daemons.stop_controller()
 
     def start_controller(self) -> None:
-        """Starts it with what it knew, and waits until it answers."""
+        """Restarts slurmctld with its saved state, and waits until it answers."""
         self.daemons.start_controller()
         self._await_controller()
 

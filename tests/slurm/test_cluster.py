@@ -1,4 +1,4 @@
-"""The test cluster itself does what a real one does, wherever our scripts rely on it."""
+"""The test cluster behaves like a real one where our scripts rely on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks find each other over an allocation, or on one machine; and they end as one."""
+"""Ranks find each other over an allocation or on one machine, and end together."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_job(outcomes: dict[str, Future[None]], name: str):
 
 
 @pytest.mark.slurm
-def test_a_rendezvous_that_slurm_does_not_tell_is_no_fault_of_the_users(slurm_cluster: Cluster, tmp_path: Path):
-    """A controller that nobody answers for, as srun's own faults: exit code 71."""
+def test_a_rendezvous_that_slurm_does_not_answer_for_is_slurms_fault(slurm_cluster: Cluster, tmp_path: Path):
+    """Exit code 71, as for faults of srun."""
     nowhere = tmp_path / "slurm.conf"
     described = slurm_cluster.daemons.conf.read_text().replace(MESSAGE_TIMEOUT, "MessageTimeout=2")
     nowhere.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", described))

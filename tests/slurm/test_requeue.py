@@ -1,4 +1,4 @@
-"""After a fault that is not the user's a job has another turn, or a stage without Slurm; but not without end."""
+"""After a fault that is not the user's, a job is requeued, or a stage without Slurm is restarted, up to a limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.slurm.daemons import MESSAGE_TIMEOUT
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 from tests.waiting import wait_until
 
-# A stage whose first attempt lasts until something befalls it; what else is in $FOLDER says whom to hurt.
+# A stage whose first attempt lasts until it is disturbed. $FOLDER has the process ids of the ranks.
 LASTING = """\
 run_stage train on_every_rank bash -c '
     [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
@@ -74,7 +74,7 @@ def goes_on_after(disturb: Callable[[Path], None], cluster: Cluster, folder: Pat
 
 
 def one_array_task_is_requeued_alone(cluster: Cluster, folder: Path) -> None:
-    """Its number, where it is the last task's, is the whole array's too."""
+    """The last task of an array has the number of the whole array, too."""
     body = f"""\
 work() {{
     while [[ $SLURM_ARRAY_TASK_ID == 0 && ! -e {folder}/done ]]; do sleep 0.2; done
@@ -111,8 +111,8 @@ def test_a_job(outcomes: dict[str, Future[None]], name: str):
 
 
 @pytest.mark.slurm
-def test_a_job_outlives_the_controllers_absence(slurm_cluster: Cluster, tmp_path: Path):
-    """It wants another turn while slurmctld is away, and queues itself again when that is back."""
+def test_a_job_requeues_itself_when_the_controller_is_back(slurm_cluster: Cluster, tmp_path: Path):
+    """It asks for a requeue while slurmctld is stopped."""
     body = f"""\
 go_on() {{
     [[ ${{SLURM_RESTART_COUNT:-0}} == 0 ]] || exit 0
@@ -139,8 +139,8 @@ run_stage train go_on"""
     assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
 
 
-# The first attempt of a stage of two ranks meets a fault, the second one comes to its end.
-SECOND_TIME_LUCKY = """\
+# A stage of two ranks whose first attempt fails and whose second succeeds.
+FAILS_ONCE = """\
 import os, signal, time
 os.write(1, f"rank {os.environ['RANK']} in {os.environ['ATTEMPT']}\\n".encode())
 if os.environ["ATTEMPT"].endswith(".0"):
@@ -154,14 +154,14 @@ if os.environ["ATTEMPT"].endswith(".0"):
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_without_slurm_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
     program = tmp_path / "program.py"
-    program.write_text(SECOND_TIME_LUCKY.replace("FAULT", fault), encoding="utf-8")
+    program.write_text(FAILS_ONCE.replace("FAULT", fault), encoding="utf-8")
     body = f"run_stage train on_every_rank python {program}; echo went on"
     env = {"NPROC": "2", "EXIT_GRACE_S": "5", "CONFIG": str(run_config(tmp_path))}
     result = bash(stage_script(tmp_path, body), **env)
     assert result.returncode == 0, result.stderr
     assert "another attempt at train: restart 1, 1 of at most 3 without progress" in result.stdout
     assert result.stdout.splitlines()[-1] == "went on"
-    [ended] = [one.ended for one in read_attempts(tmp_path / "run")]
+    [ended] = [attempt.ended for attempt in read_attempts(tmp_path / "run")]
     assert ended is not None and ended.exit_code in (69, 137)
 
 
@@ -189,7 +189,7 @@ def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
     assert "another attempt at train: tools/may_retry.py itself ended with exit code 70" in result.stdout
 
 
-def test_without_python_the_scripts_themselves_know_what_is_worth_another_attempt(tmp_path: Path):
+def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
     body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
     assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr

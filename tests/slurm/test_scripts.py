@@ -1,4 +1,4 @@
-"""The batch scripts as files: what Slurm, or a shell without it, makes of them before any stage runs."""
+"""The batch scripts, with Slurm and without, before any stage runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_run_has_its_batch_scripts():
 
 
 @pytest.mark.parametrize("path", BATCH_SCRIPTS, ids=by_name)
-def test_no_sbatch_line_hopes_for_a_shell_to_expand_it(path: Path):
+def test_sbatch_lines_have_no_shell_variables(path: Path):
     options = re.findall(r"^#SBATCH (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert options
     assert not [option for option in options if re.search(r"[$`]", option)]
@@ -35,7 +35,7 @@ def test_no_sbatch_line_hopes_for_a_shell_to_expand_it(path: Path):
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("path", BATCH_SCRIPTS, ids=by_name)
-def test_slurm_would_take_every_script(slurm_cluster: Cluster, path: Path):
+def test_slurm_accepts_every_script(slurm_cluster: Cluster, path: Path):
     slurm_cluster.run("sbatch", "--test-only", str(path), cwd=PROJECT)
 
 
@@ -48,8 +48,8 @@ def test_outside_the_project_a_job_says_where_to_submit(slurm_cluster: Cluster, 
 
 
 @pytest.mark.slurm
-def test_run_and_stages_reach_a_job_that_does_not_see_who_submits_it(slurm_cluster: Cluster, tmp_path: Path):
-    """And one that Slurm will not queue again says so."""
+def test_arguments_reach_a_job_without_the_submitters_environment(slurm_cluster: Cluster, tmp_path: Path):
+    """A job that Slurm will not requeue also says so."""
     shell = ("--export=PATH,VENV,SLURM_CONF", "--no-requeue", f"--output={tmp_path}/%j.out")
     command = ("slurm/cpt_korean.sh", "configs/demo.yaml", "fly")
     job = int(slurm_cluster.run("sbatch", "--parsable", *shell, *command, env={"CONFIG": "lost"}, cwd=PROJECT))
@@ -60,7 +60,7 @@ def test_run_and_stages_reach_a_job_that_does_not_see_who_submits_it(slurm_clust
     assert "Slurm will not queue this job again (Requeue=0)" in output
 
 
-def test_modules_are_loaded_that_never_heard_of_unset_variables(tmp_path: Path):
+def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
     module = 'module() { echo "$1 ${@:2}$NOT_SET"; }'
     result = bash(script(tmp_path, f"{module}\ncd {PROJECT}\nsource slurm/common.sh\nload_site"), MODULES="cuda gcc/13")
     assert (result.returncode, result.stdout) == (0, "load cuda gcc/13\n"), result.stderr
@@ -76,7 +76,7 @@ def test_a_stages_own_script_takes_the_run_as_its_argument(tmp_path: Path, name:
 
 
 @pytest.mark.slurm
-def test_a_failed_job_takes_the_rest_of_its_chain_along(slurm_cluster: Cluster, tmp_path: Path):
+def test_a_failed_job_cancels_the_rest_of_its_chain(slurm_cluster: Cluster, tmp_path: Path):
     config = tmp_path / "broken.yaml"
     config.write_text("name: broken\n", encoding="utf-8")
     output = f"--output={tmp_path}/%x.out"
@@ -130,7 +130,7 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(environment: dict[str, s
     ],
     ids=["as the script says", "this machine", "the site's GPUs", "as asked"],
 )
-def test_a_dry_run_plans_for_what_sbatch_would_ask(environment: dict[str, str], options: list[str], layout: str):
+def test_a_dry_run_plans_for_what_sbatch_would_request(environment: dict[str, str], options: list[str], layout: str):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
     result = subprocess.run(
         ["bash", str(PROJECT / "slurm" / "cpt_korean.sh"), "--dry-run", *options],
@@ -142,7 +142,7 @@ def test_a_dry_run_plans_for_what_sbatch_would_ask(environment: dict[str, str], 
     assert layout in result.stdout, result.stderr
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_said_before_anything_is_tokenized(tmp_path: Path):
+def test_a_batch_that_the_ranks_cannot_divide_is_refused_before_tokenization(tmp_path: Path):
     values = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     values |= {"folder": str(tmp_path / "run"), "data": {**values["data"], "folder": str(tmp_path / "tokens")}}
     config = tmp_path / "run.yaml"

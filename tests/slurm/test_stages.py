@@ -1,4 +1,4 @@
-"""A stage is told to stop: it saves, and the script ends or has its job queued again."""
+"""A stage that is told to stop saves, and the script ends or requeues its job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Scenario
 from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
 
-# A stage of two ranks that, like training, saves and stops when it is told to, and goes on from there the next time.
+# A stage of two ranks that saves and stops at a signal, as training does, and continues at the next attempt.
 TRAINING = """\
 run_stage train on_every_rank bash -c '
     saved=$SAVE.$RANK
@@ -40,7 +40,7 @@ def time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     options = (*TWO_NODES, "--time=30", "--signal=B:USR1@900", "--requeue", "--open-mode=append")
     job = cluster.sbatch(stage_script(folder, TRAINING, *options), env=saving_in(folder), cwd=folder)
     wait_until_both_work(cluster, job)
-    # Nearer than it is announced, and still far: Slurm announces it when it looks next, within half a minute.
+    # Less than the 900 s of --signal: Slurm sends the signal at its next check, within half a minute.
     cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
     cluster.wait_for_output(job, "queueing job")
     assert "restart 1, " in cluster.output(job)
@@ -175,7 +175,7 @@ def test_a_stop_between_two_stages_starts_no_other(tmp_path: Path, how: str):
     assert "second" not in result.stdout.splitlines()
 
 
-def test_a_stop_is_heeded_by_a_stage_that_ends_in_a_fault(tmp_path: Path):
+def test_a_stage_that_fails_after_a_stop_is_not_tried_again(tmp_path: Path):
     body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
     script = stage_script(tmp_path, body)
     env = {**os.environ, "CONFIG": str(run_config(tmp_path))}
@@ -189,7 +189,7 @@ def test_a_stop_is_heeded_by_a_stage_that_ends_in_a_fault(tmp_path: Path):
     assert "works" not in output and "another attempt" not in output
 
 
-# A rank that hangs: it hears its signals as training does, and looks at none.
+# A rank that hangs: it receives signals as training does, and does not react to them.
 HANGING = """\
 import time
 from pipeline.training.launch import StopSignals

@@ -61,7 +61,7 @@ def log_likelihood():
 
 def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likelihood):
     results = run_benchmarks(STORIES, ["kobest_copa", "arc_easy", "blimp_passive_1"], data=files)
-    found = {(one.task, one.metric): one.value for one in results}
+    found = {(result.task, result.metric): result.value for result in results}
 
     def accuracy(questions) -> tuple[float, float]:
         """By log likelihood, and by log likelihood per byte."""
@@ -89,7 +89,7 @@ def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likeliho
     assert found[AVERAGE, "acc"] == pytest.approx(
         sum(found[task, "acc"] for task in ("kobest_copa", "arc_easy", "blimp_passive_1")) / 3
     )
-    assert {one.task: one.documents for one in results} == {
+    assert {result.task: result.documents for result in results} == {
         "kobest_copa": 12,
         "arc_easy": 6,
         "blimp_passive_1": 6,
@@ -126,7 +126,7 @@ def test_prompts_and_metrics_are_lm_evals_own(task, files):
 
 
 def test_a_group_is_its_tasks_that_have_files(files, no_network):
-    results = {one.task: one for one in run_benchmarks(STORIES, ["blimp"], data=files)}
+    results = {result.task: result for result in run_benchmarks(STORIES, ["blimp"], data=files)}
     assert list(results) == ["blimp", "blimp_passive_1", "blimp_passive_2"]
     right = sum(results[f"blimp_passive_{n}"].value * results[f"blimp_passive_{n}"].documents for n in (1, 2))
     assert results["blimp"].value == pytest.approx(right / 9)
@@ -137,7 +137,7 @@ def test_limits_and_solved_examples(files):
     plain, solved = (
         run_benchmarks(STORIES, ["kobest_copa"], data=files, limit=8, few_shot=count, batch_size=3) for count in (0, 2)
     )
-    assert {one.documents for one in (*plain, *solved)} == {8}
+    assert {result.documents for result in (*plain, *solved)} == {8}
     with pytest.raises(DataError, match="arc_easy: --few-shot needs"):
         run_benchmarks(STORIES, ["arc_easy"], data=files, few_shot=1)
 

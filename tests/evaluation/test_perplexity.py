@@ -57,7 +57,7 @@ def test_a_document_within_the_context_is_scored_whole():
     assert 3 < found.perplexity < 5  # it wrote these stories
 
 
-def test_behind_a_prompt_only_the_answer_is_scored():
+def test_only_the_answer_to_a_prompt_is_scored():
     prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
     nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
     prompt_nll, prompt_tokens = plain_nll(prompt)

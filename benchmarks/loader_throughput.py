@@ -1,10 +1,11 @@
-"""How fast samples come off the disk in the random order of training; and what keeping documents apart costs attention.
+"""How fast samples are read from disk in the random order of training, and what the document mask costs attention.
 
     python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
 
-`warm`: the corpus is in the page cache. `cold`: it was dropped from it (posix_fadvise), and every sample reads what no
-other did. `far`: the first sample at index 10**9. One process, one thread, samples as training gets them: tokens,
-targets, positions and document ids, as int64. The corpus is made here, of random ids in documents of about 500 tokens.
+`warm`: the corpus is in the page cache. `cold`: it was dropped from the cache (posix_fadvise), and no two samples read
+the same pages. `first_sample_at_1e9_s`: opening the corpus and reading the sample at index 10**9. One process, one
+thread, samples as training gets them: tokens, targets, positions and document ids, as int64. The corpus is made here,
+of random ids in documents of about 500 tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, float]:
-    """Tokens a second of each kind."""
+    """Tokens per second, by kind of read."""
     corpora = {"corpus": {"input": ["made here"]}}
     data = Data.model_validate({"folder": folder, "sequence_length": sequence_length, "corpora": corpora})
     began = time.perf_counter()
@@ -74,7 +75,7 @@ def _rate(samples: TrainingSamples, sequence_length: int, seconds: float) -> flo
 
 
 def _attention(sequence_length: int) -> dict[str, float]:
-    """Milliseconds of attention, forward and backward, over one sequence: causal alone, and within documents."""
+    """Milliseconds of attention, forward and backward, over one sequence: causal, and causal within documents."""
     heads, head_dim = 8, 64
     shape = (1, heads, sequence_length, head_dim)
     query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
@@ -98,13 +99,14 @@ def _attention(sequence_length: int) -> dict[str, float]:
 
 
 def _make_corpus(folder: Path, tokens: int) -> None:
-    """A corpus of random ids, written through the same writer as real ones."""
+    """A corpus of random ids, written with the same writer as real ones."""
     folder.mkdir()
     random = np.random.default_rng(0)
     dtype = token_dtype(_VOCABULARY)
     shards: list[ShardRecord] = []
-    for number in range(max(1, tokens // _SHARD_TOKENS)):
-        lengths = random.geometric(1 / _MEAN_DOCUMENT, size=_SHARD_TOKENS // _MEAN_DOCUMENT)
+    for number, start in enumerate(range(0, tokens, _SHARD_TOKENS)):
+        documents = max(1, min(tokens - start, _SHARD_TOKENS) // _MEAN_DOCUMENT)
+        lengths = random.geometric(1 / _MEAN_DOCUMENT, size=documents)
         with writing_shard(folder / f"{number:05d}", dtype) as writer:
             writer.add(random.integers(0, _VOCABULARY, size=int(lengths.sum()), dtype=np.int32), lengths)
         shards.append(ShardRecord(name=f"{number:05d}", documents=len(lengths), tokens=int(lengths.sum())))
@@ -139,14 +141,12 @@ def _drop_from_cache(folder: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tokens", type=int, default=64_000_000, help="of the corpus made for it (default: 64 million)"
-    )
+    parser.add_argument("--tokens", type=int, default=64_000_000, help="size of the corpus (default: 64 million)")
     parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
-    parser.add_argument("--loader-only", action="store_true", help="leave attention out")
-    parser.add_argument("--scratch", type=Path, help="where the corpus goes for the while")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (default: 2)")
+    parser.add_argument("--loader-only", action="store_true", help="do not measure attention")
+    parser.add_argument("--scratch", type=Path, help="folder for the temporary corpus")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

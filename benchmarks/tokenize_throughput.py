@@ -1,12 +1,12 @@
-"""How fast JSONL becomes tokens on the disk: this project beside Megatron-LM's scripts and `datasets.map`.
+"""How fast JSONL becomes tokens on disk: this project compared with Megatron-LM's scripts and `datasets.map`.
 
     python benchmarks/tokenize_throughput.py --megatron PATH --json benchmarks/out/tokenize.json
 
 Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
-the process from start to end, `work_seconds` without its start-up (the same program asked for its --help),
-`cpu_seconds` what all its processes computed, `peak_mib` the largest of them. The contenders take turns, and the best
-of several rounds counts; on a machine that does other work too, compare the seconds of processors. Megatron-LM's
-scripts run from a checkout that you name; none of it is part of this project.
+the process from start to end, `work_seconds` without its start-up (the same program with --help), `cpu_seconds` the
+processor time of all its processes, `peak_mib` the memory of the largest. The contenders take turns, and the best of
+several rounds counts; on a busy machine compare the processor times. Megatron-LM's scripts run from a checkout that you
+name; none of it is part of this project.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _run(command: Sequence[str]) -> _Run:
     return _Run(elapsed, cpu_seconds, peak_mib)
 
 
-# Adopts what the command leaves behind, so that the processor time of every process of its family is counted.
+# Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
 _WITH_USAGE = """
 import ctypes, os, resource, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
@@ -183,7 +183,7 @@ sys.exit(code)
 
 
 def _jsonl(inputs: Sequence[str], path: Path, mib: float) -> Path:
-    """All documents of the inputs as JSONL, repeated in turn until there are `mib` MiB of it (0: as they are)."""
+    """All documents of the inputs as JSONL, repeated until there are `mib` MiB (0: once)."""
     lines = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts(inputs)]
     once = b"".join(lines)
     with path.open("wb") as file:
@@ -234,13 +234,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", type=Path, default=DATA / "tokenizers" / "20B_tokenizer.json", help="tokenizer.json"
     )
-    parser.add_argument("--mib", type=float, default=0, help="repeat the text up to so many MiB (default: as it is)")
+    parser.add_argument("--mib", type=float, default=0, help="repeat the text up to this many MiB (default: once)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of each contender")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, of which the best counts (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
-    parser.add_argument("--fast-only", dest="slow", action="store_false", help="leave out what takes long")
-    parser.add_argument("--scratch", type=Path, help="where the texts and outputs go for the while")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--fast-only", dest="slow", action="store_false", help="leave out the slow contenders")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary texts and outputs")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

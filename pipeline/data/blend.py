@@ -155,14 +155,13 @@ class Blend:
 
     def _quotas(self, left: Sequence[float]) -> list[int]:
         """How many of BLOCK draws each corpus gets that is not exhausted; at least one if its share is not 0."""
-        live = [share if some else None for share, some in zip(self._shares, left, strict=True)]
-        group_total = {is_new: sum(s.weight for s in live if s and s.is_new is is_new) for is_new in (True, False)}
-        replay = self._replay_fraction if group_total[False] else Fraction(0)
+        live = [share for share, remaining in zip(self._shares, left, strict=True) if remaining]
+        group_weight = {is_new: sum(s.weight for s in live if s.is_new is is_new) for is_new in (True, False)}
+        replay = self._replay_fraction if group_weight[False] else Fraction(0)
+        group_draws = {True: float((1 - replay) * BLOCK), False: float(replay * BLOCK)}
         exact = [
-            float((1 - replay if share.is_new else replay) * BLOCK) * share.weight / group_total[share.is_new]
-            if share
-            else 0.0
-            for share in live
+            group_draws[share.is_new] * share.weight / group_weight[share.is_new] if remaining else 0.0
+            for share, remaining in zip(self._shares, left, strict=True)
         ]
         quotas = [max(1, math.floor(value)) if value else 0 for value in exact]
         by_remainder = sorted(range(len(exact)), key=lambda c: quotas[c] - exact[c])
@@ -173,9 +172,9 @@ class Blend:
 
 def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
     """The quotas, scaled down so that the corpus that ends first is exhausted."""
-    scale, scarcest = min((some / quota, c) for c, (quota, some) in enumerate(zip(quotas, left, strict=True)) if quota)
-    last = [int(min(round(quota * scale), some)) for quota, some in zip(quotas, left, strict=True)]
-    last[scarcest] = int(left[scarcest])
+    scale, first = min((left[c] / quota, c) for c, quota in enumerate(quotas) if quota)
+    last = [int(min(round(quota * scale), remaining)) for quota, remaining in zip(quotas, left, strict=True)]
+    last[first] = int(left[first])
     return last
 
 

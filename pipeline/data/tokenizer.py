@@ -258,7 +258,7 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         found = int(library.piece_to_id(token))
         return None if found == library.unk_id() else found
 
-    adds_bos = _json_beside(file, "tokenizer_config.json").get("add_bos_token", False) and library.bos_id() >= 0
+    adds_bos = _json_file(file, "tokenizer_config.json").get("add_bos_token", False) and library.bos_id() >= 0
     own_end = (int(library.eos_id()),) if library.eos_id() >= 0 else ()
     reference = SentencePieceEncoder(library)
     return Tokenizer(
@@ -298,10 +298,10 @@ def _document_end(
         return (found,)
     if own_end:
         return own_end
-    token = _json_beside(file, "tokenizer_config.json").get("eos_token")
+    token = _json_file(file, "tokenizer_config.json").get("eos_token")
     if token is None:
         for name in ("generation_config.json", "config.json"):
-            ids = _json_beside(file, name).get("eos_token_id")
+            ids = _json_file(file, name).get("eos_token_id")
             if ids not in (None, []):
                 return (int(ids[0] if isinstance(ids, list) else ids),)
     for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
@@ -310,8 +310,8 @@ def _document_end(
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 
 
-def _json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in another file of the tokenizer's folder; empty if there is none."""
+def _json_file(file: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
     path = file.with_name(name)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

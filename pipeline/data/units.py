@@ -125,8 +125,8 @@ def _kind(path: Path) -> Kind:
     kind = _KINDS.get(suffix)
     if kind is None or (compressed and kind in ("parquet", "arrow")):
         raise DataError(
-            f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats also with .gz, .zst "
-            "or .xz behind it"
+            f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats may also end in .gz, "
+            ".zst or .xz"
         )
     return kind
 

@@ -33,8 +33,9 @@ class Workers:
         if self._executor is None:
             yield from map(function, tasks)
             return
-        futures = [self._executor.submit(function, task) for task in tasks]
+        futures: list[Any] = []
         try:
+            futures += [self._executor.submit(function, task) for task in tasks]
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool:

@@ -52,7 +52,7 @@ def test_plain_text_has_a_document_a_line(tmp_path: Path):
 @pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 4), (10**9, 1)])
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string()])
 def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type_: pa.DataType):
-    """FineWeb2's layout: `text` beside other columns, nested ones among them."""
+    """FineWeb2's layout: `text` among other columns, some of them nested."""
     columns = {
         "id": list(range(60)),
         "nested": [{"a": [1], "b": {"text": "no"}}] * 60,

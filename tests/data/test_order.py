@@ -1,4 +1,4 @@
-"""The order of samples is arithmetic: complete, in proportion, the same for any ranks, as quick at 10**9 as at 0."""
+"""The order of samples is arithmetic: complete, in proportion, the same for any ranks, as fast at 10**9 as at 0."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_weights_share_out_each_role():
     }
 
 
-def test_without_replay_fraction_replay_corpora_rest():
+def test_without_replay_fraction_replay_corpora_are_not_drawn():
     blend = Blend({"a": Share(1, 100), "r": Share(1, None, False)})
     assert {blend[index].corpus for index in range(100)} == {"a"}
     assert blend.total == 100
 
 
-def test_a_used_up_corpus_leaves_its_place_to_the_others():
+def test_the_others_continue_after_a_corpus_is_exhausted():
     blend = Blend({"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, False)}, replay_fraction=0.25)
     names = [blend[index].corpus for index in range(blend.total or 0)]
     assert Counter(names)["short"] == 30
@@ -203,7 +203,7 @@ def test_any_ranks_and_resume_points_read_the_same_batches(
             assert {len(of_rank) for of_rank in micro_batches} == {global_batch // (ranks * micro)}
 
 
-def test_far_out_it_is_as_quick_and_as_small():
+def test_a_large_index_takes_no_more_time_or_memory():
     """The sample at index 10**9 of a corpus of 60 billion tokens, without a table of anything."""
     tracemalloc.start()
     began = time.thread_time()  # of this thread alone: others have the machine too

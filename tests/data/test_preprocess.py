@@ -297,10 +297,10 @@ def test_the_manifest_tells_what_there_is(tmp_path: Path):
     assert written["documents"] == made.documents
 
 
-def test_a_fast_path_that_errs_is_replaced_for_the_whole_corpus(
+def test_a_wrong_fast_encoder_is_replaced_for_the_whole_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """It goes wrong in the last file only; what it encoded rightly before is encoded again."""
+    """It is wrong in the last file only; what it encoded correctly before is encoded again."""
     for name, texts in (
         ("a", documents(60)),
         ("b", documents(60, seed=1)),

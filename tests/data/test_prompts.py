@@ -130,13 +130,13 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path):
 def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
     path = write_pairs(tmp_path / "x.jsonl")
     tokenize(tmp_path / "out", path, prompt_key="question")
-    beside = prompts_file(tmp_path / "out" / "00000-000000")
-    whole = np.load(beside)
+    lengths_file = prompts_file(tmp_path / "out" / "00000-000000")
+    whole = np.load(lengths_file)
     for change, said in (
-        (lambda: np.save(beside, whole[:-1]), "expected 120 lengths of int32, found .119,. of int32"),
-        (lambda: np.save(beside, whole.astype(np.int64)), "expected 120 lengths of int32, found .120,. of int64"),
-        (lambda: beside.write_bytes(b"no array"), "not an array in NumPy's format"),
-        (beside.unlink, "no such file"),
+        (lambda: np.save(lengths_file, whole[:-1]), "expected 120 lengths of int32, found .119,. of int32"),
+        (lambda: np.save(lengths_file, whole.astype(np.int64)), "expected 120 lengths of int32, found .120,. of int64"),
+        (lambda: lengths_file.write_bytes(b"no array"), "not an array in NumPy's format"),
+        (lengths_file.unlink, "no such file"),
     ):
         change()
         with pytest.raises(DataError, match=rf"prompts\.npy: {said}"):

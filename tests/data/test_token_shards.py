@@ -90,7 +90,7 @@ def test_the_type_follows_the_vocabulary():
 
 def test_no_documents_no_files(tmp_path: Path):
     with writing_shard(tmp_path / "empty", np.dtype(np.uint16)):
-        # Another job that writes the same shard at the same time finds nothing to stumble over.
+        # Another job that writes the same shard at the same time must not find an empty file.
         assert list(tmp_path.iterdir()) == []
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Tokenizers are found, understood, and give the reference's ids by either path."""
+"""Tokenizers are found and read, and both encoders produce the ids of the reference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_document_begins_as_the_post_processor_says_and_ends_with_eos():
     assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (512, (1,), (2,))
 
 
-def test_a_post_processor_that_ends_documents_is_believed(tmp_path: Path):
+def test_a_post_processor_that_ends_documents_is_used(tmp_path: Path):
     folder = word_level(tmp_path / "t", {"a": 0, "[B]": 1, "[E]": 2, "</s>": 3})
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -146,7 +146,7 @@ def test_fertility_counts_what_was_encoded():
     assert found.tokens_per_byte == len(ids) / 8
 
 
-def test_the_fast_path_forgets_what_it_learnt(monkeypatch: pytest.MonkeyPatch):
+def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.MonkeyPatch):
     tokenizer = load_tokenizer(STORIES260K)
     fast = tokenizer.fast
     assert isinstance(fast, GigatokenEncoder)

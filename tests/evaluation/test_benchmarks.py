@@ -1,4 +1,4 @@
-"""lm-eval's tasks on local files: real models, against accuracies computed from transformers' logits alone."""
+"""lm-eval's tasks on local files: real models, compared with accuracies from transformers' logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,13 +16,14 @@ import yaml
 import zstandard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline import evaluation
 from pipeline.errors import ConfigError, DataError, MissingPackageError
 from pipeline.evaluation.benchmarks import AVERAGE, comparison, run_benchmarks
 from pipeline.evaluation.local_tasks import load_local_tasks
 from tests.bases import STORIES
+from tests.data.helpers import run_main
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 
-ROOT = Path(__file__).parents[2]
 TASKS = ("kobest_boolq", "kobest_copa", "kobest_hellaswag", "arc_easy", "blimp_passive_1")
 
 
@@ -44,7 +44,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture(scope="module")
 def log_likelihood():
-    """Of a text behind a context, which is BOS alone where it is empty."""
+    """The log likelihood of a text after a context; an empty context is a BOS."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
 
     @torch.no_grad()
@@ -59,12 +59,12 @@ def log_likelihood():
     return measured
 
 
-def test_accuracy_is_that_of_the_plainest_computation(files, no_network, log_likelihood):
+def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likelihood):
     results = run_benchmarks(STORIES, ["kobest_copa", "arc_easy", "blimp_passive_1"], data=files)
-    found = {(one.task, one.metric): one.value for one in results}
+    found = {(result.task, result.metric): result.value for result in results}
 
     def accuracy(questions) -> tuple[float, float]:
-        """By log likelihood, and by log likelihood a byte."""
+        """By log likelihood, and by log likelihood per byte."""
         plain = a_byte = 0
         for context, answers, right in questions:
             scores = [log_likelihood(context, f" {answer}" if context else answer) for answer in answers]
@@ -89,7 +89,7 @@ def test_accuracy_is_that_of_the_plainest_computation(files, no_network, log_lik
     assert found[AVERAGE, "acc"] == pytest.approx(
         sum(found[task, "acc"] for task in ("kobest_copa", "arc_easy", "blimp_passive_1")) / 3
     )
-    assert {one.task: one.documents for one in results} == {
+    assert {result.task: result.documents for result in results} == {
         "kobest_copa": 12,
         "arc_easy": 6,
         "blimp_passive_1": 6,
@@ -99,7 +99,7 @@ def test_accuracy_is_that_of_the_plainest_computation(files, no_network, log_lik
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_and_metrics_are_lm_evals_own(task, files):
-    """Its YAML file, read here on its own, says the same as the task that runs."""
+    """Its YAML file, read here independently, says the same as the task that runs."""
     config = load_local_tasks([task], files)["tasks"][task].config
     (path,) = Path(lm_eval.tasks.__file__).parent.glob(f"*/{task.removeprefix('blimp_')}.yaml")
 
@@ -126,7 +126,7 @@ def test_prompts_and_metrics_are_lm_evals_own(task, files):
 
 
 def test_a_group_is_its_tasks_that_have_files(files, no_network):
-    results = {one.task: one for one in run_benchmarks(STORIES, ["blimp"], data=files)}
+    results = {result.task: result for result in run_benchmarks(STORIES, ["blimp"], data=files)}
     assert list(results) == ["blimp", "blimp_passive_1", "blimp_passive_2"]
     right = sum(results[f"blimp_passive_{n}"].value * results[f"blimp_passive_{n}"].documents for n in (1, 2))
     assert results["blimp"].value == pytest.approx(right / 9)
@@ -137,13 +137,16 @@ def test_limits_and_solved_examples(files):
     plain, solved = (
         run_benchmarks(STORIES, ["kobest_copa"], data=files, limit=8, few_shot=count, batch_size=3) for count in (0, 2)
     )
-    assert {one.documents for one in (*plain, *solved)} == {8}
+    assert {result.documents for result in (*plain, *solved)} == {8}
     with pytest.raises(DataError, match="arc_easy: --few-shot needs"):
         run_benchmarks(STORIES, ["arc_easy"], data=files, few_shot=1)
 
 
 def test_compressed_files_give_the_same(files, tmp_path):
     (tmp_path / "blimp").mkdir()
+    many = b"".join(json.dumps({**BLIMP[0], "padding": "ab" * 1000}).encode() + b"\n" for _ in range(1500))
+    (tmp_path / "blimp" / "passive_2.jsonl.zst").write_bytes(zstandard.compress(many))
+    assert len(load_local_tasks(["blimp_passive_2"], tmp_path)["tasks"]["blimp_passive_2"].eval_docs) == 1500
     packed = zstandard.compress((files / "blimp" / "passive_1.jsonl").read_bytes())
     (tmp_path / "blimp" / "passive_1.jsonl.zst").write_bytes(packed)
     both = [run_benchmarks(STORIES, ["blimp_passive_1"], data=folder) for folder in (files, tmp_path)]
@@ -180,20 +183,39 @@ def test_what_is_missing_is_named(files, tmp_path, monkeypatch):
     refused(MissingPackageError, r"found 0\.4\.9\.2", "arc_easy", data=files)
 
 
-def test_the_command_line_sets_models_side_by_side(files):
-    command = [sys.executable, "tools/evaluate.py", "--tasks", "kobest_copa", "blimp", "--data", str(files)]
-    models = [str(STORIES), str(STORIES.relative_to(ROOT))]
-    command += ["--limit", "3", "--json", "--model", *models]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_the_command_line_compares_models(files):
+    models = [str(STORIES), os.path.relpath(STORIES)]
+    done = run_main(
+        "evaluate.py",
+        *("--tasks", "kobest_copa", "blimp", "--data", files, "--limit", "3", "--json", "--model", *models),
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert list(results) == models
     first, second = results.values()
     assert first == second
-    assert {one["task"] for one in first} == {"kobest_copa", "blimp", "blimp_passive_1", "blimp_passive_2", AVERAGE}
+    assert {result["task"] for result in first} == {
+        "kobest_copa", "blimp", "blimp_passive_1", "blimp_passive_2", AVERAGE,
+    }  # fmt: skip
 
 
-def test_the_table_has_a_column_a_model(files):
+def test_without_lm_eval_the_command_line_says_what_to_install(files, monkeypatch):
+    for module in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in ("benchmarks", "local_tasks"):  # imported again by the command line
+        monkeypatch.setattr(evaluation, module, sys.modules[f"pipeline.evaluation.{module}"])
+        monkeypatch.delitem(sys.modules, f"pipeline.evaluation.{module}")
+
+    def not_installed(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    done = run_main("evaluate.py", "--tasks", "arc_easy", "--data", files, "--model", STORIES)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: lm-eval: not installed")
+
+
+def test_the_table_has_a_column_per_model(files):
     results = run_benchmarks(STORIES, ["kobest_copa"], data=files)
     header, _, accuracy, f1 = comparison({"base": results, "exported": results}).splitlines()
     assert header.split() == ["task", "metric", "n", "base", "exported"]

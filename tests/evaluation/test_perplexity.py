@@ -1,4 +1,4 @@
-"""Scores of real models on real text, against the plainest computation of the same."""
+"""Scores of real models on real text, compared with transformers' logits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import zstandard
 from transformers import AutoModelForCausalLM
 
 from pipeline.data.records import Document
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder
 from tests.bases import STORIES
+from tests.data.helpers import run_main, stories_tokenizer
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
@@ -36,18 +36,16 @@ def documents(file: Path, count: int) -> list[str]:
 
 @torch.no_grad()
 def plain_nll(document: str) -> tuple[float, int]:
-    """One document in one window, by transformers alone."""
+    """The nll and tokens of one document in one window, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(STORIES)
-    ids = load_tokenizer(STORIES).reference.encode([document]).ids.tolist()
+    ids = stories_tokenizer().reference.encode([document]).ids.tolist()
     tokens = torch.tensor([[1, *ids]])  # its BOS
     logits = model(tokens).logits[0]
     return float(F.cross_entropy(logits[:-1], tokens[0, 1:], reduction="sum")), len(ids)
 
 
 def test_a_document_within_the_context_is_scored_whole():
-    chosen = [
-        text for text in documents(ENGLISH, 40) if len(load_tokenizer(STORIES).reference.encode([text]).ids) < 500
-    ]
+    chosen = [text for text in documents(ENGLISH, 40) if len(stories_tokenizer().reference.encode([text]).ids) < 500]
     chosen = chosen[:5]
     expected = [plain_nll(text) for text in chosen]
     found = score_folder(STORIES, {"english": chosen})["english"]
@@ -59,7 +57,7 @@ def test_a_document_within_the_context_is_scored_whole():
     assert 3 < found.perplexity < 5  # it wrote these stories
 
 
-def test_behind_a_prompt_only_the_answer_is_scored():
+def test_only_the_answer_to_a_prompt_is_scored():
     prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
     nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
     prompt_nll, prompt_tokens = plain_nll(prompt)
@@ -70,10 +68,10 @@ def test_behind_a_prompt_only_the_answer_is_scored():
 
 
 def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
-    chosen = documents(ENGLISH, 6)
+    chosen = documents(ENGLISH, 4)
     together = score_folder(STORIES, {"all": chosen}, context=128)["all"]
-    apart = [score_folder(STORIES, {"one": [text]}, context=128)["one"] for text in chosen]
-    total = sum(one.nll_per_token * one.tokens for one in apart)
+    apart = score_folder(STORIES, {text: [text] for text in chosen}, context=128).values()
+    total = sum(score.nll_per_token * score.tokens for score in apart)
     assert together.nll_per_token * together.tokens == pytest.approx(total, rel=1e-6)
     monkeypatch.setattr(perplexity, "_BATCH_TOKENS", 1)
     assert score_folder(STORIES, {"all": chosen}, context=128)["all"].nll_per_token == pytest.approx(
@@ -82,12 +80,12 @@ def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
 
 
 def test_the_same_call_gives_the_same_figures():
-    scores = [score_folder(STORIES, {"korean": documents(KOREAN, 4)}, context=64, max_tokens=2000) for _ in range(2)]
+    scores = [score_folder(STORIES, {"korean": documents(KOREAN, 4)}, context=64, max_tokens=500) for _ in range(2)]
     assert scores[0] == scores[1]
 
 
 def test_more_context_predicts_better():
-    chosen = documents(ENGLISH, 8)
+    chosen = documents(ENGLISH, 4)
     short = score_folder(STORIES, {"english": chosen}, context=16)["english"]
     long = score_folder(STORIES, {"english": chosen}, context=256)["english"]
     assert long.tokens == short.tokens
@@ -99,12 +97,12 @@ def test_a_limit_takes_the_beginnings_of_many_documents():
     assert limited.documents >= 30 and abs(limited.tokens - 4096) < 200
     few = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_documents=2)["korean"]
     assert few.documents == 2
-    ids = load_tokenizer(STORIES).reference.encode(documents(KOREAN, 2)).ids
+    ids = stories_tokenizer().reference.encode(documents(KOREAN, 2)).ids
     assert few.tokens == len(ids)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"])
-def test_corpora_of_every_form(suffix, tmp_path):
+def test_corpora_in_every_format(suffix, tmp_path):
     chosen = ["Once upon a time there was a cat.", "The dog was happy."]
     lines = [text if suffix == ".txt" else json.dumps({"text": text}) for text in chosen]
     content = "\n".join(lines).encode()
@@ -134,26 +132,19 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    command = [
-        sys.executable,
-        "tools/evaluate.py",
-        "--model",
-        STORIES,
-        "--data",
-        ENGLISH,
-        KOREAN,
-        "--max-tokens",
-        "3000",
-    ]
-    done = subprocess.run([*map(str, command), "--context", "128"], cwd=ROOT, capture_output=True, text=True)
+    scored = ["--data", ENGLISH, KOREAN, "--max-tokens", "3000", "--context", "128"]
+    command = [sys.executable, "tools/evaluate.py", "--model", STORIES, *scored]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     english, korean = done.stdout.splitlines()[2:]
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
-    two = [*map(str, command[:4]), "nowhere", *map(str, command[4:])]
-    failed = subprocess.run(two, cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 1 and "windows" not in failed.stderr  # none is scored before all are there
-    assert failed.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
-    failed = subprocess.run([*map(str, command[:-1]), "no"], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 2
-    failed = subprocess.run([*map(str, command[:4]), "--data", "none.jsonl"], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: none.jsonl")
+
+
+def test_what_the_command_line_refuses():
+    missing = run_main("evaluate.py", "--model", STORIES, "nowhere", "--data", ENGLISH)
+    assert missing.returncode == 1 and "windows" not in missing.stderr  # no model is scored before all are found
+    assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
+    missing = run_main("evaluate.py", "--model", STORIES, "--data", "none.jsonl")
+    assert missing.returncode == 1 and missing.stderr.splitlines()[-1].startswith("error: none.jsonl")
+    for arguments in (["--context", "no"], ["--config", "run.yaml"], ["--tasks", "arc_easy", "--data", "a", "b"]):
+        assert run_main("evaluate.py", "--model", STORIES, *arguments).returncode == 2

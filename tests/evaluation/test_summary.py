@@ -1,4 +1,4 @@
-"""The end of a run: trained under real DeepSpeed, converted, and summed up."""
+"""The summary of runs that were trained with DeepSpeed and converted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_config(folder: Path, **corpora) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A SCALE run and a full fine-tuning one beside it, trained and converted."""
+    """A SCALE run and a full fine-tuning run of the same name with -fft, trained and converted."""
     folder = tmp_path_factory.mktemp("runs")
     methods = {"demo": scale("adapt"), "demo-fft": FFT}
     run_ranks(save_many, 1, [(STORIES, method, folder / name / "checkpoints") for name, method in methods.items()])
@@ -94,7 +94,7 @@ def test_the_summary_of_a_run(runs, tmp_path):
     assert "full fine-tuning" not in text and "comparison" not in values
 
 
-def test_full_fine_tuning_stands_beside_it(runs, tmp_path):
+def test_a_full_fine_tuning_run_is_compared(runs, tmp_path):
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     summary = summarise(run_config(tmp_path / "demo"), max_tokens=500)
     assert "full fine-tuning" in summary.as_text()
@@ -107,13 +107,13 @@ def test_full_fine_tuning_stands_beside_it(runs, tmp_path):
 
 
 def test_an_exported_model_answers_benchmarks(runs, tmp_path):
-    """The scale format too, whose code lm-eval has never seen."""
+    """In the scale format too, whose code is not part of transformers."""
     files = write_task_files(tmp_path)
     exported = run_benchmarks(runs / "demo" / "hf", ["arc_easy"], data=files)
-    assert [(one.metric, one.documents) for one in exported] == [("acc", 6), ("acc_norm", 6)]
+    assert [(result.metric, result.documents) for result in exported] == [("acc", 6), ("acc_norm", 6)]
 
 
-def test_a_stage_that_is_missing_is_named(runs, tmp_path):
+def test_a_missing_stage_is_named(runs, tmp_path):
     shutil.copytree(runs / "demo", tmp_path / "demo")
     (tmp_path / "demo" / "hf" / "verification.json").unlink()
     with pytest.raises(ConversionError, match="convert_checkpoint"):

@@ -1,4 +1,4 @@
-"""Windows over a document: every token is scored exactly once, behind as much context as was promised."""
+"""Windows over a document: every token is scored exactly once, with the promised context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_every_token_but_the_first_is_scored_once_and_in_order(cut):
 def test_what_is_only_read_is_not_scored(cut, first_scored):
     length, context, stride = cut
     found = list(windows(length, context, stride, first_scored))
-    assert [token for one in found for token in range(one.first_scored, one.stop)] == list(range(first_scored, length))
+    assert [token for window in found for token in range(window.first_scored, window.stop)] == list(
+        range(first_scored, length)
+    )
     for window in found:
         assert window.start < window.first_scored < window.stop <= window.start + context
         assert window.first_scored - window.start >= min(context - stride, window.first_scored)

@@ -57,7 +57,8 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
     _logger.info("%s: %d of %d runs are done; %d at a time", runs.study.folder, done, total, jobs)
     with Processes(jobs) as processes, log.progress_bar(str(runs.study.folder), total, " runs") as bar:
         bar.initial = bar.n = done
-        bar.miniters = 0  # `update(0)` draws again too, when it is time to
+        bar.unit_scale = False  # 7 runs, not 7.00
+        bar.miniters = 0  # so that `update(0)` shows the new steps
         while tasks:
             processes.start(tasks)
             if ended := processes.poll():

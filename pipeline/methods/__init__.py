@@ -1,4 +1,4 @@
-"""What a run trains: SCALE, or what it is compared with. One small interface, one file each."""
+"""What a run trains: SCALE, or one of the methods that it is compared with, behind one interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.parallel.topology import TensorParallel, check_sequence_length
 def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
     """The method that `settings` name; SCALE reads its initial expansion from `expansion_folder`.
 
-    `seed` is of random initial values.
+    `seed` determines random initial values.
     """
     match settings:
         case ScaleMethod():
@@ -48,7 +48,7 @@ def build_model(config: RunConfig, base: BaseFolder, tp: TensorParallel) -> Deco
 
 
 def check_files(config: RunConfig, share: slice) -> None:
-    """Raises UserError where what the run starts from, beside its base, is not what was written; reads a `share`."""
+    """Raises UserError where a file that the run starts from, except the base's, has changed; reads a `share`."""
     training_method(config).check_files(share)
 
 

@@ -1,4 +1,4 @@
-"""Full fine-tuning: the base itself trains."""
+"""The methods that SCALE is compared with: full fine-tuning, Freeze, LoRA and LLaMA Pro."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ class FullFineTuningMethod(TrainingMethod):
         load_base(model, base, tp)
 
 
-# --- Freeze: full fine-tuning with the embedding and the bottom layers held -----------------------------------------
-
-
 class FreezeMethod(FullFineTuningMethod):
-    """The embedding (with a tied output projection) and the lowest `frozen_layers` layers do not train."""
+    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest `frozen_layers` layers."""
 
     def __init__(self, settings: Freeze) -> None:
         self.settings = settings
@@ -56,12 +53,12 @@ class FreezeMethod(FullFineTuningMethod):
         return model
 
 
-# --- LoRA (Hu et al. 2022): the base is frozen, and a low-rank map trains beside its linear maps --------------------
-# Without dropout: its random numbers would differ from layout to layout, and a run could not go on at another one.
-
-
 class LoraMethod(TrainingMethod):
-    """The adapters train. A starts as PEFT starts it, uniform in ±1/√in; B starts at zero."""
+    """LoRA (Hu et al. 2022): low-rank adapters beside frozen linear maps train.
+
+    A starts uniform in ±1/√in, as in PEFT; B starts at zero. There is no dropout: its random numbers would depend on
+    the layout, and a run could not resume at another one.
+    """
 
     def __init__(self, settings: Lora, seed: int) -> None:
         self.settings = settings
@@ -78,7 +75,8 @@ class LoraMethod(TrainingMethod):
 
     def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
         """The maps that get an adapter."""
-        maps = [(path.rsplit(".", 1)[-1], one) for path, one in model.named_modules() if isinstance(one, WidenedLinear)]
+        modules = ((path.rsplit(".", 1)[-1], module) for path, module in model.named_modules())
+        maps = [(name, module) for name, module in modules if isinstance(module, WidenedLinear)]
         known = list(dict.fromkeys(name for name, _ in maps))
         wanted = self.settings.target_modules or known
         if unknown := [name for name in wanted if name not in known]:
@@ -94,7 +92,8 @@ class LoraMethod(TrainingMethod):
         for name, parameter in model.named_parameters():
             if not is_base(name):
                 whole = self._initial(name, full_shape_of(parameter))
-                fill(parameter, tp, partial(_rows, split(whole, partition_of(parameter), tp.rank, tp.size)))
+                shard = split(whole, partition_of(parameter), tp.rank, tp.size)
+                fill(parameter, tp, partial(_rows, shard))
 
     def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith(".b"):
@@ -102,20 +101,16 @@ class LoraMethod(TrainingMethod):
         return torch.empty(shape).uniform_(-1, 1, generator=seeded(self.seed, name)) * shape[1] ** -0.5
 
 
+_ZEROED = ("attention.output.base.", "ffn.down.base.")
+
+
 def _rows(shard: Tensor, rows: Rows) -> Tensor:
     return shard[slice(*rows)]
 
 
-# --- LLaMA Pro (Wu et al. 2024): depth expansion. The base is frozen; copies of some of its blocks train in between ---
-# The layers are cut into `added_layers` groups, and a copy of each group's last block follows it. The copy's output and
-# down maps start at zero, so that it starts as the identity.
-
-_ZEROED = ("attention.output.base.", "ffn.down.base.")
-
-
 @dataclass(frozen=True)
 class LayerOrigin:
-    """From which of the base's layers one of the deeper model's comes, and whether it is an added copy."""
+    """Which of the base's layers one of the deeper model's comes from, and whether it is an added copy."""
 
     base_layer: int
     added: bool
@@ -149,7 +144,11 @@ def fitting_added_layers(num_layers: int) -> list[int]:
 
 
 class LlamaProMethod(TrainingMethod):
-    """The added blocks train, whole; everything else is frozen."""
+    """LLaMA Pro (Wu et al. 2024), depth expansion: added copies of the base's layers train, and nothing else.
+
+    The layers are cut into `added_layers` groups, and a copy of each group's last layer follows it. The copy's output
+    and down maps start at zero, so that it starts as the identity.
+    """
 
     def __init__(self, settings: LlamaPro) -> None:
         self.settings = settings

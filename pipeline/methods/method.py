@@ -27,9 +27,9 @@ class TrainingMethod(ABC):
         """Sets every parameter to its value before the first step."""
 
     def check_files(self, share: slice) -> None:  # noqa: B027  # most methods have none
-        """Raises UserError where a file that the method starts from, beside the base's, is not what was written.
+        """Raises UserError where a file that the method starts from, except the base's, has changed.
 
-        Of these files, in a fixed order, a `share` is read.
+        Reads a `share` of these files, in a fixed order.
         """
 
     def starts_at_base(self) -> bool:
@@ -37,5 +37,5 @@ class TrainingMethod(ABC):
         return True
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
-        """What the base of architecture `spec` calls the model's parameter `name`, where that is the base's own."""
+        """The name in the base, of architecture `spec`, of the model's base parameter `name`."""
         return name

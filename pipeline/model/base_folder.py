@@ -1,6 +1,7 @@
-"""A pretrained model's folder on disk: its safetensors files, their hashes, and any slice of any base parameter.
+"""A pretrained model's Hugging Face folder: its safetensors files, their hashes, any slice of any base parameter.
 
-Nothing here runs code from the folder: only safetensors and JSON are read.
+Nothing here runs code from the folder: only safetensors and JSON are read. Our parameter names and those of the two
+families in such folders stand at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,130 @@ from pipeline.files import file_hash, is_plain_name
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
 
-# --- Our parameter names beside Hugging Face's, for both families ---------------------------------------------------
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class BaseFolder:
+    """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
+
+    `known_hashes` saves `hashes` from reading every byte.
+    """
+
+    path: Path
+    spec: DecoderSpec
+    known_hashes: Mapping[str, str] | None = field(default=None, compare=False)
+
+    @cached_property
+    def file_of(self) -> dict[str, Path]:
+        """Which file holds each of the folder's tensors.
+
+        Raises:
+            BaseModelError: a file is missing or damaged.
+        """
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            only = self.path / SINGLE_FILE
+            return dict.fromkeys(self._names_in(only), only)
+        try:
+            entries: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BaseModelError(
+                f"{index}: not an index of safetensors files ({error}); copy the folder again"
+            ) from None
+        if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
+            raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
+        held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
+        for tensor, name in entries.items():
+            if tensor not in held[name]:
+                raise BaseModelError(
+                    f"{self.path / name}: lacks {tensor}, which the index lists; copy the folder again"
+                )
+        return {tensor: self.path / name for tensor, name in entries.items()}
+
+    def _names_in(self, file: Path) -> list[str]:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return list(tensors.keys())
+        except FileNotFoundError:
+            raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
+        except (SafetensorError, OSError) as error:
+            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted."""
+        return sorted(set(self.file_of.values()))
+
+    def hashes(self) -> dict[str, str]:
+        """The SHA-256 of every weight file, by file name: the identity of a base."""
+        if self.known_hashes is not None:
+            return dict(self.known_hashes)
+        return {file.name: file_hash(file) for file in self.files}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The unsharded shape of the base parameter `name` (ours), from its file's header.
+
+        Raises:
+            BaseModelError: it is missing, or its file damaged.
+        """
+        source, file = self._source(name)
+        with self._slice(file, source.name) as view:
+            rows, *others = view.get_shape()
+        # Query, key and value share a fused tensor's rows evenly. Other row counts stay, and will fit no parameter.
+        return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
+
+    def read(
+        self,
+        name: str,
+        partition: Partition = REPLICATED,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """The shard of the base parameter `name` (ours) that `tp_rank` holds, or some `rows` of it, and no more.
+
+        Raises:
+            BaseModelError: it is missing, or its file damaged.
+        """
+        source, file = self._source(name)
+        with self._slice(file, source.name) as view:
+            if source.fused_part is not None:
+                return self._fused(view, source.fused_part, partition, tp_rank, tp_size, rows)
+            stored = read_shard(view, partition, tp_rank, tp_size, rows)
+        # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
+        return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
+
+    def _source(self, name: str) -> tuple[HfTensor, Path]:
+        """Where the base parameter `name` lies; a tied output projection may be stored as the embedding only."""
+        source = hf_tensor(name, self.spec)
+        if source.name in self.file_of:
+            return source, self.file_of[source.name]
+        if name == "output.base" and self.spec.tie_word_embeddings:
+            return self._source("embedding.base.weight")
+        raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
+
+    @contextmanager
+    def _slice(self, file: Path, tensor: str) -> Iterator[StoredTensor]:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                yield tensors.get_slice(tensor)
+        except SafetensorError as error:
+            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+    def _fused(
+        self, view: StoredTensor, part: int, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None
+    ) -> Tensor:
+        """One part (query, key or value) of a fused tensor with rows [heads, 3, head_dim]."""
+        heads, head_dim = self.spec.widths.num_attention_heads, self.spec.head_dim
+        above, below = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
+        first, stop = rows or (0, (below - above) * head_dim)
+        first_head, stop_head = first // head_dim, -(-stop // head_dim)
+        fused = view[(above + first_head) * 3 * head_dim : (above + stop_head) * 3 * head_dim]
+        of_part = fused.unflatten(0, (stop_head - first_head, 3, head_dim))[:, part].flatten(0, 1)
+        return of_part[first - first_head * head_dim : stop - first_head * head_dim].contiguous()
+
 
 _LLAMA = {
     "embedding.base": "model.embed_tokens",
@@ -58,8 +182,10 @@ FUSED_PARTS = ("attention.query", "attention.key", "attention.value")
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor in a Hugging Face folder. Where query, key and value are one tensor, `fused_part` says which is meant:
-    its rows are laid out as [heads, 3, head_dim]."""
+    """A tensor in a Hugging Face folder.
+
+    Where query, key and value are one tensor, with rows [heads, 3, head_dim], `fused_part` says which is meant.
+    """
 
     name: str
     fused_part: int | None = None
@@ -81,125 +207,3 @@ def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
 
 def _whole(spec: DecoderSpec) -> dict[str, str]:
     return _LLAMA if spec.family == "llama" else _GPT_NEOX
-
-
-# --- A pretrained model's folder on disk: its safetensors files,  ---
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class BaseFolder:
-    """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
-
-    `known_hashes` are what `hashes` shall say where they are known already: hashing reads every byte.
-    """
-
-    path: Path
-    spec: DecoderSpec
-    known_hashes: Mapping[str, str] | None = field(default=None, compare=False)
-
-    @cached_property
-    def file_of(self) -> dict[str, Path]:
-        """Which file holds each of the folder's tensors.
-
-        Raises:
-            BaseModelError: a file is missing or damaged.
-        """
-        index = self.path / INDEX_FILE
-        if not index.exists():
-            only = self.path / SINGLE_FILE
-            return dict.fromkeys(self._names_in(only), only)
-        try:
-            entries: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BaseModelError(
-                f"{index}: not an index of safetensors files ({error}); copy the folder again"
-            ) from None
-        if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
-            raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
-        held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
-        for tensor, name in entries.items():
-            if tensor not in held[name]:
-                raise BaseModelError(
-                    f"{self.path / name}: lacks {tensor}, which the index promises; copy the folder again"
-                )
-        return {tensor: self.path / name for tensor, name in entries.items()}
-
-    def _names_in(self, file: Path) -> list[str]:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return list(tensors.keys())
-        except FileNotFoundError:
-            raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
-        except (SafetensorError, OSError) as error:
-            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
-
-    @property
-    def files(self) -> list[Path]:
-        """The weight files, sorted."""
-        return sorted(set(self.file_of.values()))
-
-    def hashes(self) -> dict[str, str]:
-        """The SHA-256 of every weight file, by file name: what a base is known by."""
-        if self.known_hashes is not None:
-            return dict(self.known_hashes)
-        return {file.name: file_hash(file) for file in self.files}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of the base parameter `name` (ours), from its file's header."""
-        source, file = self._source(name)
-        with self._slice(file, source.name) as view:
-            rows, *others = view.get_shape()
-        # Query, key and value share a fused tensor's rows evenly; rows that no three can share fit nothing, and stay.
-        return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
-
-    def read(
-        self,
-        name: str,
-        partition: Partition = REPLICATED,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        rows: Rows | None = None,
-    ) -> Tensor:
-        """The base parameter `name` (ours), or the shard of it that `tp_rank` holds, or some rows of that shard.
-
-        No more is read from disk than these need.
-        """
-        source, file = self._source(name)
-        with self._slice(file, source.name) as view:
-            if source.fused_part is not None:
-                return self._fused(view, source.fused_part, partition, tp_rank, tp_size, rows)
-            stored = read_shard(view, partition, tp_rank, tp_size, rows)
-        # Rows that are channels of the residual stream are never split over ranks: the first is at its own place.
-        return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
-
-    def _source(self, name: str) -> tuple[HfTensor, Path]:
-        """Where the base parameter `name` lies; a tied output projection may lie in the embedding's place only."""
-        source = hf_tensor(name, self.spec)
-        if source.name in self.file_of:
-            return source, self.file_of[source.name]
-        if name == "output.base" and self.spec.tie_word_embeddings:
-            return self._source("embedding.base.weight")
-        raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
-
-    @contextmanager
-    def _slice(self, file: Path, tensor: str) -> Iterator[StoredTensor]:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                yield tensors.get_slice(tensor)
-        except SafetensorError as error:
-            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
-
-    def _fused(
-        self, view: StoredTensor, part: int, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None
-    ) -> Tensor:
-        """Rows [heads, 3, head_dim, ...] of the heads that are asked for, and of those the one part."""
-        heads, head_dim = self.spec.widths.num_attention_heads, self.spec.head_dim
-        above, below = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
-        first, stop = rows or (0, (below - above) * head_dim)
-        first_head, stop_head = first // head_dim, -(-stop // head_dim)
-        fused = view[(above + first_head) * 3 * head_dim : (above + stop_head) * 3 * head_dim]
-        of_part = fused.unflatten(0, (stop_head - first_head, 3, head_dim))[:, part].flatten(0, 1)
-        return of_part[first - first_head * head_dim : stop - first_head * head_dim].contiguous()

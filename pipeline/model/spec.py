@@ -1,4 +1,4 @@
-"""What a base decoder looks like, in one frozen record that no library's configuration class leaks into."""
+"""The architecture of a base decoder, independent of any library's configuration class."""
 
 from __future__ import annotations
 
@@ -11,55 +11,6 @@ from torch import Tensor
 from pipeline.errors import LayoutError
 from pipeline.scale.layers import NormKind
 from pipeline.scale.plan import Widths
-
-# --- The residual stream of a base that was widened before, as an ordinary model's folder stores it -----------------
-# Such a folder (`conversion.stock`) holds what an earlier expansion added to the residual stream times a small power of
-# two, so that an ordinary RMSNorm does not feel it. That is well for running it and ruinous for training it: AdamW's
-# steps are as long for a weight of 10⁻⁸ as for one of 10⁻². So the weights are read at their own size, which a power of
-# two gives back exactly, and the norms leave those channels out of their mean square, which is what the scale was for.
-
-# 2^-20 leaves 2^-40 of their square in the mean square. Half precision has five bits of exponent: there 2^-6, which
-# keeps the scaled weights normal numbers and the error below its own rounding.
-_SCALE_EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 6}
-_WRITTEN_TO = (
-    "attention.output.base.weight",
-    "attention.output.base.bias",
-    "ffn.down.base.weight",
-    "ffn.down.base.bias",
-)
-
-
-def scale_in(dtype: torch.dtype) -> float:
-    """What a folder of `dtype` stores the added channels times."""
-    return 2.0 ** -_SCALE_EXPONENT[dtype]
-
-
-@dataclass(frozen=True)
-class StoredResidual:
-    """The channels from `normed_size` on are stored times `scale`, a power of two, and count in no norm."""
-
-    normed_size: int
-    scale: float
-
-    def store(self, name: str, values: Tensor) -> Tensor:
-        """The base parameter `name` (ours) as the folder holds it; changes `values`."""
-        return self._times(name, values, self.scale, first_row=0)
-
-    def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:
-        """The inverse, for the rows from `first_row` on; changes `stored`."""
-        return self._times(name, stored, 1 / self.scale, first_row)
-
-    def _times(self, name: str, values: Tensor, factor: float, first_row: int) -> Tensor:
-        if name == "embedding.base.weight":
-            values[:, self.normed_size :] *= factor
-        elif name.endswith(_WRITTEN_TO):
-            values[max(0, self.normed_size - first_row) :] *= factor
-        elif name.endswith("norm.base.weight"):  # a gain takes back what the stream was scaled by
-            values[max(0, self.normed_size - first_row) :] /= factor
-        return values
-
-
-# --- What a base decoder looks like, in one frozen record that no ---
 
 
 @dataclass(frozen=True)
@@ -77,7 +28,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder's architecture. Sizes carry Hugging Face's names."""
+    """A decoder's architecture; sizes have Hugging Face's names. `residual` is that of a base widened before."""
 
     family: Literal["llama", "gpt_neox"]
     vocab_size: int
@@ -96,18 +47,17 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     rotary: RotarySpec = field(default_factory=RotarySpec)
     residual: StoredResidual | None = None
-    """of a base that was widened before"""
 
     @property
     def normed_size(self) -> int | None:
-        """How many channels of the residual stream the norms take their statistics from; None: all."""
+        """From how many channels of the residual stream the norms take their statistics; None: all."""
         return None if self.residual is None else self.residual.normed_size
 
 
 def check_base_fits(widths: Widths, tp_size: int) -> None:
-    """Raises LayoutError where a base of these widths cannot lie on `tp_size` ranks; names the sizes that can.
+    """Raises LayoutError where a base of these widths cannot be split over `tp_size` ranks; names the sizes that fit.
 
-    Query heads and the FFN's inner width divide by `tp_size`; key/value heads do, or several ranks hold the same one.
+    `tp_size` must divide the query heads and the FFN's inner width, and divide the key/value heads or be a multiple.
     """
 
     def fits(size: int) -> bool:
@@ -122,3 +72,50 @@ def check_base_fits(widths: Widths, tp_size: int) -> None:
             f"key/value heads and intermediate_size {widths.intermediate_size} do not divide over {tp_size} ranks; "
             f"sizes that fit: {', '.join(map(str, sizes))}"
         )
+
+
+# 2^-20 leaves 2^-40 of their square in the mean square. Half precision has five bits of exponent: there 2^-6, which
+# keeps the scaled weights normal numbers and the error below its own rounding.
+_SCALE_EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 6}
+_WRITTEN_TO = (
+    "attention.output.base.weight",
+    "attention.output.base.bias",
+    "ffn.down.base.weight",
+    "ffn.down.base.bias",
+)
+
+
+def scale_in(dtype: torch.dtype) -> float:
+    """The scale of the added channels in a folder of `dtype`."""
+    return 2.0 ** -_SCALE_EXPONENT[dtype]
+
+
+@dataclass(frozen=True)
+class StoredResidual:
+    """How a stock export of a widened model (`conversion.stock`) stores its residual stream.
+
+    The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
+    that an ordinary RMSNorm hardly counts them. AdamW cannot train them so: its steps are as long for a weight of 10⁻⁸
+    as for one of 10⁻². So the weights are read at their own size, which a power of two restores exactly, and the norms
+    leave those channels out of their mean square.
+    """
+
+    normed_size: int
+    scale: float
+
+    def store(self, name: str, values: Tensor) -> Tensor:
+        """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""
+        return self._times(name, values, self.scale, first_row=0)
+
+    def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:
+        """The inverse, for the rows from `first_row` on; changes `stored` in place."""
+        return self._times(name, stored, 1 / self.scale, first_row)
+
+    def _times(self, name: str, values: Tensor, factor: float, first_row: int) -> Tensor:
+        if name == "embedding.base.weight":
+            values[:, self.normed_size :] *= factor
+        elif name.endswith(_WRITTEN_TO):
+            values[max(0, self.normed_size - first_row) :] *= factor
+        elif name.endswith("norm.base.weight"):  # a gain undoes the scale of the stream
+            values[max(0, self.normed_size - first_row) :] /= factor
+        return values

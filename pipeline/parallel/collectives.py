@@ -1,6 +1,19 @@
 """The collectives of tensor parallelism.
 
-Several tensors travel in one message: a layer with two streams costs no more collectives than a layer with one.
+Layers compute with their shards in regions, between `enter_region` and `leave_region` (Megatron's f and g). Inside,
+every rank sees all positions and has its own features. Between regions every rank has all features: of all positions,
+or, with `sequence_parallel`, of its own run of positions (Korthikanti et al. 2022). The traffic is the same, since an
+all-reduce is a reduce-scatter and an all-gather:
+
+    |                          | forward        | backward       |
+    |--------------------------|----------------|----------------|
+    | enter                    |                | all-reduce     |
+    | leave                    | all-reduce     |                |
+    | enter, sequence-parallel | all-gather     | reduce-scatter |
+    | leave, sequence-parallel | reduce-scatter | all-gather     |
+
+Several tensors travel in one message: a layer with two streams needs no more collectives than a layer with one. A
+stream that needs no gradient takes part in the forward pass only and gets no graph.
 """
 
 from __future__ import annotations
@@ -18,17 +31,34 @@ from pipeline.parallel.topology import TensorParallel
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_Exchange = Callable[[Sequence[Tensor], TensorParallel], list[Tensor]]
+
+
+def enter_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
+    """Before column-parallel products: each stream over all positions, [B, S, ...]; None stays None."""
+    if tp.sequence_parallel:
+        return _exchange(tp, gather_together, scatter_sums_together, streams, [True] * len(streams))
+    wanted = [stream is not None and stream.requires_grad for stream in streams]
+    return _exchange(tp, _as_they_are, sum_together, streams, wanted)
+
+
+def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
+    """After row-parallel products: the sums over the ranks, [B, S, ...], or this rank's positions of them; None stays
+    None."""
+    there, back = (scatter_sums_together, gather_together) if tp.sequence_parallel else (sum_together, _as_they_are)
+    return _exchange(tp, there, back, streams, [True] * len(streams))
+
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The identity on a parameter that several ranks hold; its gradient is summed over them."""
+    """The identity on a parameter, of any shape, that the ranks of `group` hold; its gradient is summed over them."""
     summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 
 
 def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
-    """A term of a sum over the ranks that each of them holds whole: it enters on the first rank alone.
+    """A term, of any shape, of a sum over the ranks that each of them holds whole: zero on all ranks but rank 0.
 
-    The gradient reaches it on every rank, so that the holders stay equal.
+    Its gradient reaches it on every rank, so that the copies stay equal.
     """
     if tp.size == 1:
         return tensor
@@ -37,7 +67,7 @@ def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """The sums of `tensors` over the ranks, in one message."""
+    """The sums of `tensors`, of any shapes, over the ranks, in one all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=tp.group)
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -45,8 +75,7 @@ def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 
 
 def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """The whole of `tensors`, of which each rank has its run of positions, in one message: [B, S / tp_size, ...] each,
-    results [B, S, ...]."""
+    """Each rank's positions of `tensors`, [B, S / tp_size, ...], joined to [B, S, ...] in one all-gather."""
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     gathered = own.new_empty(tp.size * len(own))
     _all_gather(gathered, own, group=tp.group)
@@ -57,74 +86,14 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
 
 
 def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """This rank's run of positions of the sums of `tensors` over the ranks, in one message: [B, S, ...] each, results
-    [B, S / tp_size, ...]."""
+    """The sums of `tensors`, [B, S, ...], over the ranks: this rank's positions [B, S / tp_size, ...], in one
+    reduce-scatter."""
     runs = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([run.flatten(1) for run in runs], dim=1)
     own = flat.new_empty(flat.shape[1])
     _reduce_scatter(own, flat.flatten(), group=tp.group)
     parts = own.split([run[0].numel() for run in runs])
     return [part.view(run.shape[1:]) for part, run in zip(parts, runs, strict=True)]
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        # A copy: what autograd hands over may belong to another branch of the graph as well.
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-class _CountedOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:  # noqa: ANN401
-        return tensor.view_as(tensor) if counts else torch.zeros_like(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gradient, None
-
-
-# --- Into and out of the regions where each rank computes with its shard of a layer's weights (Megatron's f and g) ---
-# Inside a region every rank sees all positions and has its own features. Between regions every rank has all features:
-# of all positions, which it computes like its neighbours, or, with `sequence_parallel`, of its own run of positions
-# alone (Korthikanti et al. 2022). Either way as many numbers travel: an all-reduce is a reduce-scatter and an
-# all-gather.
-#
-# |                          | forward        | backward       |
-# |--------------------------|----------------|----------------|
-# | enter                    |                | all-reduce     |
-# | leave                    | all-reduce     |                |
-# | enter, sequence-parallel | all-gather     | reduce-scatter |
-# | leave, sequence-parallel | reduce-scatter | all-gather     |
-#
-# Several streams travel in one message. One that needs no gradient takes part in the forward pass only and gets no
-# graph.
-
-_Exchange = Callable[[Sequence[Tensor], TensorParallel], list[Tensor]]
-
-
-def enter_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """Before column-parallel products: each stream over all positions, [B, S, ...]. One that is None stays None."""
-    if tp.sequence_parallel:
-        return _exchange(tp, gather_together, scatter_sums_together, streams, [True] * len(streams))
-    wanted = [stream is not None and stream.requires_grad for stream in streams]
-    return _exchange(tp, _as_they_are, sum_together, streams, wanted)
-
-
-def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """After row-parallel products: the sums of the ranks' partial results, [B, S, ...] or this rank's positions of it.
-
-    A stream that is None stays None.
-    """
-    there, back = (scatter_sums_together, gather_together) if tp.sequence_parallel else (sum_together, _as_they_are)
-    return _exchange(tp, there, back, streams, [True] * len(streams))
 
 
 def _as_they_are(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
@@ -138,7 +107,7 @@ def _exchange(
     streams: tuple[Tensor | None, ...],
     wanted: Sequence[bool],
 ) -> tuple[Any, ...]:
-    """Sends the wanted streams `there`, and their gradients `back`, each in one call; leaves the others as they are."""
+    """Sends the `wanted` streams `there`, and their gradients `back`, in one call each; the others stay."""
     chosen = [stream is not None and taken for stream, taken in zip(streams, wanted, strict=True)]
     if tp.size == 1 or not any(chosen):
         return streams
@@ -168,3 +137,27 @@ class _Exchanged(torch.autograd.Function):
         sent = [gradient for gradient, needed in zip(gradients, needs, strict=True) if needed]
         received = iter(ctx.back(sent, ctx.tp))
         return (None, None, None, *(next(received) if needed else None for needed in needs))
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        # A copy: autograd may hand the same tensor to another branch of the graph.
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _CountedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:  # noqa: ANN401
+        return tensor.view_as(tensor) if counts else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return gradient, None

@@ -1,6 +1,6 @@
-"""Column- and row-parallel linear maps on one rank's shard.
+"""Layers on one rank's shard: linear maps, vocabulary-parallel embedding, LoRA's adapter, and softmax cross-entropy.
 
-The collectives stand around a block of several maps, not in their products.
+Linear maps and embedding send nothing: `collectives.enter_region` and `leave_region` enclose several of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The partial product of `Y = W X`, with the columns of W split over the ranks.
 
-    x: [..., in / tp_size], y: [..., out], still to be summed over the ranks; the bias is in the first rank's part.
+    x: [..., in / tp_size], y: [..., out], still to be summed over the ranks; rank 0's part includes the bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
@@ -57,13 +57,11 @@ class RowParallelLinear(nn.Module):
         return F.linear(x, shared_by_neighbours(self.weight, self.tp), bias)
 
 
-# --- The vocabulary-parallel embedding: each rank holds a run of rows -----------------------------------------------
-
 VOCABULARY = Partition(dim=0, padded=True)
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Looks tokens up in this rank's rows. Another rank's token gives zeros, so the results sum to the whole.
+    """Looks tokens up in this rank's rows. Other ranks' tokens give zeros, so that the results sum to the whole.
 
     tokens: [B, S], result: [B, S, D], still to be summed over the ranks.
     """
@@ -82,17 +80,12 @@ class VocabularyParallelEmbedding(nn.Module):
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-# --- A low-rank map beside a linear map, on one rank's shard. How it is split follows from the map it stands beside:
-#     Y = W X + s B A X      W: [out, in], A: [rank, in], B: [out, rank]
-#
-# Where W is split by rows, B is; where it is split by columns, A is. The other factor is held whole by every rank, but
-# sees that rank's part of the sum alone: its gradient is summed over the ranks.
-
-
 class LowRankAdapter(nn.Module):
-    """x: [..., in], as W gets it, -> s B A x: [..., out], as W gives it: of row-parallel maps still to be summed.
+    """s B A x beside W x: x: [..., in] -> [..., out]; beside a row-parallel W still to be summed over the ranks.
 
-    `beside` is W, and `scale` is s. A and B are parameters of this module, so that ZeRO-3 gathers the two at once.
+    W: [out, in] is `beside`, s is `scale`, A: [rank, in], B: [out, rank]. Where W is split by rows, B is; where by
+    columns, A is. Every rank holds the other factor whole but applies it to its part of the sum, so that its gradient
+    is summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
     """
 
     def __init__(self, beside: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel) -> None:
@@ -108,8 +101,6 @@ class LowRankAdapter(nn.Module):
         reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
         return F.linear(reduced * self.scale, shared_by_neighbours(self.b, self.tp))
 
-
-# --- Softmax cross-entropy over a vocabulary that is split over the ranks -------------------------------------------
 
 IGNORED = -100
 

@@ -20,13 +20,13 @@ from pipeline.parallel.topology import TensorParallel
 
 @dataclass(frozen=True)
 class Partition:
-    """How one tensor lies over `tp_size` ranks.
+    """How one tensor is split over `tp_size` ranks.
 
     `dim` is the dimension that is split (None: every rank holds the whole). `units` is how many indivisible parts that
     dimension has: attention heads, or single rows. Where `units` divides by `tp_size` each rank holds its run of units;
     where `tp_size` is a multiple of `units` each unit is held by `tp_size / units` neighbouring ranks. A `padded`
-    dimension (the vocabulary) is filled up with zeros to a multiple of `tp_size` instead. Other sizes are refused
-    before a model is built: by `model.spec` for the base, by `scale.plan` for what is added.
+    dimension (the vocabulary) is zero-padded to a multiple of `tp_size` instead. Other sizes are refused before a model
+    is built: by `model.spec` for the base, by `scale.plan` for what is added.
     """
 
     dim: int | None = None
@@ -42,7 +42,7 @@ class Partition:
     def bounds(self, size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """The shard of `tp_rank`: its first index along `dim` and the one past its last.
 
-        In a padded dimension both may lie beyond `size`: what is missing there is zero.
+        In a padded dimension both may exceed `size`: what lies beyond is zero.
         """
         if self.padded:
             length = -(-size // tp_size)
@@ -86,14 +86,12 @@ def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Ten
 
 
 def merge(shards: Sequence[Tensor], partition: Partition, size: int) -> Tensor:
-    """The whole tensor from all ranks' shards, in rank order; `size` is the true length of the split dimension."""
+    """The whole tensor from all ranks' shards, in rank order; `size` is the unpadded length of the split dimension."""
     if partition.dim is None or len(shards) == 1:
         return shards[0]
     step = partition.replicas(len(shards))
     return torch.cat(list(shards[::step]), dim=partition.dim).narrow(partition.dim, 0, size)
 
-
-# --- Reading what a rank holds of a tensor that lies whole on the disk, and no more of it ---------------------------
 
 Rows = tuple[int, int]
 """The first row and the one past the last, counted within a shard."""
@@ -110,7 +108,7 @@ class StoredTensor(Protocol):
 def read_shard(
     stored: StoredTensor, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None = None
 ) -> Tensor:
-    """The shard of `stored` that `tp_rank` holds, or some of its rows; equal to those rows of `sharding.split`."""
+    """The shard of `stored` that `tp_rank` holds, or some of its `rows`: as `split` gives, without reading more."""
     shape = stored.get_shape()
     first, stop = rows or (0, local_shape(shape, partition, tp_size)[0])
     if partition.dim == 1:
@@ -124,15 +122,11 @@ def read_shard(
     return held
 
 
-# --- Parameters that know how they are split ------------------------------------------------------------------------
-
-
 def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorParallel) -> nn.Parameter:
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
-    It carries `tp_partition` (ZeRO-3 puts a method of its own called `partition` on every parameter) and `full_shape`.
-    DeepSpeed counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: it is set
-    on exactly one holder of every shard, so that each counts once.
+    It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed counts a parameter in
+    the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: on one holder of every shard.
     """
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
     parameter.tp_partition = partition  # type: ignore[attr-defined]
@@ -143,7 +137,7 @@ def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorPara
 
 
 def partition_of(parameter: Tensor) -> Partition:
-    """How `parameter` is split; a parameter that nobody split is held whole by every rank."""
+    """How `parameter` is split; without `tp_partition` every rank holds the whole."""
     partition: Partition = getattr(parameter, "tp_partition", REPLICATED)
     return partition
 
@@ -154,8 +148,10 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, or, where several ranks hold the same shard of it (or the whole), a view whose gradient is summed
-    over them: for a parameter that sees a part of the work on each."""
+    """`parameter`, of any shape; where several ranks hold the same shard, a view whose gradient is summed over them.
+
+    For a parameter that each of them applies to a part of the work.
+    """
     replicas = partition_of(parameter).replicas(tp.size)
     if replicas == 1 or not parameter.requires_grad:
         return parameter
@@ -163,8 +159,8 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, which every rank holds whole. Where each applies it to its own positions alone, as a norm does, its
-    gradient is summed over the ranks (see `parallel.regions`)."""
+    """`parameter`, [size], which every rank holds whole. With sequence parallelism its gradient is summed over the
+    ranks, since a norm between regions sees one rank's positions."""
     if not tp.sequence_parallel or not parameter.requires_grad:
         return parameter
     return sum_gradient(parameter, tp.group)

@@ -58,7 +58,7 @@ class Layout:
 class TensorParallel:
     """One rank's view of its tensor-parallel group. A group of one needs no process group.
 
-    `sequence_parallel` says how activations lie where no layer is split: see `parallel.regions`.
+    `sequence_parallel` says how activations lie where no layer is split: see `parallel.collectives`.
     """
 
     rank: int = 0

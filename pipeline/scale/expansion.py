@@ -1,7 +1,8 @@
-"""How the new blocks start: pure functions of the base weight, in fp32, on the CPU.
+"""The initial expansion of a base: every new block's starting value, and the folder that holds them.
 
-The authors measured the pairs (W21, W22), from worst to best:
+The paper measured the pairs (W21, W22), from worst to best:
 (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
+At the starting values the widened model's logits equal the base model's, bit for bit: W12 and W_out^up are zero.
 """
 
 from __future__ import annotations
@@ -102,9 +103,6 @@ def _decomposing_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# --- The initial expansion of a base: every new block's starting value, from the base weight beside it --------------
-# At these values the widened model's logits equal the base model's, bit for bit: W12 and W_out^up are zero.
-
 ReadBase = Callable[[str], Tensor]
 
 
@@ -150,8 +148,6 @@ def _of_module(
 def _weight(block: nn.Module) -> Tensor:
     return block.get_parameter("weight")
 
-
-# --- The expansion on disk: safetensors files of a few GiB, and a manifest that says of which base and plan they are
 
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""From a variant to the blocks that exist: the only place that knows what the variants mean for a layer."""
+"""Which blocks exist: the only place that knows what SCALE's variants mean for a layer (section 3.2 of the paper)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ExpansionPlan:
     initialisers: Initialisers = field(default_factory=Initialisers)
 
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
-        """Whether W12 exists, and trains, in `module` of `layer` (METHOD, "Layers")."""
+        """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
 
@@ -91,9 +91,9 @@ def _collaborative_modules(method: ScaleMethod) -> frozenset[Module]:
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
-    """Raises ConfigError where an added width cannot lie on `tp_size` ranks; names the nearest that can.
+    """Raises ConfigError where an added width cannot be split over `tp_size` ranks; names the nearest that can.
 
-    The new FFN width divides by `tp_size`. New heads do, or several ranks hold the same one.
+    `tp_size` must divide the new FFN width, and divide the new heads or be a multiple of them.
     """
     added = plan.expansion
     if added.intermediate_size % tp_size:
@@ -112,7 +112,7 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
 
 
 def heads_fit(heads: int, ratio: int, tp_size: int) -> bool:
-    """Whether so many query heads, `ratio` to a key/value head, can lie evenly on `tp_size` ranks."""
+    """Whether so many query heads, `ratio` to a key/value head, can be split evenly over `tp_size` ranks."""
 
     def lie(heads: int) -> bool:
         return heads % tp_size == 0 or tp_size % heads == 0

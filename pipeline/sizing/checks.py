@@ -1,4 +1,4 @@
-"""All that is wrong with a run, instead of the first thing."""
+"""Opens and checks what a run names, and collects every fault instead of raising the first."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Result = TypeVar("Result")
 
 
 class Faults:
-    """The faults that a user can mend, in the order in which they were met."""
+    """The faults that a user can mend, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.met: list[UserError] = []
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What `work` returns; None, and a fault more, where it raises a UserError."""
+        """The result of `work`; None where it raises a UserError, which is noted."""
         try:
             return work()
         except UserError as error:
@@ -40,14 +40,11 @@ class Faults:
             return None
 
     def raise_all(self) -> None:
-        """Raises the only fault as it is, and several as one ConfigError."""
+        """Raises a single fault as it is, several as one ConfigError."""
         if len(self.met) == 1:
             raise self.met[0]
         if self.met:
             raise ConfigError(f"{len(self.met)} faults: {'; '.join(map(str, self.met))}")
-
-
-# --- Opens what a run names, as far as it is there: the checks that need neither ranks nor tokens -------------------
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,10 @@ class Opened:
     tokenizer: Tokenizer | None
 
 
-def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
-    """Opens layout, DeepSpeed file, base and its tokenizer for `world_size` ranks, and notes in `faults` what is wrong.
+def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
+    """Opens layout, DeepSpeed file, base and its tokenizer for `world_size` ranks; notes in `faults` what is wrong.
 
-    `base_config` is the base's config.json, for figures of a base that is not here.
+    `base_config` is a config.json to use where the base's folder is missing.
     """
     arranged = faults.attempt(lambda: open_layout(config, world_size))
     base = faults.attempt(lambda: open_base(config.base))
@@ -77,7 +74,7 @@ def open_run(config: RunConfig, world_size: int, faults: Faults, base_config: Pa
         faults.attempt(lambda: check_model(config, spec, _imagined(config)))
     if isinstance(config.method, ScaleMethod):
         faults.attempt(lambda: check_named_expansion(config.upscaled))
-    # That there is no base is said above.
+    # A missing base is noted above.
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
@@ -97,20 +94,16 @@ def _imagined(config: RunConfig) -> TensorParallel:
 
 
 def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
-    """What would stop the training, found before the hours of tokenizing.
+    """Finds what would stop the training before the hours of tokenizing.
 
-    `world_size` is None where the ranks that will train are not known yet: then it is looked at for one
-    tensor-parallel group of them.
+    Without `world_size` it checks for one tensor-parallel group of ranks.
 
     Raises:
         UserError: with every fault.
     """
     faults = Faults()
-    open_run(config, world_size or config.parallel.tp_size, faults)
+    validate_inputs(config, world_size or config.parallel.tp_size, faults)
     faults.raise_all()
-
-
-# --- What a run will read: of which corpora there are tokens already, and how often each will be gone through -------
 
 
 @dataclass(frozen=True)
@@ -128,9 +121,9 @@ class CorpusPlan:
 
 
 def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults) -> tuple[CorpusPlan, ...]:
-    """The corpora of the run, and in `faults` what is wrong with them, or with what they are made of.
+    """The corpora of the run; notes in `faults` what is wrong with them or, before tokenizing, with their inputs.
 
-    `tokenizer` is the base's, or None where that is not here: then any will do.
+    `tokenizer` is the base's; None accepts corpora of any.
     """
     samples = _open_all(config, tokenizer, faults) if is_tokenized(config.data) else None
     epochs = samples.training.epochs_after(samples_needed(config)) if samples else {}

@@ -31,9 +31,6 @@ class Cluster:
         return self.gpu_memory_gib * GIB * USABLE_FRACTION
 
 
-# --- The command-line options that describe a cluster ---------------------------------------------------------------
-
-
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
     """Adds the options that `cluster_of` reads; those that are not given are left out of the namespace."""
 

@@ -1,4 +1,4 @@
-"""A run on one layout, and on every layout that makes sense."""
+"""The estimate of a run on one layout, and on every layout worth comparing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Estimator:
         return estimate_memory(costs, zero, dp_size, _gathering(costs, zero))
 
     def all_choices(self) -> Iterator[Choice]:
-        """Every layout worth a thought, and the run's own.
+        """Every layout worth comparing, and the run's own.
 
         Tensor parallelism stays inside a node, and a single replica of the model leaves ZeRO nothing to divide.
         """
@@ -163,7 +163,7 @@ class Estimator:
     def _measured(self, tp_size: int, checkpointing: ActivationCheckpointing, zero: ZeroSettings) -> MicroBatchCosts:
         key = tp_size, checkpointing
         if key not in self._costs:
-            _logger.info("runs a micro-batch on imagined tensors: tp %d, checkpointing %s", *key)
+            _logger.info("runs a micro-batch without data: tp %d, checkpointing %s", *key)
             self._costs[key] = measure_micro_batch(self.config, self.spec, tp_size, checkpointing, zero.dtype)
         return self._costs[key]
 
@@ -190,9 +190,6 @@ def step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, c
         after = sum(one.seconds(cluster) for one in traffic if one.purpose == GATHER)
         return max(compute_s + waiting, beside - after) + after
     return max(compute_s + waiting, beside)
-
-
-# --- What an estimate is made of: the run's configuration, the base's architecture, DeepSpeed's settings ------------
 
 
 def open_estimator(

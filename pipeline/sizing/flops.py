@@ -53,10 +53,6 @@ def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
     return FlopsPerToken(matrix / sequence_length, (total - matrix) / sequence_length)
 
 
-# --- The model FLOPs utilisation: which share of a device's peak the model's own operations reach -------------------
-# Operations are counted on the graph that the method trains with, so that a frozen part counts for what is computed of
-# it. What activation checkpointing computes again does not count.
-
 # By words in torch's name of the device, the first that fits. From NVIDIA's data sheets, for bf16 and fp16 alike; where
 # these say "with sparsity" (Hopper, Blackwell, L4), the dense figure is half of it.
 _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
@@ -98,7 +94,10 @@ def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> f
 
 
 def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
-    """The MFU of one token a second on one device; None where its `peak` is unknown."""
+    """The model FLOPs utilisation of one token a second on one device; None where its `peak` is unknown.
+
+    A frozen part counts for what is computed of it; what activation checkpointing computes again does not count.
+    """
     if peak is None:
         return None
     with torch.device("meta"):

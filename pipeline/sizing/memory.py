@@ -24,8 +24,6 @@ from pipeline.parallel.sharding import full_shape_of
 from pipeline.sizing.gathering import Gathering, GatherSettings
 from pipeline.sizing.micro_batch import MicroBatchCosts
 
-# --- How many parameters a run has, and how many of them each rank holds --------------------------------------------
-
 
 @dataclass(frozen=True)
 class Parameters:
@@ -55,8 +53,6 @@ def count_trained(model: Decoder) -> int:
 def _elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(prod(full_shape_of(parameter)) for parameter in parameters)
 
-
-# --- The settings of DeepSpeed's ZeRO that decide what a rank holds and sends ---------------------------------------
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 
@@ -119,10 +115,9 @@ def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:
     return default if name is None else _DTYPES[name]
 
 
-# --- What one GPU holds, by kind, at the moment it holds most ---
-
 _FP32 = 4
 _MASTER_AND_MOMENTS = 3 * _FP32
+"""Bytes of an element's fp32 master weight and two Adam moments."""
 
 
 @dataclass(frozen=True)
@@ -230,19 +225,13 @@ def _step_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int
     return _partition(costs, zero, dp_size) * torch.float32.itemsize
 
 
-# --- What a run's checkpoints take on the disk ----------------------------------------------------------------------
-
-_MASTER_AND_MOMENTS_BYTES = 12
-"""An element's fp32 master weight and two Adam moments."""
-
-
 def checkpoint_bytes(parameters: Parameters) -> int:
     """One checkpoint: the optimizer's state of what trains, of which the weights are made again when it is read.
 
     The base is not in it. What the ranks add (random states, padding, names) stays below a few percent in runs that are
     large enough to need a forecast.
     """
-    return parameters.trained * _MASTER_AND_MOMENTS_BYTES
+    return parameters.trained * _MASTER_AND_MOMENTS
 
 
 def most_checkpoints(config: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""The plan of a run."""
+"""The dry run: what a run will do on its own layout, and what would stop it; as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.files import free_bytes
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.scale import expansion as expansions
 from pipeline.scale.expansion import open_expansion
-from pipeline.sizing.checks import CorpusPlan, Faults, Opened, open_run, plan_corpora
+from pipeline.sizing.checks import CorpusPlan, Faults, Opened, plan_corpora, validate_inputs
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
 from pipeline.sizing.memory import (
@@ -33,8 +33,6 @@ from pipeline.sizing.memory import (
     most_checkpoints,
     no_room,
 )
-
-# --- When a run does what: the turning points of its learning rate, its checkpoints and validations, its end --------
 
 _LATEST_STEPS = 100
 _SPEED = "tokens_per_second_per_gpu"
@@ -94,9 +92,6 @@ def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) 
     return Duration(0, estimate.step_s, left * estimate.step_s, source)
 
 
-# --- The plan of a run ---
-
-
 @dataclass(frozen=True)
 class CheckpointPlan:
     """How many checkpoints a run writes, how large, and the room for those that lie on the disk at once."""
@@ -141,7 +136,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     """
     check_cluster(cluster)
     faults = Faults()
-    opened = open_run(config, cluster.gpus, faults, base_config)
+    opened = validate_inputs(config, cluster.gpus, faults, base_config)
     estimator, estimate = _estimate(config, opened, cluster, faults)
     checkpoints = _checkpoints(config, estimator, faults) if estimator else None
     corpora = plan_corpora(config, opened.tokenizer, faults)
@@ -212,8 +207,6 @@ def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
         else:
             faults.attempt(lambda: open_expansion(config.upscaled_folder))
 
-
-# --- The plan, as lines for a person and as JSON values -------------------------------------------------------------
 
 _UNKNOWN = "unknown: see what would stop it"
 
@@ -321,9 +314,6 @@ def _duration(plan: Plan, now: datetime) -> str:
     left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
     end = end_of(plan, now).strftime("%Y-%m-%d %H:%M")
     return f"{timedelta(seconds=round(duration.left_s))} for {left}, until {end} if it starts now ({duration.source})"
-
-
-# --- `python -m pipeline.train --dry-run`: prints the plan of a run, and says by its exit code whether it could start
 
 
 def dry_run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""An estimate for a person, and for a program."""
+"""Recommends a layout, and prints an estimate as a table or as JSON values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.estimate import CHECKPOINTINGS, Choice, Estimate, Estimator
 from pipeline.sizing.memory import Memory
-
-# --- Which layout to take, and why, in one line ---------------------------------------------------------------------
 
 TOLERANCE = 0.03
 """Steps that differ by less than this share are equally fast here: the estimate is no better."""
@@ -73,8 +71,6 @@ def _gib(estimate: Estimate) -> str:
 def _sent_gb(estimate: Estimate) -> float:
     return (estimate.inside_bytes + estimate.between_bytes) / 1e9
 
-
-# --- An estimate for a person, and for a program ---
 
 _KINDS = [kind.name for kind in fields(Memory)]
 

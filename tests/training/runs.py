@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,21 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
 
         step.learning_rate = signalled
     return run_training(config, torch.device("cpu"), make_observers)
+
+
+def train_each(configs: Sequence[Path], *, stop_first: bool = False) -> list[int]:
+    """Trains one run after the other in the same processes, which start only once; returns their exit codes.
+
+    stop_first: the first one is stopped in its first step.
+    """
+    from pipeline.training import loop
+
+    learning_rate = loop.learning_rate
+    codes = []
+    for number, config in enumerate(configs):
+        codes.append(train(config, stop=stop_first and number == 0))
+        loop.learning_rate = learning_rate
+    return codes
 
 
 def train_and_look(config: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every command line shares: one line and a non-zero exit for a user's fault, a traceback for a bug of ours."""
+"""Runs a tool's `main`: a user's fault is one line and a non-zero exit code, a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except OSError as error:
-        code = _of_system_error(error)
+        code = _report_system_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    except Exception:  # noqa: BLE001  # its code must not be the interpreter's 1, which is a user's fault
+    except Exception:  # noqa: BLE001  # the interpreter's own code, 1, stands for a user's fault
         traceback.print_exc()
         code = INTERNAL_FAULT
     sys.exit(code)
 
 
-def _of_system_error(error: OSError) -> int:
+def _report_system_error(error: OSError) -> int:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         traceback.print_exception(error)
         return INTERNAL_FAULT

@@ -1,24 +1,23 @@
-"""The errors a user can meet.
+"""The exit codes and errors of all command lines.
 
-Each message is one line that names the file or setting, what was expected, what was found and what to do.
-A traceback, by contrast, always means a bug of ours.
+An error's message is one line: the file or setting, what was expected, what was found and what to do. A traceback
+always means a bug.
 """
 
 from __future__ import annotations
 
-# --- The exit codes of every command line here, for the scripts that decide what happens next -----------------------
-# `slurm/common.sh` acts on them, and docs/clusters.md lists them. A process that a signal ended has 128 + its number.
+# `slurm/common.sh` acts on these codes, and docs/clusters.md lists them. A signal ends a process with 128 + its number.
 
 FINISHED = 0
 """All is done."""
 USER_ERROR = 1
-"""A fault that the user must mend; the same command again would meet it again."""
+"""A fault that the user must correct; the same command would fail again."""
 CONFIG_ERROR = 2
 """The same, in the configuration or on the command line."""
 LOST_RANK = 69
 """A rank died or hangs (`sysexits.h`: unavailable)."""
 INTERNAL_FAULT = 70
-"""An error that nobody foresaw; its traceback stands in the log (`sysexits.h`: software)."""
+"""An unexpected error; its traceback is in the log (`sysexits.h`: software)."""
 SLURM_FAULT = 71
 """srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set SLURM_EXIT_ERROR to it)."""
 FOLDER_TAKEN = 73
@@ -27,7 +26,7 @@ PASSING_FAULT = 74
 """A disk that is full or fails, or an allocation that does not measure up: may be gone the next time (`sysexits.h`: an
 input or output error)."""
 RESUME_LATER = 75
-"""Saved, and to go on later (`sysexits.h`: a temporary failure)."""
+"""Saved, to be resumed later (`sysexits.h`: a temporary failure)."""
 INTERRUPTED = 130
 """Ctrl-C."""
 
@@ -35,15 +34,12 @@ _FINAL = (FINISHED, USER_ERROR, CONFIG_ERROR, FOLDER_TAKEN, INTERRUPTED)
 
 
 def worth_another_attempt(exit_code: int) -> bool:
-    """Whether the same command may come further the next time."""
+    """Whether the same command may succeed the next time."""
     return exit_code not in _FINAL
 
 
-# --- The errors a user can meet ---
-
-
 class UserError(Exception):
-    """A fault that the user can mend: the command lines print it as one line and exit with `exit_code`."""
+    """A fault that the user can correct: the command lines print it as one line and exit with `exit_code`."""
 
     exit_code = USER_ERROR
 
@@ -63,7 +59,7 @@ class DataError(UserError):
 
 
 class MissingPackageError(UserError):
-    """A library that only one of the tools needs, and that is not installed."""
+    """An optional package that is not installed."""
 
 
 class CheckpointError(UserError):
@@ -71,17 +67,17 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not, byte for byte, what was written: an older one may be whole."""
+    """A checkpoint whose bytes are not those that were written; an older one may be whole."""
 
 
 class CheckpointStorageError(CheckpointError):
-    """A checkpoint that a disk did not take, or does not give back now: that says nothing about its content."""
+    """A checkpoint that cannot be written or read now; its content may be sound."""
 
     exit_code = PASSING_FAULT
 
 
 class RunFolderError(UserError):
-    """The folder of a run or a study that is not there, or does not say what was expected."""
+    """The folder of a run or a study that is missing, or does not hold what was expected."""
 
 
 class FolderTakenError(RunFolderError):
@@ -95,7 +91,7 @@ class LayoutError(UserError):
 
 
 class PreflightError(UserError):
-    """An allocation that a run must not start on: what was measured there is wrong, too slow or too small."""
+    """An allocation on which a run must not start: a result is wrong, or something is too slow or too small."""
 
 
 class PassingPreflightError(PreflightError):
@@ -115,11 +111,11 @@ class PreservationError(UserError):
 
 
 class DivergenceError(UserError):
-    """Training that did not find back, or met too many steps from which no number came."""
+    """Training that diverged: rollbacks did not help, or too many steps had no finite figures."""
 
 
 class ForgettingError(UserError):
-    """A run that came to the end of its forgetting budget, and saved."""
+    """A run that exceeded its forgetting budget, and saved."""
 
 
 class BudgetError(UserError):
@@ -139,11 +135,11 @@ class ConversionError(UserError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process ends with for it: a user's fault says itself; any other is nobody's to have foreseen."""
+    """The exit code for an exception: its own, or INTERNAL_FAULT."""
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception in one line: a user's fault as it says itself, else with its type."""
+    """An exception in one line, with its type unless it is a UserError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

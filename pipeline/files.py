@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written under a name of their own, flushed to the disk, then renamed."""
+"""Files and folders that are whole or absent: written under a temporary name, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _serial = itertools.count()
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, read in pieces."""
+    """The SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(2**22):
@@ -28,7 +28,7 @@ def file_hash(path: Path) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """The room there is for an ordinary user where `path` lies, or will lie: what statvfs says."""
+    """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     system = os.statvfs(existing)
     return system.f_bavail * system.f_frsize
@@ -36,11 +36,11 @@ def free_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to fill; it becomes `path` when the block ends well, and vanishes when it does not.
+    """A file to fill; it becomes `path` when the block succeeds, and is removed when it fails.
 
-    `scratch` is a folder of the same file system for the unfinished file, where it should not lie beside `path`.
+    `scratch`: another folder of the same file system for the unfinished file; default: that of `path`.
     """
-    # Many processes, of many machines, may write the same file at the same time.
+    # Processes of several machines may write the same file at the same time.
     own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
     unfinished = (scratch or path.parent) / own
     try:
@@ -56,7 +56,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, which a stranger's file gave, leads to a place in its own folder and nowhere else."""
+    """Whether `name`, from an untrusted file, is a file name without any path."""
     return name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
@@ -67,14 +67,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON with its keys in the order given, so that equal values are equal bytes."""
+    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes."""
     with published_file(path) as file:
         file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 @contextlib.contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it becomes `path`, replacing what stood there, if the block ends without error."""
+    """A temporary folder to fill; it replaces `path` when the block succeeds."""
     partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -90,7 +90,7 @@ def published_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_directory(new: Path, path: Path) -> Path:
-    """Gives the folder `new` the name `path`; returns where what had it lies now, if anything did, to be removed."""
+    """Renames the folder `new` to `path`; returns the path of the folder it replaced, if any, to be removed."""
     replaced = rename_aside(path)
     new.rename(path)
     sync(path.parent)
@@ -98,20 +98,20 @@ def replace_directory(new: Path, path: Path) -> Path:
 
 
 def rename_aside(path: Path) -> Path:
-    """Takes its name from the folder `path`, if it is there; returns where it lies now, to be removed."""
-    nameless = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
-    shutil.rmtree(nameless, ignore_errors=True)
+    """Renames the folder `path`, if it exists, out of the way; returns its new path, to be removed."""
+    aside = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
+    shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
-        path.rename(nameless)
-    return nameless
+        path.rename(aside)
+    return aside
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Flushes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if path.is_dir():
-            # Some network file systems refuse this for a folder, and need no such thing.
+            # Some network file systems refuse this for a folder, and do not need it.
             with contextlib.suppress(OSError):
                 os.fsync(descriptor)
         else:

@@ -1,4 +1,4 @@
-"""One process a rank on this machine: started together, told to stop together, and none left behind."""
+"""Starts one process per rank on this machine, forwards signals to all, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from types import FrameType
 
 from pipeline import log
 
-# --- Ports of this machine, for processes that are to meet on one ---------------------------------------------------
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL_EVERY_S = 0.1
+_logger = log.get_logger(__name__)
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port, which the system gives to no other program until the block is left.
+    """A free port that the system gives to no other program during the block.
 
-    It is bound and not listened on: who listens with SO_REUSEADDR, as torch's store does, can still have it.
+    It is bound without listening: a program that listens with SO_REUSEADDR, as torch's store does, can still use it.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as held:
@@ -30,13 +32,6 @@ def reserved_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield int(held.getsockname()[1])
-
-
-# --- One process a rank on this machine: started together, told t ---
-
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_LOOK_EVERY_S = 0.1
-_logger = log.get_logger(__name__)
 
 
 def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
@@ -74,7 +69,7 @@ def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> 
             for rank in running:
                 _logger.error("rank %d did not end within %g s of the first", rank, grace_s)
             _kill(list(running.values()))
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     return highest
 
 
@@ -83,8 +78,8 @@ def _forward_signals(ranks: list[subprocess.Popen[bytes]]) -> None:
         for process in ranks:
             process.send_signal(number)
 
-    for each in FORWARDED:
-        signal.signal(each, forward)
+    for number in FORWARDED:
+        signal.signal(number, forward)
 
 
 def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -1,9 +1,9 @@
-"""Starts one process a rank on this machine, and ends as they do.
+"""Starts one process per rank on this machine, and exits with their highest exit code.
 
     python tools/launch_here.py --ranks 2 -m pipeline.train configs/demo.yaml
 
-torchrun would do, but it ends with 1 whatever its ranks end with, waits half a minute for one that is stopped, and puts
-each in a session of its own, where nobody finds it when torchrun itself is killed.
+torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and starts each rank in a
+session of its own, where it survives when torchrun is killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tells a script whether a stage that ended in a fault is to be started again, and puts its end on record.
+"""Tells a script whether to retry a stage that ended, and records its end.
 
     python tools/may_retry.py --config configs/demo.yaml --stage train --exit-code 137
 
-Prints why, and exits with 0 for yes and 3 for no: 1 is also what an interpreter ends with that does not get so far.
+Prints the reason, and exits with 0 for yes and 3 for no; 1 would also mean that Python itself failed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NO = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
-    parser.add_argument("--stage", required=True, help="what ended")
-    parser.add_argument("--exit-code", type=int, required=True, help="how it ended")
+    parser.add_argument("--stage", required=True, help="the stage that ended")
+    parser.add_argument("--exit-code", type=int, required=True, help="its exit code")
     parser.add_argument("--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint")
     parser.add_argument("--most", type=int, default=100, help="restarts in all")
     arguments = parser.parse_args()
 
-    arguments.config.read_bytes()  # a file system that is away is no fault in the configuration
+    arguments.config.read_bytes()  # a missing file system is no fault of the configuration
     decision = decide(
         load_config(arguments.config).folder,
         stage=arguments.stage,

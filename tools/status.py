@@ -1,8 +1,8 @@
-"""Says how a run is, from its folder alone: running, waiting, done or failed, how far, how fast, until when.
+"""Prints the state of a run from its folder alone: running, waiting, done or failed, its progress, speed and end.
 
 python tools/status.py runs/demo
 python tools/status.py runs/demo --json
-python tools/status.py runs/korean          a study: a line for each of its runs that has begun
+python tools/status.py runs/korean          a study: one line per started run
 """
 
 from __future__ import annotations

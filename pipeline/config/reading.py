@@ -1,4 +1,4 @@
-"""From a YAML file to checked settings, with every fault in one line."""
+"""Reading a YAML file into checked settings: base class and types of all sections, and errors in one line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import ConfigError
 
-# --- What every part of the configuration has in common -------------------------------------------------------------
-
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -21,12 +19,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, and strict about its keys."""
+    """A part of the configuration: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-
-# --- From a YAML file to checked settings, with every fault in on ---
 
 S = TypeVar("S", bound=Section)
 
@@ -49,11 +45,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in: str) -> S:
-    """`values` as a section of that kind.
+    """`values` as a section of the class `kind`.
 
     Raises:
-        ConfigError: with every fault and its dotted path, in one line; `source` says where the values came from, and
-            `listed_in` names the page that has every setting.
+        ConfigError: all faults with their dotted paths, in one line; `source` is where the values come from,
+            and `listed_in` the page with every setting.
     """
     try:
         return kind.model_validate(values)

@@ -24,8 +24,6 @@ from pipeline.config.reading import (
     read_yaml,
 )
 
-# --- The section `data` of a run configuration: which texts, in which proportion ------------------------------------
-
 Role = Literal["new", "replay"]
 
 
@@ -85,11 +83,8 @@ class Data(Section):
         return self
 
 
-# --- What a run tells of itself beside its losses -------------------------------------------------------------------
-
-
 class Metrics(Section):
-    """What speed is measured against, and how often the log has a line of it (docs/metrics.md)."""
+    """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
     peak_tflops: PositiveFloat | None = Field(
         default=None,
@@ -97,16 +92,16 @@ class Metrics(Section):
         "figure for 16 bits, where the GPU is a known one. Without either there is no MFU",
     )
     log_every_s: PositiveFloat = 10.0
-    """at least so long between two lines of progress"""
+    """seconds between two progress lines in a log, at least"""
 
 
 class Profile(Section):
-    """Which steps torch.profiler traces, into `<folder>/profile`; all others are as without it."""
+    """Which steps torch.profiler traces, into `<folder>/profile`; other steps are unaffected."""
 
     steps: tuple[PositiveInt, PositiveInt] | None = Field(
-        default=None, description="the first and the last, counted from 1; without, none"
+        default=None, description="the first and the last, counted from 1; default: none"
     )
-    ranks: list[NonNegativeInt] = Field(default=[0], description="those that write a trace, one file each")
+    ranks: list[NonNegativeInt] = Field(default=[0], description="ranks that write a trace, one file each")
 
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
@@ -141,17 +136,15 @@ class TrackerSettings(Section):
     mlflow: MlflowTracker | None = Field(default=None, description="MLflow; default: off")
 
 
-# --- What is measured before the first step, and what is accepted ---------------------------------------------------
-
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 _SLOW_FACTOR = {"cuda": 1.5, "cpu": 20.0}
 
 
 class Preflight(Section):
-    """What is measured on the allocation before the first step, in seconds, and what is accepted."""
+    """Checks of the allocation before the first step; they take seconds."""
 
     enabled: bool = True
-    """false: start without it"""
+    """false: no checks"""
     min_gb_per_s: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="of the slowest all-reduce, by what a rank sends; 0.5 on GPUs, 0.001 on CPUs",
@@ -173,14 +166,11 @@ class Preflight(Section):
         return _SLOW_FACTOR[device_type] if self.slow_factor is None else self.slow_factor
 
 
-# --- The sections `stability`, `forgetting` and `watchdog`: what a run does when training, or a rank, goes wrong ----
-
-
 class Stability(Section):
-    """What is done about steps that go wrong, and what a run bears before it gives up (docs/stability.md)."""
+    """What is done about bad steps, and when a run is given up (docs/stability.md)."""
 
     max_skipped_steps: NonNegativeInt = 20
-    """steps that change nothing, over the whole run: no number came out of them, or a rollback set them aside"""
+    """over the whole run: steps with NaN or infinity, and steps skipped after a rollback"""
     loss_increase: PositiveFloat | None = Field(
         default=1.0, description="a spike: so many nats a token above the running median; null: never"
     )
@@ -190,13 +180,13 @@ class Stability(Section):
     window: Annotated[int, Field(ge=2)] = 128
     """steps that the median is taken over; before there are as many, nothing is a spike"""
     spike_steps: PositiveInt = 3
-    """in a row, until the run goes back to the last checkpoint before them and sets them aside"""
+    """in a row, until the run goes back to the last checkpoint before them and skips them"""
     max_rollbacks: NonNegativeInt = 3
     """over the whole run"""
 
 
 class Forgetting(Section):
-    """How much of the base's own domain, the corpora of role replay, may be lost; looked at in each validation."""
+    """How much of the base's own domain, the corpora of role replay, may be lost; checked at each validation."""
 
     max_increase: PositiveFloat | None = Field(
         default=None, description="of held-out perplexity over step 0's, as a fraction"
@@ -205,25 +195,22 @@ class Forgetting(Section):
         default=None, description="nats a token, on the probe batch of the diagnostics"
     )
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
-    """beyond either: say so; save and end; or multiply the learning rate, for the rest of the run"""
+    """beyond either: log a warning; save and end; or multiply the learning rate, for the rest of the run"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """each time, where the action is lower_learning_rate"""
 
 
 class Watchdog(Section):
-    """When a run whose ranks no longer work together ends itself, to be started again."""
+    """When a run with lost or hung ranks ends itself, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
-    """each rank says so often where it is"""
+    """interval of each rank's heartbeats"""
     dead_after_s: PositiveFloat = 60.0
-    """a rank that says nothing for so long is lost; one whose process ends is missed at once"""
+    """a rank without a heartbeat for so long is lost; a process that ends is noticed at once"""
     hung_after_s: PositiveFloat = 600.0
     """no phase of a step (data, forward, backward, step) takes longer on every rank"""
     slow_after_s: PositiveFloat = 1800.0
-    """the same for what reads and writes much: the start, a validation, a save"""
-
-
-# --- The run configuration: one YAML file a run, checked whole be ---
+    """the same for the start, a validation and a save"""
 
 
 class Schedule(Section):
@@ -243,7 +230,7 @@ class Schedule(Section):
     """share of the steps"""
     decay_fraction: Fraction = Field(default=0.1, description="share of the steps that wsd spends decaying")
     final_learning_rate_fraction: Fraction = 0.0
-    """what is left at the end"""
+    """share of the peak that is left at the end"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """of matrices; vectors do not decay"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -272,19 +259,17 @@ class Validation(Section):
 
 
 class Checkpoints(Section):
-    """When to save, and what to keep."""
+    """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
     """also at the end and on a signal"""
     keep_last: PositiveInt = 2
-    """how many stay"""
-    keep_every_steps: PositiveInt | None = Field(default=None, description="those after its multiples stay for good")
-    asynchronous: bool = Field(
-        default=False, description="train on while a copy in the host's memory, of what this rank saves, is written"
-    )
+    """how many are kept"""
+    keep_every_steps: PositiveInt | None = Field(default=None, description="its multiples are never deleted")
+    asynchronous: bool = Field(default=False, description="continue training while a copy in host memory is written")
 
     @model_validator(mode="after")
-    def _what_stays_is_saved(self) -> Checkpoints:
+    def _kept_steps_are_saved(self) -> Checkpoints:
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
             raise ValueError(f"keep_every_steps must be a multiple of every_steps {self.every_steps}")
         return self
@@ -318,15 +303,15 @@ class RunConfig(Section):
     checkpoints: Checkpoints = Checkpoints()
     """when to save"""
     stability: Stability = Stability()
-    """what is done about steps that go wrong"""
+    """what is done about bad steps"""
     forgetting: Forgetting = Forgetting()
     """how much may be lost"""
     preflight: Preflight = Preflight()
-    """what is measured before the first step"""
+    """checks before the first step"""
     watchdog: Watchdog = Watchdog()
-    """when to give up on ranks that died or hang"""
+    """when lost or hung ranks end the run"""
     metrics: Metrics = Metrics()
-    """how speed is told"""
+    """how speed is reported"""
     profile: Profile = Profile()
     """which steps are traced"""
     observers: TrackerSettings = TrackerSettings()
@@ -358,9 +343,6 @@ def load_config(path: Path) -> RunConfig:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
     """
     return parse_config(read_yaml(path), source=str(path))
-
-
-# --- The learning rate, as a pure function of the step --------------------------------------------------------------
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:

@@ -1,4 +1,4 @@
-"""What watches a run. Each observer hears the training loop's events (`pipeline.training.observer`)."""
+"""The observers of a run, which receive the events of the training loop (`pipeline.training.observer`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pipeline.observers.diagnostics import make_diagnostics
 from pipeline.observers.forgetting import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles
 from pipeline.observers.performance import Profiler, make_performance_metrics
-from pipeline.observers.progress import Progress
+from pipeline.observers.progress import ProgressDisplay
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer, RunContext
@@ -29,5 +29,5 @@ def make_observers(context: RunContext) -> list[Observer]:
     ]
     if context.rank == 0:
         observers.append(MetricsFiles(config.folder, position.step))
-        observers.append(Progress(position.step, config.schedule.steps, config.metrics.log_every_s))
+        observers.append(ProgressDisplay(position.step, config.schedule.steps, config.metrics.log_every_s))
     return observers + run_on_all_ranks(lambda: make_trackers(config) if context.rank == 0 else [])

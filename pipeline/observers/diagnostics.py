@@ -1,14 +1,12 @@
-"""How a model moves away from its base while it trains, cheap enough to leave on.
+"""How far a model has moved from its base: cheap figures at every validation, on one probe batch.
 
-Every figure goes to TensorBoard and metrics.jsonl: per layer the cosine of the base stream to what it is with every
-W12, adapter and added layer masked, the norm of each kind of block, and the KL divergence of the model from its base,
-all on one probe batch.
+Per layer: the cosine of the base stream to the same stream with every W12, adapter and added layer masked, and the norm
+of each kind of block; and the KL divergence of the model from its base.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +16,83 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import block_kind
+from pipeline.scale.layers import block_norms
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
 from pipeline.training.observer import Observer, RunContext, ValidationEvent
 
-# --- How far a widened model has moved from its base: pure functions of hidden states and logits --------------------
+
+def make_diagnostics(context: RunContext) -> Diagnostics:
+    """On the first held-out samples of the base's own domain, or, where the run has none, on a training batch."""
+    config, heldout = context.inputs.config, context.heldout
+    replayed = [name for name in heldout if config.data.corpora[name].role == "replay"]
+    if not replayed:
+        return Diagnostics(context.engine, context.probe, "training")
+    samples = heldout[replayed[0]]
+    rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
+    probe = collate(rows, config.data.document_mask, context.device)
+    return Diagnostics(context.engine, probe, replayed[0])
+
+
+class Diagnostics(Observer):
+    """Measures a model on `probe`. Measures nothing where the base itself trains, so that there is no reference."""
+
+    def __init__(self, engine: Engine, probe: MicroBatch, probe_name: str) -> None:
+        self.engine = engine
+        self.probe = probe
+        self.probe_name = probe_name
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        event.figures.update(self.measure())
+
+    def measure(self) -> dict[str, float]:
+        """The figures by name, equal on all ranks; every rank must call it."""
+        engine = self.engine
+        if not engine.model.keeps_base:
+            return {}
+        with engine.evaluating():
+            with base_streams(engine.model.layers) as preserved:
+                engine.hidden_states(self.probe, "preserved")
+            with base_streams(engine.model.layers) as adapted:
+                hidden = engine.hidden_states(self.probe, "model")
+            chunks = engine.logit_chunks(hidden, engine.hidden_states(self.probe, "base"))
+            divergence = sum(kl_divergence(logits, base, engine.tensor_parallel) for logits, base in chunks)
+        figures = {f"kl_from_base/{self.probe_name}": divergence / self.probe.tokens.numel()}
+        for layer, (x, reference) in enumerate(zip(adapted, preserved, strict=True)):
+            figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference, engine.tensor_parallel)
+        for kind, norms in block_norms(engine.squared_norms()).items():
+            figures |= {f"norm_{kind}/layer_{layer:02d}": norm for layer, norm in norms.items()}
+        return figures
+
+
+@contextmanager
+def base_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
+    """Collects the last base stream of each layer, bottom up: [B, S, D], or this rank's positions of it.
+
+    Under Route it is the adapted path's.
+    """
+    streams: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:  # noqa: ANN401
+        def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+            streams[layer] = output[0]
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(layer)) for layer, module in enumerate(layers)]
+    collected: list[Tensor] = []
+    try:
+        yield collected
+        collected.extend(streams[layer] for layer in sorted(streams))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def mean_cosine(x: Tensor, reference: Tensor, tp: TensorParallel) -> float:
-    """The mean over tokens of cos(x, reference). 1 where the base stream is what it was.
+    """The mean over tokens of cos(x, reference); 1 for an unchanged base stream.
 
-    x, reference: [B, S, D], or this rank's positions of them, as they lie between regions.
+    x, reference: [B, S, D], or with sequence parallelism this rank's positions of them.
     """
     mean = F.cosine_similarity(x.float(), reference.float(), dim=-1).mean()
     if tp.sequence_parallel:
@@ -60,81 +123,3 @@ def log_probabilities(logits: Tensor, tp: TensorParallel) -> Tensor:
     normaliser = shifted.exp().sum(dim=-1, keepdim=True)
     dist.all_reduce(normaliser, group=tp.group)
     return shifted - torch.log(normaliser)
-
-
-# --- How a model moves away from its base while it trains, cheap  ---
-
-
-class Diagnostics(Observer):
-    """Measures a model on `probe`; where the base itself trains, so that there is none to compare with, nothing."""
-
-    def __init__(self, engine: Engine, probe: MicroBatch, probe_name: str) -> None:
-        self.engine = engine
-        self.probe = probe
-        self.probe_name = probe_name
-
-    def on_validation(self, event: ValidationEvent) -> None:
-        event.figures.update(self.measure())
-
-    def measure(self) -> dict[str, float]:
-        """The figures, under the names they have in TensorBoard; every rank must call it, and all get the same."""
-        engine = self.engine
-        if not engine.model.keeps_base:
-            return {}
-        with engine.evaluating():
-            with base_streams(engine.model.layers) as preserved:
-                engine.hidden_states(self.probe, "preserved")
-            with base_streams(engine.model.layers) as adapted:
-                hidden = engine.hidden_states(self.probe, "model")
-            chunks = engine.logit_chunks(hidden, engine.hidden_states(self.probe, "base"))
-            divergence = sum(kl_divergence(logits, base, engine.tensor_parallel) for logits, base in chunks)
-        figures = {f"kl_from_base/{self.probe_name}": divergence / self.probe.tokens.numel()}
-        for layer, (x, reference) in enumerate(zip(adapted, preserved, strict=True)):
-            figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference, engine.tensor_parallel)
-        return figures | block_norms(engine.squared_norms())
-
-
-@contextmanager
-def base_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
-    """The base stream that each layer last gave, from the bottom up; under Route the adapted path's.
-
-    [B, S, D], or this rank's positions of it.
-    """
-    streams: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Any:  # noqa: ANN401
-        def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-            streams[layer] = output[0]
-
-        return hook
-
-    handles = [module.register_forward_hook(keep(layer)) for layer, module in enumerate(layers)]
-    collected: list[Tensor] = []
-    try:
-        yield collected
-        collected.extend(streams[layer] for layer in sorted(streams))
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def block_norms(squares: Mapping[str, float]) -> dict[str, float]:
-    """Per layer and kind of block, the Frobenius norm over all its maps; `squares` are those of each parameter."""
-    sums: dict[str, float] = defaultdict(float)
-    for name, square in squares.items():
-        kind = block_kind(name)
-        if kind is not None and name.startswith("layers."):
-            sums[f"norm_{kind}/layer_{int(name.split('.')[1]):02d}"] += square
-    return {name: total**0.5 for name, total in sorted(sums.items())}
-
-
-def make_diagnostics(context: RunContext) -> Diagnostics:
-    """On the first held-out samples of the base's own domain, or, where the run has none, on a training batch."""
-    config, heldout = context.inputs.config, context.heldout
-    replayed = [name for name in heldout if config.data.corpora[name].role == "replay"]
-    if not replayed:
-        return Diagnostics(context.engine, context.probe, "training")
-    samples = heldout[replayed[0]]
-    rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
-    probe = collate(rows, config.data.document_mask, context.device)
-    return Diagnostics(context.engine, probe, replayed[0])

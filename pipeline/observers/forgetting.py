@@ -1,4 +1,4 @@
-"""How much of the base's own domain is lost, and what a run does beyond its budget."""
+"""The forgetting budget: how much of the base's own domain is lost, and what happens beyond the limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = log.get_logger(__name__)
 
 
 class ForgettingBudget(Observer):
-    """Measures forgetting at every validation, and lowers the learning rate or ends the run beyond the budget."""
+    """Measures forgetting at every validation; beyond the budget, warns, lowers the learning rate or ends the run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -28,20 +28,20 @@ class ForgettingBudget(Observer):
 
 
 def forgetting_figures(scores: Mapping[str, HeldoutScore], position: Position, config: RunConfig) -> dict[str, float]:
-    """By how much each corpus's perplexity has grown since step 0, as a fraction; of role replay: forgetting."""
+    """The relative growth of each corpus's perplexity since step 0; for corpora of role replay also as forgetting."""
     growth = {
         name: _growth(scores[name].nll_per_token - initial)
         for name, initial in position.initial_nll_per_token.items()
         if name in scores
     }
     replayed = [name for name in growth if config.data.corpora[name].role == "replay"]
-    return {f"perplexity_growth/{name}": growth[name] for name in growth} | {
+    return {f"perplexity_growth/{name}": value for name, value in growth.items()} | {
         f"forgetting/{name}": growth[name] for name in replayed
     }
 
 
 def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
-    """Holds a validation's figures against the budget; every rank must call it, with the same figures."""
+    """Compares the figures of a validation with the budget; every rank must call it, with the same figures."""
     limits = {"forgetting/": budget.max_increase, "kl_from_base/": budget.max_kl_from_base}
     beyond = [
         f"{name} {value:.4f} is beyond {limit}"
@@ -65,4 +65,5 @@ def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
 
 
 def _growth(nats: float) -> float:
+    """exp(nats) - 1, infinite instead of an overflow."""
     return math.expm1(nats) if nats < math.log(1e300) else math.inf

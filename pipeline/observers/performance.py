@@ -1,4 +1,4 @@
-"""What a run measures of its own work: speed, memory, time by phase, and traces."""
+"""The performance of a run: speed, memory, time by phase, and traces."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipeline.sizing.flops import mfu_per_token_rate, peak_flops
 from pipeline.training.observer import Observer, RunContext, StepEvent
 
 PROFILE = "profile"
-"""The folder of a run's traces."""
+"""The folder of the traces, in the run folder."""
 MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_", "restarts")
-"""How the names of these figures begin: equal runs differ in them and in nothing else."""
+"""Prefixes of measured figures, the only ones in which equal runs differ."""
 _GIB = 2**30
 _logger = log.get_logger(__name__)
 
@@ -28,9 +28,9 @@ class PerformanceMetrics(Observer):
     """Adds speed, time and memory to the figures of every step.
 
     Attributes:
-        phases: how the time of this rank's main thread divides.
+        phases: of this rank's main thread.
         mfu_per_token_rate: the MFU of one token a second on one device; None where its peak is unknown.
-        restarts: how often training began again so far.
+        restarts: how often training restarted so far.
     """
 
     def __init__(self, device: torch.device, phases: Phases, mfu_per_token_rate: float | None, restarts: int) -> None:
@@ -45,14 +45,14 @@ class PerformanceMetrics(Observer):
             event.figures["tokens_per_second_per_gpu"] = rate
             if self.mfu_per_token_rate is not None:
                 event.figures["mfu"] = rate * self.mfu_per_token_rate
-        # The time since the step before. On a GPU its work has been waited for here: the loss was read.
+        # Since the previous step. The GPU has finished its work here, because the loss was read.
         event.figures.update({f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()})
         event.figures.update(peak_memory_gib(self.device))
         event.figures["restarts"] = self.restarts
 
 
 def make_performance_metrics(context: RunContext) -> PerformanceMetrics:
-    """This rank's; only rank 0, whose figures are written, counts operations and attempts."""
+    """The metrics of this rank; only rank 0, whose figures are written, counts operations and attempts."""
     if context.rank != 0:
         return PerformanceMetrics(context.device, context.phases, mfu_per_token_rate=None, restarts=0)
     inputs = context.inputs
@@ -63,7 +63,7 @@ def make_performance_metrics(context: RunContext) -> PerformanceMetrics:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """The most that this process has held so far: on a GPU of its tensors and of torch's cache, else of the host."""
+    """The peak memory of this process so far: on a GPU of its tensors and of torch's cache, else of the host."""
     if device.type == "cuda":
         return {
             "memory_peak_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
@@ -73,7 +73,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 class Profiler(Observer):
-    """Traces the steps that the settings name with torch.profiler, if this `rank` is among theirs.
+    """Traces the configured steps with torch.profiler, on the configured ranks.
 
     The trace opens in TensorBoard, Perfetto and chrome://tracing.
     """
@@ -95,7 +95,7 @@ class Profiler(Observer):
     def on_step_begin(self, step: int) -> None:
         self._end_step()
         if step not in self._steps:
-            self._stop()  # also where the run has gone back to before these steps
+            self._stop()  # also after a rollback to before these steps
             return
         if self._profile is None:
             worker = f"step_{step:08d}.rank_{self._rank:05d}"

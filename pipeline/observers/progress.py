@@ -8,7 +8,7 @@ from pipeline.log import progress_bar
 from pipeline.training.observer import Observer, StepEvent
 
 
-class Progress(Observer):
+class ProgressDisplay(Observer):
     """Shows the step, its figures and the time left; in a log the first step, the last, and one every `every_s`."""
 
     def __init__(self, step: int, steps: int, every_s: float) -> None:

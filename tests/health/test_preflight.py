@@ -23,7 +23,7 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, make_tokens, metrics, train, write_config
+from tests.training.runs import make_run, metrics, train_each, write_config
 
 
 def on_rank(config_path: Path, prepare: Callable[..., Any] | None = None, *arguments: Any) -> str | list[str]:
@@ -204,9 +204,10 @@ def test_a_disk_without_room(small_disk, tmp_path):
     assert re.search(r"checkpoints: (n1 cannot write there: No space|the checkpoints need)", refusal(config, 1))
 
 
-def test_it_changes_no_number_of_the_training(tmp_path):
-    tokens = make_tokens(tmp_path / "tokens")
-    for enabled in (True, False):
-        run = tmp_path / str(enabled)
-        assert run_ranks(train, 1, make_run(run, tokens, preflight__enabled=enabled, schedule__steps=2)) == [0]
+def test_it_changes_no_number_of_the_training(tokens, tmp_path):
+    runs = [
+        make_run(tmp_path / str(enabled), tokens, preflight__enabled=enabled, schedule__steps=2)
+        for enabled in (True, False)
+    ]
+    assert run_ranks(train_each, 1, runs) == [[0, 0]]
     assert metrics(tmp_path / "True") == metrics(tmp_path / "False") != []

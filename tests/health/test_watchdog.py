@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, hung or at fault: the others find out who it was, and end."""
+"""Ranks that are killed, stopped, hung or failed: the others name the rank and end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,11 +48,19 @@ def watched(
     scenario: Callable[[Phases], None], folder: Path, limits: Settings = PATIENT, stopped: int | None = None
 ) -> list[End]:
     """Three ranks whose steps are `scenario`; one that is stopped is killed when the others have ended."""
+    return await_ends(start(scenario, folder, limits), folder, stopped)
+
+
+def start(scenario: Callable[[Phases], None], folder: Path, limits: Settings) -> list[ForkServerProcess]:
     ranks = [
         processes.Process(target=_rank, args=(scenario, folder, limits, rank), daemon=True) for rank in range(RANKS)
     ]
     for process in ranks:
         process.start()
+    return ranks
+
+
+def await_ends(ranks: list[ForkServerProcess], folder: Path, stopped: int | None = None) -> list[End]:
     for rank, process in enumerate(ranks):
         if rank != stopped:
             process.join(timeout=PATIENCE_S)
@@ -95,7 +104,7 @@ def steps(phases: Phases, disturb: Callable[[], None], *, count: int = 8) -> Non
         phases.finished(step + 1)
 
 
-# --- what befalls them -----------------------------------------------------------------------------------------------
+# --- scenarios -------------------------------------------------------------------------------------------------------
 
 
 def nothing(phases: Phases) -> None:
@@ -164,47 +173,75 @@ def leaves_early(phases: Phases) -> None:
         time.sleep(1)
 
 
-@pytest.mark.parametrize(("scenario", "limits"), [(nothing, PATIENT), (all_slow, SOON_HUNG), (leaves_early, PATIENT)])
-def test_ranks_that_work_are_left_alone(scenario, limits, tmp_path):
-    ends = watched(scenario, tmp_path, limits)
+SLEEPING = {
+    all_slow: (SOON_HUNG, None),
+    last_stopped: (SOON_DEAD, 2),
+    first_stopped: (SOON_DEAD, 0),
+    last_hangs: (SOON_HUNG, None),
+    first_hangs: (SOON_HUNG, None),
+}
+"""The limits of the scenarios that mostly wait, and the rank that is stopped."""
+
+
+@pytest.fixture(scope="module")
+def ends_of(tmp_path_factory) -> Callable[[Callable[[Phases], None]], tuple[Path, list[End]]]:
+    """The folder and the ends of a scenario's ranks; those that mostly wait run at the same time."""
+    folders = {scenario: tmp_path_factory.mktemp(scenario.__name__) for scenario in SLEEPING}
+    running = {scenario: start(scenario, folders[scenario], limits) for scenario, (limits, _) in SLEEPING.items()}
+    ends = {
+        scenario: await_ends(ranks, folders[scenario], SLEEPING[scenario][1]) for scenario, ranks in running.items()
+    }
+
+    def ended(scenario: Callable[[Phases], None]) -> tuple[Path, list[End]]:
+        if scenario in ends:
+            return folders[scenario], ends[scenario]
+        folder = tmp_path_factory.mktemp(scenario.__name__)
+        return folder, watched(scenario, folder)
+
+    return ended
+
+
+@pytest.mark.parametrize("scenario", [nothing, all_slow, leaves_early])
+def test_ranks_that_work_are_left_alone(scenario, ends_of):
+    _, ends = ends_of(scenario)
     assert [end.code for end in ends] == [0] * RANKS
     assert [end.errors for end in ends] == [[]] * RANKS
 
 
 @pytest.mark.parametrize(
-    ("scenario", "limits", "culprit", "said"),
+    ("scenario", "lost", "reason"),
     [
-        (last_killed, PATIENT, 2, r"was lost: its process ended or was cut off"),
-        (first_killed, PATIENT, 0, r"was lost: its process ended or was cut off"),
-        (last_stopped, SOON_DEAD, 2, r"was lost: no sign of life for \d+ s"),
-        (first_stopped, SOON_DEAD, 0, r"was lost: no sign of life for \d+ s"),
+        (last_killed, 2, r"was lost: its process ended or was cut off"),
+        (first_killed, 0, r"was lost: its process ended or was cut off"),
+        (last_stopped, 2, r"was lost: no sign of life for \d+ s"),
+        (first_stopped, 0, r"was lost: no sign of life for \d+ s"),
     ],
 )
-def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, limits, culprit, said, tmp_path):
-    ends = watched(scenario, tmp_path, limits, stopped=culprit)
-    assert ends[culprit].code == -signal.SIGKILL
-    line = re.compile(rf"rank {culprit} on n{culprit} \(\d step\(s\) done, in phase \w+\) {said}$")
-    for rank in {0, 1, 2} - {culprit}:
+def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, lost, reason, ends_of):
+    folder, ends = ends_of(scenario)
+    assert ends[lost].code == -signal.SIGKILL
+    line = re.compile(rf"rank {lost} on n{lost} \(\d step\(s\) done, in phase \w+\) {reason}$")
+    for rank in {0, 1, 2} - {lost}:
         end = ends[rank]
         assert end.code == LOST_RANK, end
         assert len(end.errors) == 1 and line.search(end.errors[0]), end
         assert end.errors[0].startswith(f"[{rank}@n{rank}]")
         assert not [text for text in end.lines if "Traceback" in text], end
         # In a step still, or on its way out of one that a broken connection ended.
-        assert re.search("in (steps|__exit__)", (tmp_path / "stacks" / f"rank_0000{rank}.txt").read_text())
+        assert re.search("in (steps|__exit__)", (folder / "stacks" / f"rank_0000{rank}.txt").read_text())
 
 
-@pytest.mark.parametrize(("scenario", "culprit"), [(last_hangs, 2), (first_hangs, 0)])
-def test_a_hung_rank_is_told_from_those_that_wait(scenario, culprit, tmp_path):
-    ends = watched(scenario, tmp_path, SOON_HUNG)
+@pytest.mark.parametrize(("scenario", "hung"), [(last_hangs, 2), (first_hangs, 0)])
+def test_a_hung_rank_is_distinguished_from_those_that_wait(scenario, hung, ends_of):
+    folder, ends = ends_of(scenario)
     assert [end.code for end in ends] == [LOST_RANK] * RANKS
     for end in ends:
-        assert f"rank {culprit} on n{culprit} (2 step(s) done, in phase data) hangs at" in end.errors[0]
+        assert f"rank {hung} on n{hung} (2 step(s) done, in phase data) hangs at" in end.errors[0]
         assert "the others wait" in end.errors[0] and len(end.errors) == 1
-    assert f"in {scenario.__name__}" in (tmp_path / "stacks" / f"rank_0000{culprit}.txt").read_text()
+    assert f"in {scenario.__name__}" in (folder / "stacks" / f"rank_0000{hung}.txt").read_text()
 
 
-def test_a_rank_that_fails_says_so_and_the_others_repeat_it_in_a_line(tmp_path):
+def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(tmp_path):
     ends = watched(last_fails, tmp_path)
     assert [end.code for end in ends] == [INTERNAL_FAULT, INTERNAL_FAULT, 1]  # multiprocessing's own 1
     assert "ValueError: no such sample" in ends[2].lines[-1], "the traceback is its own"

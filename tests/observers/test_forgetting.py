@@ -1,4 +1,4 @@
-"""Forgetting is measured from step 0, over every attempt; and beyond its budget a run does what it was told to."""
+"""Forgetting is measured from step 0 over all attempts, and beyond its budget the configured action follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.errors import RESUME_LATER, ForgettingError
 from pipeline.observers.forgetting import apply_forgetting_budget
 from pipeline.training.observer import ValidationEvent
 from tests.distributed import RankError, run_ranks
-from tests.training.runs import losses, make_run, metrics, train
+from tests.training.runs import losses, make_run, metrics, train, train_each
 
 # It learns Korean alone, and fast: English suffers at once.
 SETTINGS: dict[str, Any] = {
@@ -26,8 +26,10 @@ SETTINGS: dict[str, Any] = {
 def test_the_figure_and_the_lowered_rate_survive_resuming(tokens, tmp_path):
     settings = {**SETTINGS, "forgetting": {"max_increase": 1e-4, "action": "lower_learning_rate"}}
     config = make_run(tmp_path / "run", tokens, zero=1, **settings)
-    assert run_ranks(_stopped_in_the_first_step, 2, config) == [RESUME_LATER] * 2
-    assert run_ranks(train, 2, config) == [0, 0]
+    undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=1, **settings)
+    at_full_rate = make_run(tmp_path / "full", tokens, zero=1, **SETTINGS)
+    codes = run_ranks(_train, 2, [config, config, undisturbed, at_full_rate])
+    assert codes == [[RESUME_LATER, 0, 0, 0]] * 2
     found = metrics(tmp_path / "run")
     for line in found[1:]:
         increase = line["perplexity/english"] / found[0]["perplexity/english"] - 1
@@ -37,16 +39,12 @@ def test_the_figure_and_the_lowered_rate_survive_resuming(tokens, tmp_path):
     assert found[-1]["perplexity_growth/korean"] < -0.1  # learnt
     assert found[-1]["forgetting/english"] > 1e-4
 
-    undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=1, **settings)
-    assert run_ranks(train, 2, undisturbed) == [0, 0]
     assert found == metrics(tmp_path / "undisturbed")
-    at_full_rate = make_run(tmp_path / "full", tokens, zero=1, **SETTINGS)
-    assert run_ranks(train, 2, at_full_rate) == [0, 0]
     assert losses(tmp_path / "run") != losses(tmp_path / "full")
 
 
-def _stopped_in_the_first_step(config):
-    return train(config, stop=True)
+def _train(configs):
+    return train_each(configs, stop_first=True)
 
 
 def test_a_run_that_must_stop_saves_first(tokens, tmp_path):

@@ -1,4 +1,4 @@
-"""What a run measures of itself: it adds up, and is described."""
+"""The performance figures of a run: their sums, units and documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.config.run import load_config
 from pipeline.model.from_hf import open_base
 from pipeline.sizing.flops import mfu_per_token_rate
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, prepared, start_deepspeed, train
+from tests.training.runs import make_run, prepared, start_deepspeed, train_each
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 IN_A_STEP = ("data", "forward", "backward", "step", "communication")
@@ -83,12 +83,14 @@ def test_every_figure_is_in_the_table(observed):
 
 
 def test_a_run_that_goes_on_counts_its_restarts(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, schedule__steps=3)
-    for attempt, expected in (("here.0", [75]), ("here.1", [0])):
-        assert run_ranks(_as, 1, config, attempt) == expected
+    config = make_run(tmp_path, tokens, schedule__steps=3, zero=1)
+    assert run_ranks(_two_attempts, 1, config) == [[75, 0]]
     assert [line["restarts"] for line in lines_of(tmp_path)] == [0, 0, 1, 1]
 
 
-def _as(config, attempt):
-    os.environ["ATTEMPT"] = attempt
-    return train(config, stop=attempt == "here.0")
+def _two_attempts(config):
+    codes = []
+    for attempt in ("here.0", "here.1"):
+        os.environ["ATTEMPT"] = attempt
+        codes += train_each([config], stop_first=attempt == "here.0")
+    return codes

@@ -1,4 +1,4 @@
-"""Traces: of the steps and ranks that were asked for, and at no cost to the numbers."""
+"""Traces: they hold the requested steps and ranks, and change no number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.observers.performance import PROFILE
 from tests.distributed import RankError, run_ranks
-from tests.training.runs import make_run, metrics, train
+from tests.training.runs import make_run, metrics, train, train_each
 
 EVENTS = {"schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
 
@@ -19,8 +19,9 @@ EVENTS = {"schedule__steps": 4, "validation__every_steps": 2, "checkpoints__ever
 def test_a_trace_has_the_steps_that_were_asked_for_and_changes_no_figure(tokens, tmp_path):
     plain = make_run(tmp_path / "plain", tokens, **EVENTS)
     config = make_run(tmp_path / "traced", tokens, profile={"steps": [2, 3], "ranks": [1]}, **EVENTS)
-    for one in (plain, config):
-        assert run_ranks(train, 2, one) == [0, 0]
+    stopped = make_run(tmp_path / "stopped", tokens, profile={"steps": [1, 100]})
+    assert run_ranks(_train, 2, [stopped, plain, config]) == [[75, 0, 0]] * 2
+    assert len(list((stopped.parent / PROFILE).iterdir())) == 1, "a stopped run writes its trace"
     assert metrics(config.parent) == metrics(plain.parent)
     assert not (plain.parent / PROFILE).exists()
 
@@ -35,18 +36,12 @@ def test_a_trace_has_the_steps_that_were_asked_for_and_changes_no_figure(tokens,
     assert any("gloo" in name for name in names)
 
 
+def _train(configs):
+    return train_each(configs, stop_first=True)
+
+
 def test_a_rank_that_is_not_there_cannot_be_traced(tokens, tmp_path):
     config = make_run(tmp_path, tokens, profile={"steps": [1, 1], "ranks": [0, 1]})
     with pytest.raises(RankError, match=r"ConfigError: profile.ranks: rank 1 of 1 ranks"):
         run_ranks(train, 1, config)
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_stopped_run_writes_what_it_traced(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, profile={"steps": [1, 100]})
-    assert run_ranks(_stopped, 1, config) == [75]
-    assert len(list((tmp_path / PROFILE).iterdir())) == 1
-
-
-def _stopped(config):
-    return train(config, stop=True)

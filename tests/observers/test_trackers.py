@@ -61,7 +61,7 @@ def wandb_records(folder: Path) -> dict[str, list[Any]]:
     from wandb.sdk.internal.datastore import DataStore
 
     found: dict[str, list[Any]] = defaultdict(list)
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         store = DataStore()
         store.open_for_scan(str(path))
         while (data := store.scan_data()) is not None:

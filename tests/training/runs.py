@@ -149,6 +149,14 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
         return run_training(config, torch.device("cpu"), make_observers)
 
 
+def train_each(configs: Sequence[Path], *, stop_first: bool = False) -> list[int]:
+    """Trains one run after the other in the same processes, which start only once; returns their exit codes.
+
+    stop_first: the first one is stopped in its first step.
+    """
+    return [train(config, stop=stop_first and number == 0) for number, config in enumerate(configs)]
+
+
 def train_and_look(config: Path) -> dict[str, Any]:
     """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
     start_deepspeed()

@@ -73,10 +73,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return named
 
 
-def _names(checkpoints: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in checkpoints) or "there is none"
-
-
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints to resume from, best first: the one that `latest` names, then older ones.
 
@@ -149,3 +145,7 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
         path.unlink(missing_ok=True)
+
+
+def _names(checkpoints: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in checkpoints) or "there is none"

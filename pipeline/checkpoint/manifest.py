@@ -188,14 +188,6 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _is_of_another_version(content: bytes) -> bool:
-    try:
-        values = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(values, dict) and values.get("format") != FORMAT
-
-
 def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
 
@@ -218,13 +210,6 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
         raise DamagedCheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
-    return CheckpointStorageError(
-        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
-        "again"
-    )
-
-
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
     """Checks that a run can resume from a checkpoint. The layout may differ.
 
@@ -240,6 +225,21 @@ def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str,
     """Raises CheckpointError if a checkpoint is of another base or of another method."""
     _check_base(manifest, folder, base_hashes)
     _check_equal(folder, "method", manifest.run.method, method.model_dump(mode="json"))
+
+
+def _is_of_another_version(content: bytes) -> bool:
+    try:
+        values = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(values, dict) and values.get("format") != FORMAT
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
+    return CheckpointStorageError(
+        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
+        "again"
+    )
 
 
 def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]) -> None:

@@ -94,6 +94,60 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
 
 
+class Fragment(NamedTuple):
+    """`length` elements from `start` on in flat tensor number `group` of data-parallel rank `dp_rank`."""
+
+    dp_rank: int
+    group: int
+    start: int
+    length: int
+
+
+Fragments = dict[str, list[Fragment]]
+"""For every parameter the fragments that make up its flattened values, in order."""
+
+
+# Where ZeRO puts each parameter: DeepSpeed flattens the parameters that train and cuts them over the data-parallel
+# ranks. Stages 1 and 2 join all parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
+
+
+def stage_1_2_fragments(slices: Sequence[Sequence[Mapping[str, tuple[int, int]]]]) -> Fragments:
+    """Stages 1 and 2: from the start and length of each parameter in every flat tensor, `slices[dp_rank][group]`."""
+    fragments: Fragments = {}
+    for dp_rank, groups in enumerate(slices):
+        for group, names in enumerate(groups):
+            for name, (start, length) in names.items():
+                fragments.setdefault(name, []).append(Fragment(dp_rank, group, start, length))
+    return fragments
+
+
+def stage_3_fragments(sizes: Mapping[str, int], group_sizes: Sequence[int], dp_size: int) -> Fragments:
+    """Stage 3: each parameter is padded to a multiple of `dp_size` and cut into equal pieces.
+
+    `sizes` are the parameters' numbers of elements, in the order in which DeepSpeed flattened them; `group_sizes` are
+    the lengths of a rank's flat tensors.
+
+    Raises:
+        ValueError: the parameters do not fill the flat tensors exactly.
+    """
+    fragments: Fragments = {}
+    group, start = 0, 0
+    for name, size in sizes.items():
+        piece = -(-size // dp_size)
+        while group < len(group_sizes) and start == group_sizes[group]:
+            group, start = group + 1, 0
+        if piece and (group == len(group_sizes) or start + piece > group_sizes[group]):
+            raise ValueError(f"{name} does not fit the flat tensors of {dp_size} ranks")
+        # The last pieces hold the padding.
+        lengths = (min(piece, max(0, size - dp_rank * piece)) for dp_rank in range(dp_size))
+        fragments[name] = [Fragment(rank, group, start, length) for rank, length in enumerate(lengths) if length]
+        start += piece
+    filled = sum(group_sizes[:group]) + start
+    if filled != sum(group_sizes):
+        raise ValueError(f"the parameters fill {filled} of the {sum(group_sizes)} elements in the flat tensors")
+    return fragments
+
+
 def _optimizer_files(folder: Path) -> list[list[Path]]:
     """The optimizer files `[tp_rank][dp_rank]`: a full grid."""
     if not folder.is_dir():
@@ -110,19 +164,6 @@ def _optimizer_files(folder: Path) -> list[list[Path]]:
             f"({len(missing)} missing); copy the whole folder, from every node"
         )
     return [[files[tp_rank, dp_rank] for dp_rank in range(dp_size)] for tp_rank in range(tp_size)]
-
-
-class Fragment(NamedTuple):
-    """`length` elements from `start` on in flat tensor number `group` of data-parallel rank `dp_rank`."""
-
-    dp_rank: int
-    group: int
-    start: int
-    length: int
-
-
-Fragments = dict[str, list[Fragment]]
-"""For every parameter the fragments that make up its flattened values, in order."""
 
 
 @dataclass(frozen=True)
@@ -202,44 +243,3 @@ def _stage_3_shards(models: Sequence[Mapping[str, Any]], optimizers: Sequence[Ma
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
-
-
-# Where ZeRO puts each parameter: DeepSpeed flattens the parameters that train and cuts them over the data-parallel
-# ranks. Stages 1 and 2 join all parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
-
-
-def stage_1_2_fragments(slices: Sequence[Sequence[Mapping[str, tuple[int, int]]]]) -> Fragments:
-    """Stages 1 and 2: from the start and length of each parameter in every flat tensor, `slices[dp_rank][group]`."""
-    fragments: Fragments = {}
-    for dp_rank, groups in enumerate(slices):
-        for group, names in enumerate(groups):
-            for name, (start, length) in names.items():
-                fragments.setdefault(name, []).append(Fragment(dp_rank, group, start, length))
-    return fragments
-
-
-def stage_3_fragments(sizes: Mapping[str, int], group_sizes: Sequence[int], dp_size: int) -> Fragments:
-    """Stage 3: each parameter is padded to a multiple of `dp_size` and cut into equal pieces.
-
-    `sizes` are the parameters' numbers of elements, in the order in which DeepSpeed flattened them; `group_sizes` are
-    the lengths of a rank's flat tensors.
-
-    Raises:
-        ValueError: the parameters do not fill the flat tensors exactly.
-    """
-    fragments: Fragments = {}
-    group, start = 0, 0
-    for name, size in sizes.items():
-        piece = -(-size // dp_size)
-        while group < len(group_sizes) and start == group_sizes[group]:
-            group, start = group + 1, 0
-        if piece and (group == len(group_sizes) or start + piece > group_sizes[group]):
-            raise ValueError(f"{name} does not fit the flat tensors of {dp_size} ranks")
-        # The last pieces hold the padding.
-        lengths = (min(piece, max(0, size - dp_rank * piece)) for dp_rank in range(dp_size))
-        fragments[name] = [Fragment(rank, group, start, length) for rank, length in enumerate(lengths) if length]
-        start += piece
-    filled = sum(group_sizes[:group]) + start
-    if filled != sum(group_sizes):
-        raise ValueError(f"the parameters fill {filled} of the {sum(group_sizes)} elements in the flat tensors")
-    return fragments

@@ -51,19 +51,6 @@ def write_torch_file(path: Path, value: Any) -> None:  # noqa: ANN401
         raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
-class _Writer(io.BufferedWriter):
-    """A file that remembers why a write failed."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:  # noqa: ANN401
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-
 def open_torch_file(path: Path) -> Any:  # noqa: ANN401
     """The content of `path`. Tensors stay on disk until they are used (mmap).
 
@@ -84,6 +71,19 @@ def open_torch_file(path: Path) -> Any:  # noqa: ANN401
         raise CheckpointError(f"{path}: {fault}") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged ({_first_line(error)}); use another checkpoint") from None
+
+
+class _Writer(io.BufferedWriter):
+    """A file that remembers why a write failed."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:  # noqa: ANN401
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def _first_line(error: Exception) -> str:

@@ -122,12 +122,6 @@ class TrainedModel:
         ]
 
 
-def _skeleton(method: TrainingMethod, base: BaseFolder) -> Decoder:
-    """The decoder that `method` makes of `base`, without values."""
-    with torch.device("meta"):
-        return method.build(base.spec, SINGLE, "none")
-
-
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     """Opens a checkpoint folder and the base that it was trained on.
 
@@ -186,20 +180,6 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     }
 
 
-def _norms_by_kind(model: TrainedModel) -> dict[str, list[float]]:
-    """The Frobenius norm of each kind of block in every layer; an added layer is a kind of its own."""
-    squares: dict[str, list[float]] = defaultdict(lambda: [0.0] * model.spec.num_layers)
-    for name in model.shapes:
-        if not name.startswith("layers.") or name.endswith(".bias"):
-            continue
-        layer = int(name.split(".")[1])
-        whole_layer = "added layer" if layer in model.structure.added_layers else "base"
-        kind = whole_layer if is_base(name) else block_kind(name)
-        if kind is not None:
-            squares[kind][layer] += float(model.read(name).detach().float().square().sum())
-    return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
-
-
 def as_text(facts: dict[str, Any]) -> str:
     """The facts that `describe_checkpoint` found, as text."""
 
@@ -220,3 +200,23 @@ def as_text(facts: dict[str, Any]) -> str:
     for layer, norms in enumerate(zip(*facts["norms"].values(), strict=True)):
         lines.append(f"{layer:>5}  " + "  ".join(f"{norm:>22.4f}" for norm in norms))
     return "\n".join(lines)
+
+
+def _norms_by_kind(model: TrainedModel) -> dict[str, list[float]]:
+    """The Frobenius norm of each kind of block in every layer; an added layer is a kind of its own."""
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0] * model.spec.num_layers)
+    for name in model.shapes:
+        if not name.startswith("layers.") or name.endswith(".bias"):
+            continue
+        layer = int(name.split(".")[1])
+        whole_layer = "added layer" if layer in model.structure.added_layers else "base"
+        kind = whole_layer if is_base(name) else block_kind(name)
+        if kind is not None:
+            squares[kind][layer] += float(model.read(name).detach().float().square().sum())
+    return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
+
+
+def _skeleton(method: TrainingMethod, base: BaseFolder) -> Decoder:
+    """The decoder that `method` makes of `base`, without values."""
+    with torch.device("meta"):
+        return method.build(base.spec, SINGLE, "none")

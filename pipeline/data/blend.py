@@ -42,52 +42,6 @@ class Draw(NamedTuple):
     occurrence: int
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Blocks with the same quotas. `drawn[c]` samples of corpus c came before the segment."""
-
-    start: int
-    blocks: int | None
-    quotas: tuple[int, ...]
-    drawn: tuple[int, ...]
-
-    @cached_property
-    def block_size(self) -> int:
-        return sum(self.quotas)
-
-    @cached_property
-    def stride(self) -> int:
-        """A step that is coprime to the block's size and spreads consecutive positions evenly over its slots."""
-        stride = max(1, round(self.block_size * _GOLDEN))
-        while math.gcd(stride, self.block_size) != 1:
-            stride += 1
-        return stride
-
-    @cached_property
-    def slot_ends(self) -> list[int]:
-        """Where the slots of each corpus end."""
-        return list(accumulate(self.quotas))
-
-    @property
-    def stop(self) -> int | None:
-        return None if self.blocks is None else self.start + self.blocks * self.block_size
-
-    def drawn_before(self, index: int, corpus: int) -> int:
-        """How many samples of `corpus` come before the global `index`, which lies in the segment or at its end."""
-        block, position = divmod(index - self.start, self.block_size)
-        quota, slot_end = self.quotas[corpus], self.slot_ends[corpus]
-        earlier = self._count_below(slot_end, position) - self._count_below(slot_end - quota, position)
-        return self.drawn[corpus] + block * quota + earlier
-
-    def _count_below(self, slot: int, position: int) -> int:
-        """How many of the first `position` positions of a block map to slots below `slot`.
-
-        x mod n is below s where floor((x + n - s) / n) is floor(x / n), and one less than floor((x + n) / n).
-        """
-        size, stride = self.block_size, self.stride
-        return floor_sum(position, size, stride, size) - floor_sum(position, size, stride, size - slot)
-
-
 class Blend:
     """Maps global indices to corpora.
 
@@ -170,41 +124,6 @@ class Blend:
         return quotas
 
 
-def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
-    """The quotas, scaled down so that the corpus that ends first is exhausted."""
-    scale, first = min((left[c] / quota, c) for c, quota in enumerate(quotas) if quota)
-    last = [int(min(round(quota * scale), remaining)) for quota, remaining in zip(quotas, left, strict=True)]
-    last[first] = int(left[first])
-    return last
-
-
-def _left(share: Share, drawn: int) -> float:
-    return math.inf if share.budget is None else share.budget - drawn
-
-
-def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
-    """The sum of floor((factor · k + offset) / modulus) over k in range(count), with Euclid's algorithm."""
-    total = 0
-    while count > 0:
-        total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
-        factor, offset = factor % modulus, offset % modulus
-        # Count the lattice points under the line along the other axis.
-        count, offset = divmod(factor * count + offset, modulus)
-        modulus, factor = factor, modulus
-    return total
-
-
-def mix(*values: int) -> int:
-    """A 64-bit hash of integers (the finalizer of SplitMix64, chained)."""
-    state = 0
-    for value in values:
-        state = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK_64
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK_64
-        state ^= state >> 31
-    return state
-
-
 class Permutation:
     """A random permutation of range(size), determined by `key`, evaluated at one point in constant time.
 
@@ -237,3 +156,84 @@ class Permutation:
         for key in self._round_keys:
             left, right = right, left ^ (mix(right ^ key) & self._half_mask)
         return left << self._half_bits | right
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (the finalizer of SplitMix64, chained)."""
+    state = 0
+    for value in values:
+        state = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK_64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK_64
+        state ^= state >> 31
+    return state
+
+
+def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
+    """The sum of floor((factor · k + offset) / modulus) over k in range(count), with Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        # Count the lattice points under the line along the other axis.
+        count, offset = divmod(factor * count + offset, modulus)
+        modulus, factor = factor, modulus
+    return total
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Blocks with the same quotas. `drawn[c]` samples of corpus c came before the segment."""
+
+    start: int
+    blocks: int | None
+    quotas: tuple[int, ...]
+    drawn: tuple[int, ...]
+
+    @cached_property
+    def block_size(self) -> int:
+        return sum(self.quotas)
+
+    @cached_property
+    def stride(self) -> int:
+        """A step that is coprime to the block's size and spreads consecutive positions evenly over its slots."""
+        stride = max(1, round(self.block_size * _GOLDEN))
+        while math.gcd(stride, self.block_size) != 1:
+            stride += 1
+        return stride
+
+    @cached_property
+    def slot_ends(self) -> list[int]:
+        """Where the slots of each corpus end."""
+        return list(accumulate(self.quotas))
+
+    @property
+    def stop(self) -> int | None:
+        return None if self.blocks is None else self.start + self.blocks * self.block_size
+
+    def drawn_before(self, index: int, corpus: int) -> int:
+        """How many samples of `corpus` come before the global `index`, which lies in the segment or at its end."""
+        block, position = divmod(index - self.start, self.block_size)
+        quota, slot_end = self.quotas[corpus], self.slot_ends[corpus]
+        earlier = self._count_below(slot_end, position) - self._count_below(slot_end - quota, position)
+        return self.drawn[corpus] + block * quota + earlier
+
+    def _count_below(self, slot: int, position: int) -> int:
+        """How many of the first `position` positions of a block map to slots below `slot`.
+
+        x mod n is below s where floor((x + n - s) / n) is floor(x / n), and one less than floor((x + n) / n).
+        """
+        size, stride = self.block_size, self.stride
+        return floor_sum(position, size, stride, size) - floor_sum(position, size, stride, size - slot)
+
+
+def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
+    """The quotas, scaled down so that the corpus that ends first is exhausted."""
+    scale, first = min((left[c] / quota, c) for c, quota in enumerate(quotas) if quota)
+    last = [int(min(round(quota * scale), remaining)) for quota, remaining in zip(quotas, left, strict=True)]
+    last[first] = int(left[first])
+    return last
+
+
+def _left(share: Share, drawn: int) -> float:
+    return math.inf if share.budget is None else share.budget - drawn

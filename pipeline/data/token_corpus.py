@@ -251,20 +251,6 @@ class PackedCorpus:
         )
 
 
-def _cuts_between_documents(source: TokenCorpus, sequence_length: int) -> npt.NDArray[np.int64]:
-    """Where samples begin if each holds as many whole documents as fit.
-
-    A document longer than a sample starts a new one and continues in the next, followed by other documents.
-    """
-    borders = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
-    cuts = [0]
-    while cuts[-1] + sequence_length < source.tokens:
-        furthest = cuts[-1] + sequence_length
-        border = borders[bisect.bisect_right(borders, furthest) - 1]
-        cuts.append(border if border > cuts[-1] else furthest)
-    return np.array(cuts, dtype=np.int64)
-
-
 def pack(
     window: npt.NDArray[Any],
     document_starts: npt.NDArray[np.int64],
@@ -304,3 +290,17 @@ def pack(
     begins = np.concatenate([[0], inner])
     positions = np.arange(sequence_length, dtype=np.int64) - begins[document_ids]
     return Sample(tokens, targets, positions, document_ids, answer_starts)
+
+
+def _cuts_between_documents(source: TokenCorpus, sequence_length: int) -> npt.NDArray[np.int64]:
+    """Where samples begin if each holds as many whole documents as fit.
+
+    A document longer than a sample starts a new one and continues in the next, followed by other documents.
+    """
+    borders = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
+    cuts = [0]
+    while cuts[-1] + sequence_length < source.tokens:
+        furthest = cuts[-1] + sequence_length
+        border = borders[bisect.bisect_right(borders, furthest) - 1]
+        cuts.append(border if border > cuts[-1] else furthest)
+    return np.array(cuts, dtype=np.int64)

@@ -61,7 +61,7 @@ ADDED_CHANNELS = 256
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one group of processes measures, in `folder`: a base whose every width is divided by `divisor`."""
+    """What a group of processes measures, in `folder`: a base whose every width is divided by `divisor`."""
 
     base: str
     divisor: int
@@ -111,7 +111,7 @@ class Measurement:
         return parse_config(values, source="the benchmark")
 
 
-def worker(rank: int, port: int, asked: Measurement) -> None:
+def worker(rank: int, port: int, measurement: Measurement) -> None:
     """One rank; rank 0 writes what was measured."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
@@ -123,35 +123,35 @@ def worker(rank: int, port: int, asked: Measurement) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     try:
-        rows = measure(asked)
+        rows = measure(measurement)
         if rank == 0:
-            write_json(asked.folder / ROWS, rows)
+            write_json(measurement.folder / ROWS, rows)
     finally:
         dist.destroy_process_group()
 
 
-def measure(asked: Measurement) -> list[dict[str, Any]]:
+def measure(measurement: Measurement) -> list[dict[str, Any]]:
     """One row for each way of saving."""
-    engine = trained_engine(asked)
-    saver = Saver(asked, engine)
+    engine = trained_engine(measurement)
+    saver = Saver(measurement, engine)
     seconds: dict[str, list[Seconds]] = {way: [] for way in WAYS}
     size: dict[str, int] = {}
-    for step in range(1, asked.rounds + 2):
+    for step in range(1, measurement.rounds + 2):
         for way in WAYS:
             taken, saved = saver.save(way, step)
             size[way] = sum(file.stat().st_size for file in saved.iterdir())
             dist.barrier()
             if dist.get_rank() == 0:
-                shutil.rmtree(asked.folder / way)
+                shutil.rmtree(measurement.folder / way)
             if step > 1:  # the first is a warm-up
                 seconds[way].append(taken)
     trained = engine.trainable_parameters
     return [
         {
-            "base": asked.base,
+            "base": measurement.base,
             "base_parameters": engine.total_parameters - trained,
             "trainable_parameters": trained,
-            "zero_stage": asked.zero_stage,
+            "zero_stage": measurement.zero_stage,
             "way": way,
             "bytes": size[way],
             "size_to_needed": size[way] / (NEEDED_BYTES * trained),
@@ -175,15 +175,15 @@ class Seconds(NamedTuple):
 class Saver:
     """Saves `engine` in each of the ways."""
 
-    def __init__(self, asked: Measurement, engine: Engine) -> None:
+    def __init__(self, measurement: Measurement, engine: Engine) -> None:
         from pipeline.training.checkpointing import Checkpoints
 
-        base = BaseFolder(asked.folder, asked.spec, known_hashes={})
-        run = describe_run(asked.config, base, engine.model, "none")
-        layout = describe_layout(Layout(RANKS), asked.zero_stage, torch.bfloat16)
-        self.folder, self.engine = asked.folder, engine
+        base = BaseFolder(measurement.folder, measurement.spec, known_hashes={})
+        run = describe_run(measurement.config, base, engine.model, "none")
+        layout = describe_layout(Layout(RANKS), measurement.zero_stage, torch.bfloat16)
+        self.folder, self.engine = measurement.folder, engine
         self.checkpoints = {
-            way: Checkpoints(asked.folder / way, run, layout, keep_last=1, asynchronous=way == ASYNCHRONOUS)
+            way: Checkpoints(measurement.folder / way, run, layout, keep_last=1, asynchronous=way == ASYNCHRONOUS)
             for way in (OURS, ASYNCHRONOUS)
         }
 
@@ -211,15 +211,15 @@ class Saver:
         return Seconds(blocked, time.perf_counter() - started), saved
 
 
-def trained_engine(asked: Measurement) -> Engine:
+def trained_engine(measurement: Measurement) -> Engine:
     """An engine with random weights after one step, so that the optimizer has its state."""
     from pipeline.deepspeed_config import load_deepspeed_config
     from pipeline.training.engine import Engine, build_model
 
-    config, spec, layout = asked.config, asked.spec, Layout(RANKS)
+    config, spec, layout = measurement.config, measurement.spec, Layout(RANKS)
     settings, groups = load_deepspeed_config(config.deepspeed, layout), ProcessGroups(layout)
     torch.manual_seed(0)
-    model = build_model(config, BaseFolder(asked.folder, spec), settings, groups)
+    model = build_model(config, BaseFolder(measurement.folder, spec), settings, groups)
     for parameter in model.parameters():
         held_values(parameter).detach().normal_(std=0.02)
     engine = Engine(model, config, settings, groups)
@@ -230,20 +230,22 @@ def trained_engine(asked: Measurement) -> Engine:
     return engine
 
 
-def run_ranks(asked: Measurement) -> list[dict[str, Any]]:
+def run_ranks(measurement: Measurement) -> list[dict[str, Any]]:
     """The rows of one base and ZeRO stage, measured in processes of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=worker, args=(rank, port, asked)) for rank in range(RANKS)]
+    ranks = [context.Process(target=worker, args=(rank, port, measurement)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise SystemExit(f"error: {asked.base}, ZeRO-{asked.zero_stage}: a rank failed; see its traceback above")
-    rows: list[dict[str, Any]] = json.loads((asked.folder / ROWS).read_text(encoding="utf-8"))
+        raise SystemExit(
+            f"error: {measurement.base}, ZeRO-{measurement.zero_stage}: a rank failed; see its traceback above"
+        )
+    rows: list[dict[str, Any]] = json.loads((measurement.folder / ROWS).read_text(encoding="utf-8"))
     return rows
 
 
@@ -281,20 +283,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed saves a way, after a warm-up")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be measured")
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for base in asked.bases:
+    for base in options.bases:
         of_base = []
-        for stage in asked.zero_stages:
-            with tempfile.TemporaryDirectory(dir=asked.folder, prefix="checkpoints-") as folder:
-                divisor = asked.divisor or DIVISORS[base]
-                of_base += run_ranks(Measurement(base, divisor, stage, asked.rounds, Path(folder)))
+        for stage in options.zero_stages:
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoints-") as folder:
+                divisor = options.divisor or DIVISORS[base]
+                of_base += run_ranks(Measurement(base, divisor, stage, options.rounds, Path(folder)))
         print_table(of_base)
         rows += of_base
-    if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(asked.json, rows)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -149,19 +149,19 @@ class _Run(NamedTuple):
 def _run(command: Sequence[str]) -> _Run:
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output_file:
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-c", _WITH_USAGE, *command],
-            stdout=said,
+            stdout=output_file,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=PROJECT,
         )
         process.wait()
         elapsed = time.perf_counter() - began
-        said.seek(0)
-        output = said.read().decode(errors="replace")
+        output_file.seek(0)
+        output = output_file.read().decode(errors="replace")
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-3000:]}")
     cpu_seconds, peak_mib = map(float, output.split()[-2:])

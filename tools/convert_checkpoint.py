@@ -50,17 +50,17 @@ def _convert(arguments: argparse.Namespace) -> None:
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:
         config = load_config(arguments.config)
-        asked = latest_conversion(config, arguments.format, dtype, arguments.output)
+        conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
         make_probe = run_probe(config)
     else:
-        asked = Conversion(arguments.checkpoint, arguments.base, arguments.output, arguments.format, dtype)
+        conversion = Conversion(arguments.checkpoint, arguments.base, arguments.output, arguments.format, dtype)
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
-    if convert(asked, make_probe):
-        logger.info("wrote %s", asked.output)
+    if convert(conversion, make_probe):
+        logger.info("wrote %s", conversion.output)
     else:
-        logger.info("%s is there already", asked.output)
+        logger.info("%s: already converted", conversion.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints what a checkpoint is: its method, widths, base, step, tokens, trained share, and the norms of its blocks.
+"""Prints a checkpoint's method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
 python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
 """

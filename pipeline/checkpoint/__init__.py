@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk, and a reader for checkpoints of any layout."""
+"""The files of a checkpoint, and a reader for checkpoints of any layout."""

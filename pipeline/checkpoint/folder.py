@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which there are, from which to resume, which to keep.
+"""The checkpoints of one run: listing them, choosing the one to resume from, and removing old ones.
 
 A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is complete; only then
 does the file `latest` name it. To go back further, a user writes an older one's name into `latest`.
@@ -43,7 +43,7 @@ def named_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
 
     Raises:
-        CheckpointError: it names something that is no checkpoint of this folder.
+        CheckpointError: its content is not the name of a checkpoint.
     """
     path = folder / LATEST
     try:
@@ -52,7 +52,7 @@ def named_checkpoint(folder: Path) -> Path | None:
         return None
     if name and not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{path}: names {name!r}, which is no checkpoint there; write one of these names: "
+            f"{path}: names {name!r}, which is not a checkpoint's name; write one of these names: "
             f"{_names(all_checkpoints(folder))}"
         )
     return folder / name if name else None
@@ -87,7 +87,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def holds_damaged(folder: Path) -> bool:
-    """Whether a checkpoint was set aside there."""
+    """Whether `folder` holds a damaged checkpoint that was renamed by `set_aside`."""
     return any(folder.glob(f"step_*{DAMAGED}*"))
 
 
@@ -115,7 +115,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def point_to(checkpoint: Path) -> None:
-    """Makes `latest` name it."""
+    """Makes `latest` name `checkpoint`."""
     write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
 
 
@@ -148,4 +148,4 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _names(checkpoints: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in checkpoints) or "there is none"
+    return ", ".join(path.name for path in checkpoints) or "none"

@@ -24,7 +24,7 @@ from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
-_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` beside it"
+_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 _PATHS: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
 
 
@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
 
 
 class Position(_Record):
-    """How far a run is, and what it must remember to resume exactly. Immutable: changes make a new one.
+    """The progress of a run, and everything needed to resume it exactly. Immutable: `changed` returns a copy.
 
     A step's samples follow from its number alone, whatever happened before it.
 
@@ -158,7 +158,7 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
 
 
 def versions() -> dict[str, str]:
-    """Of the software that writes checkpoints."""
+    """The versions of the software that writes checkpoints."""
     return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
 
 

@@ -59,7 +59,7 @@ class CheckpointReader:
         """The whole trained parameter `name`, or a moment of it, in fp32, as the optimizer holds it."""
         self._check_trained(name)
         partition, shape = partition_of(self._parameters[name]), full_shape_of(self._parameters[name])
-        # A parameter that is not split is whole on every rank: one is enough.
+        # A parameter that is not split is whole on every rank: rank 0's is read.
         ranks = self._shards if partition.dim is not None else self._shards[:1]
         shards = [rank.read(name, moment).view(rank.shapes[name]) for rank in ranks]
         whole = merge(shards, partition, shape[partition.dim or 0])
@@ -104,11 +104,11 @@ class Fragment(NamedTuple):
 
 
 Fragments = dict[str, list[Fragment]]
-"""For every parameter the fragments that make up its flattened values, in order."""
+"""For every parameter the fragments that make up its flattened values, in order.
 
-
-# Where ZeRO puts each parameter: DeepSpeed flattens the parameters that train and cuts them over the data-parallel
-# ranks. Stages 1 and 2 join all parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
+DeepSpeed flattens the parameters that train and cuts them over the data-parallel ranks. Stages 1 and 2 join all
+parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
+"""
 
 
 def stage_1_2_fragments(slices: Sequence[Sequence[Mapping[str, tuple[int, int]]]]) -> Fragments:

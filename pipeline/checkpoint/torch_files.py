@@ -1,4 +1,4 @@
-"""Files of tensors as `torch.save` writes them: synced to disk when written, and harmless when read."""
+"""Files of tensors as `torch.save` writes them: synced to disk when written, and safe to read: no code in them runs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is asked for. `dtype` None is the base's own."""
+    """A request to convert a checkpoint. `dtype` None is the base's own type."""
 
     checkpoint: Path
     base: Path
@@ -76,27 +76,29 @@ def run_probe(config: RunConfig) -> MakeProbe:
     )
 
 
-def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
-    """Writes `asked.output`, verified, completely or not at all; returns False if it is there already.
+def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
+    """Writes `conversion.output`, verified, completely or not at all.
+
+    Returns False, and writes nothing, if an equal request has already made it.
 
     Raises:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
         ConversionError: the format cannot express the model, what was written differs from it, or the output holds
             something else.
     """
-    model = open_trained(asked.checkpoint, asked.base)
+    model = open_trained(conversion.checkpoint, conversion.base)
     request = {
-        "checkpoint_manifest": file_hash(asked.checkpoint / MANIFEST_FILE),
-        "asked_format": asked.format,
-        "asked_dtype": None if asked.dtype is None else dtype_name(asked.dtype),
+        "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
+        "asked_format": conversion.format,
+        "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
     }
-    if _is_done(asked.output, request):
+    if _is_done(conversion.output, request):
         return False
     for name in model.manifest.files:
-        check_file(model.manifest, asked.checkpoint, name)
-    if asked.output.exists() and any(asked.output.iterdir()) and not _records(asked.output):
+        check_file(model.manifest, conversion.checkpoint, name)
+    if conversion.output.exists() and any(conversion.output.iterdir()) and not _records(conversion.output):
         raise ConversionError(
-            f"{asked.output}: is there already and was not made by a conversion; name another --output"
+            f"{conversion.output}: already exists and was not made by a conversion; name another --output"
         )
     record = {
         **request,
@@ -105,14 +107,14 @@ def convert(asked: Conversion, make_probe: MakeProbe) -> bool:
         "position": model.manifest.position.model_dump(),
         "method": model.manifest.run.method,
     }
-    asked.output.parent.mkdir(parents=True, exist_ok=True)
-    if asked.format == "expansion":
-        _write_expansion(asked.output, model, record)
+    conversion.output.parent.mkdir(parents=True, exist_ok=True)
+    if conversion.format == "expansion":
+        _write_expansion(conversion.output, model, record)
         return True
-    export = choose_export(model, asked.format, asked.dtype or model.base_dtype)
+    export = choose_export(model, conversion.format, conversion.dtype or model.base_dtype)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
-    _logger.info("writing %s, format %s, %s", asked.output, export.format, dtype_name(export.dtype))
-    with published_folder(asked.output) as folder:
+    _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
+    with published_folder(conversion.output) as folder:
         write_hf_folder(folder, export, model.base.path)
         report = verify(model, folder, make_probe(model), export.dtype)
         write_json(folder / VERIFICATION, asdict(report))

@@ -1,4 +1,4 @@
-"""A language model widened by SCALE, for `transformers`: this file travels with the weights.
+"""A language model widened by SCALE, for `transformers`. This file is shipped with the weights.
 
 It needs torch and transformers alone:
 
@@ -185,7 +185,7 @@ class Rotary(NamedTuple):
 
 
 class ScaleAttention(nn.Module):
-    """Causal attention. The expansion adds heads after the base's, and each path has all of them once more."""
+    """Causal attention. The expansion's heads follow the base's; each path has its own set of all heads."""
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class ScaleAttention(nn.Module):
 
 
 class ScaleFeedForward(nn.Module):
-    """Gated (Llama) or plain (GPT-NeoX)."""
+    """The feed-forward network: gated (Llama) or plain (GPT-NeoX)."""
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return self.embedding.base
 
     def get_output_embeddings(self) -> None:
-        """None: the output projection is two matrices, and a tied one is used from its place in the embedding."""
+        """None: the output projection is two matrices, and a tied one is read from the embedding."""
 
     def forward(
         self,

@@ -33,9 +33,9 @@ from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
-# Row and column of each block beside the base in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
+# Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
 # the output's.
-_BLOCK_PLACES = {
+_BLOCK_POSITIONS = {
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
     "expansion_to_expansion": (1, 1),
@@ -47,7 +47,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """Any model without an expansion; Preserve and Adapt on a base of the Llama family, trained with `norm: base`.
 
     Raises:
-        ConversionError: the model is another; says why.
+        ConversionError: the model is of another kind; the message gives the reason.
     """
     if model.plan is None:
         return _unwidened_export(model, dtype)
@@ -111,10 +111,10 @@ class _Fusion:
         # A tied output projection has no shape of its own.
         base_shape = shapes.get(name, shapes["embedding.base.weight"])
         shape, corners = list(base_shape), {name: (0,) * len(base_shape)}
-        for block, place in _BLOCK_PLACES.items():
+        for block, position in _BLOCK_POSITIONS.items():
             block_name = f"{stem}.{block}{kind}"
             if block_name in shapes:
-                offsets = place if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
+                offsets = position if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
                 corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
                 ends = [start + size for start, size in zip(corner, shapes[block_name], strict=True)]
                 shape = list(map(max, shape, ends))

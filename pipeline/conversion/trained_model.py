@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +26,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.layers import block_kind
+from pipeline.scale.layers import block_kind, block_norms
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -176,7 +175,7 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
         "trainable_parameters": trained,
         "total_parameters": total,
         "trained_fraction": trained / total,
-        "norms": _norms_by_kind(model),
+        "norms": _norms(model),
     }
 
 
@@ -202,18 +201,23 @@ def as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _norms_by_kind(model: TrainedModel) -> dict[str, list[float]]:
-    """The Frobenius norm of each kind of block in every layer; an added layer is a kind of its own."""
-    squares: dict[str, list[float]] = defaultdict(lambda: [0.0] * model.spec.num_layers)
-    for name in model.shapes:
+def _norms(model: TrainedModel) -> dict[str, list[float]]:
+    """The Frobenius norm of each kind of block in every layer; base weights of an added layer are a kind of their own.
+
+    Biases are left out; 0 where a layer has no block of a kind.
+    """
+
+    def kind_of(name: str) -> str | None:
         if not name.startswith("layers.") or name.endswith(".bias"):
-            continue
-        layer = int(name.split(".")[1])
-        whole_layer = "added layer" if layer in model.structure.added_layers else "base"
-        kind = whole_layer if is_base(name) else block_kind(name)
-        if kind is not None:
-            squares[kind][layer] += float(model.read(name).detach().float().square().sum())
-    return {kind: [value**0.5 for value in layers] for kind, layers in squares.items()}
+            return None
+        if not is_base(name):
+            return block_kind(name)
+        return "added layer" if int(name.split(".")[1]) in model.structure.added_layers else "base"
+
+    names = filter(kind_of, model.shapes)
+    norms = block_norms({name: float(model.read(name).detach().float().square().sum()) for name in names}, kind_of)
+    layers = range(model.spec.num_layers)
+    return {kind: [by_layer.get(layer, 0.0) for layer in layers] for kind, by_layer in norms.items()}
 
 
 def _skeleton(method: TrainingMethod, base: BaseFolder) -> Decoder:

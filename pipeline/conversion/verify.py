@@ -1,4 +1,4 @@
-"""Is the exported folder the model that trained? Both compute logits on real text; a report says how they differ."""
+"""Verification of an exported folder: its logits on real text are compared with those of the model that trained."""
 
 from __future__ import annotations
 
@@ -103,6 +103,8 @@ def probe_maker(
     prompts. The function returned raises DataError if a source holds no document.
     """
 
+    keys = keys or {}
+
     def make(model: TrainedModel) -> Probe:
         tokenizer = load_tokenizer(model.base.path)
         length = min(TOKENS, model.spec.max_position_embeddings)
@@ -110,7 +112,7 @@ def probe_maker(
         texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
             texts = {
-                name: (document.whole_text for document in islice(good_documents(files, _keys(name)), count))
+                name: (document.whole_text for document in islice(good_documents(files, keys.get(name, Keys())), count))
                 for name, files in sources.items()
             }
         start = list(tokenizer.document_start or tokenizer.document_end)
@@ -121,9 +123,6 @@ def probe_maker(
             if not probe[name]:
                 raise DataError(f"{name}: holds no document to verify on; name other files with --text")
         return probe
-
-    def _keys(name: str) -> Keys:
-        return (keys or {}).get(name, Keys())
 
     return make
 
@@ -160,7 +159,7 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:
-    """Raises ConversionError if the two models differ by more than is granted, and than rounding explains."""
+    """Raises ConversionError if the two models differ by more than `granted` and by more than rounding explains."""
     allowed = granted.worse(Difference(ROUNDINGS * report.rounding.max_abs, ROUNDINGS * report.rounding.kl))
     # Written so that a NaN fails.
     if not (report.max_abs <= allowed.max_abs and report.kl <= allowed.kl):
@@ -174,11 +173,11 @@ def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) 
     """The figures over all windows [S] of one text; logits are [S, V]."""
     tokens, targets = sum(len(window) for window in windows), sum(len(window) - 1 for window in windows)
     max_abs = agreed = divergence = nll_expected = nll_found = 0.0
-    for window, mine, theirs in zip(windows, expected, found, strict=True):
-        difference = float((mine.float() - theirs.float()).abs().max())
+    for window, trained, exported in zip(windows, expected, found, strict=True):
+        difference = float((trained.float() - exported.float()).abs().max())
         max_abs = max(max_abs, math.inf if math.isnan(difference) else difference)
-        agreed += float((mine.argmax(-1) == theirs.argmax(-1)).sum())
-        p, q = F.log_softmax(mine.double(), dim=-1), F.log_softmax(theirs.double(), dim=-1)
+        agreed += float((trained.argmax(-1) == exported.argmax(-1)).sum())
+        p, q = F.log_softmax(trained.double(), dim=-1), F.log_softmax(exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())
         nll_expected += float(F.nll_loss(p[:-1], window[1:], reduction="sum"))
         nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="sum"))

@@ -1,7 +1,8 @@
 """Input files to a token corpus: spread over workers, and restartable at any moment.
 
 The corpus grows in its own folder: shards are published one by one, and `manifest.json`, written last, completes it.
-Its bytes depend on the job alone. A job that is killed and started again, with any number of workers, gives the same.
+Its bytes depend on the job alone. A job that is killed and started again, with any number of workers, gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def preprocess(
         workers: the processes that do the work.
         max_bad_fraction: the largest accepted fraction of bad records.
         share: (k, n): this is the k-th of n jobs that make the same corpus at the same time. Each does its own share
-            of the units first and then whatever is left, so any one of them can finish the corpus alone.
+            of the units first and then the unfinished rest, so any of them can finish the corpus alone.
         reference_only: never use the fast encoder.
 
     Raises:
@@ -171,7 +172,7 @@ def _hash_one(job: Job, task: tuple[int, Path]) -> tuple[int, str]:
 
 
 def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
-    """This job's share of the tasks, then those of the others from the end, where they are least likely to be."""
+    """This job's share of the tasks, then the other jobs' tasks from the end, which those jobs reach last."""
     k, n = share
     others = [task for at, task in enumerate(tasks) if at % n != k]
     return [*tasks[k::n], *reversed(others)]
@@ -180,7 +181,7 @@ def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
 def _tokenize(
     job: Job, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
 ) -> list[UnitRecord]:
-    """The outcomes of all units. Those of the fast encoder are done again if it makes an error on the way.
+    """The outcomes of all units. If the fast encoder makes an error, the units it encoded before are encoded again.
 
     A record may vanish at any moment, when another job that shares the work sees such an error or finishes and removes
     the state. So the records returned were all read in one pass, and are all of one encoder.
@@ -197,7 +198,7 @@ def _tokenize(
             if len(records) == len(units) and len({record.backend for record in records}) <= 1:
                 return records
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
-            # What was done before does not count for the speed.
+            # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
             for name, record in workers.run(partial(_tokenize_one, job), _own_first(unfinished, share)):
                 documents += record.train.documents + record.heldout.documents

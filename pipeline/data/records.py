@@ -1,4 +1,4 @@
-"""What a reader yields, documents and rejected records, and what becomes of the rejected ones."""
+"""The records that readers yield, documents and rejected ones, and the quarantine of the rejected ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXCERPT_BYTES = 200
 # Every worker must have room for one record of this size.
 MAX_RECORD_BYTES = 32 * 2**20
 
-# A bad fraction of fewer records says little. At the end of the job it is checked however few they are.
+# The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
 _RECORDS_BEFORE_CHECK = 10_000
 
 

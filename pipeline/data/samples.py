@@ -15,14 +15,14 @@ __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_h
 
 
 class SampleOrder:
-    """Maps a global index to a sample of a corpus, in constant time and memory; it knows nothing of tokens.
+    """Maps a global index to a sample of a corpus, in constant time and memory, without reading tokens.
 
     Every epoch of a corpus visits each of its samples once, in a random order of its own.
 
     Args:
         blend: which corpus is drawn when.
-        lengths: the samples of an epoch of each corpus.
-        seed: of the random orders.
+        lengths: the number of samples in an epoch of each corpus.
+        seed: the seed of the random orders.
     """
 
     def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
@@ -42,7 +42,7 @@ class TrainingSamples:
 
     Args:
         data: the corpora, their proportions, and how they are packed.
-        seed: of the order.
+        seed: the seed of the order.
         tokenizer_fingerprint: the base model's; None accepts any.
 
     Attributes:

@@ -55,7 +55,7 @@ class ShardRecord(_Strict):
 
 
 class Manifest(_Strict):
-    """The contents of `manifest.json`. They depend on the job alone, not on when, where or by whom it was done.
+    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers.
 
     `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
     None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.

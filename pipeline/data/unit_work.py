@@ -25,7 +25,7 @@ from pipeline.errors import DataError
 from pipeline.files import file_hash, write_json
 
 _BATCH_BYTES = 2 * 2**20
-# Of every batch the beginning of one document is checked: enough to notice an error, too little to cost time.
+# The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
 _logger = log.get_logger(__name__)
 
@@ -93,7 +93,7 @@ class UnitRecord(BaseModel):
 
     @property
     def records(self) -> int:
-        """How many records were read, good and bad."""
+        """The number of records read, good and bad."""
         return self.train.documents + self.heldout.documents + sum(self.rejected.values())
 
 

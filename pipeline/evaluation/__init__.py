@@ -1,1 +1,1 @@
-"""What a model knows and what it has forgotten: perplexity, benchmarks, and the summary of a run."""
+"""Evaluation of a model: perplexity, benchmarks, and the summary of a run."""

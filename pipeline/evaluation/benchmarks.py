@@ -46,7 +46,7 @@ def run_benchmarks(
     """Scores the model in `folder` on lm-eval's `tasks`, on a GPU if there is one.
 
     With `data` every document comes from files below it; without it lm-eval downloads each task's data set from the
-    Hub. `few_shot` is the number of solved examples before each question; None takes the task's own number, and BLiMP
+    Hub. `few_shot` is the number of solved examples before each question: None takes the task's own number, and BLiMP
     never has any. `limit` takes the first documents of each task. If `tasks` names several, the last result is the mean
     of their accuracies.
 
@@ -60,7 +60,7 @@ def run_benchmarks(
         if value is not None and value < least:
             raise ConfigError(f"--{flag}: expected at least {least}, found {value}")
     _check_lm_eval()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of settings that are meant
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
     from lm_eval.evaluator import evaluate
 
     from pipeline.evaluation.local_tasks import load_local_tasks
@@ -118,7 +118,7 @@ def _set_few_shot(tasks: Mapping[str, Any], few_shot: int | None) -> None:
         own = task.get_config("num_fewshot")
         wanted = own if own == 0 or few_shot is None else few_shot
         if wanted and not (task.has_training_docs() or task.has_validation_docs()):
-            raise DataError(f"{name}: --few-shot needs a train or validation split besides the one it is scored on")
+            raise DataError(f"{name}: --few-shot needs a train or validation split other than the one it is scored on")
         task.set_config(key="num_fewshot", value=wanted or 0)
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
 

@@ -83,7 +83,7 @@ def _members(manager: TaskManager, name: str, data: Path) -> list[str]:
     return members
 
 
-def _place(task: str, split: str) -> Path:
+def _split_path(task: str, split: str) -> Path:
     """The path of a task's split below the data folder, without its suffix."""
     family, _, rest = task.partition("_")
     if family == "blimp":
@@ -96,7 +96,7 @@ def _files(config: Mapping[str, Any], task: str, data: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for split in filter(None, map(config.get, _SPLITS)):
         for suffix in _SUFFIXES:
-            if (path := Path(f"{data / _place(task, split)}{suffix}")).is_file():
+            if (path := Path(f"{data / _split_path(task, split)}{suffix}")).is_file():
                 found[split] = path
     return found
 
@@ -113,7 +113,7 @@ def _load_local_task(manager: TaskManager, task: str, data: Path) -> Configurabl
     files = _files(config, task, data)
     scored = config.get("test_split") or config["validation_split"]
     if scored not in files:
-        raise DataError(f"{data / _place(task, scored)}.jsonl: no such file; {task} is scored on it")
+        raise DataError(f"{data / _split_path(task, scored)}.jsonl: no such file; {task} is scored on it")
     for key in _SPLITS:
         if config.get(key) not in files:
             config[key] = None

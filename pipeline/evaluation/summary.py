@@ -1,4 +1,4 @@
-"""The summary of a finished run: what it learned, what it forgot, what it cost, and where its results are."""
+"""The summary of a finished run: its scores before and after, its cost, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.run_folder.status import TRAINING
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"
-# What the trainer measured and the summary repeats.
+# The values of training.json that the summary repeats.
 _FROM_TRAINING = (
     "step0_max_abs_logit_difference",
     "trainable_parameters",
@@ -115,13 +115,13 @@ class RunSummary:
         header = ["", "trained"]
         for corpus in self.before:
             header += [f"{corpus}: perplexity", "bits per byte"]
-        places = {
+        paths = {
             "TensorBoard": self.run.training.get("tensorboard"),
             "checkpoint": self.run.training.get("checkpoint"),
             "Hugging Face folder": self.run.hf_folder,
-            "these figures": self.run.folder / SUMMARY,
+            "this summary": self.run.folder / SUMMARY,
         }
-        return "\n".join([table(header, rows), "", *(f"{what:<20} {where}" for what, where in places.items())])
+        return "\n".join([table(header, rows), "", *(f"{name:<20} {path}" for name, path in paths.items())])
 
     def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> list[str]:
         cells = [label, f"{run.trained_fraction:.1%}" if run else ""]

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, from which to resume, and which are removed."""
+"""Listing checkpoints, choosing the one to resume from, and removing old ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_candidates_begin_with_the_one_that_latest_names(folder):
 def test_latest_names_nothing_outside_the_folder(folder):
     for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged"):
         (folder / "latest").write_text(name)
-        with pytest.raises(CheckpointError, match=r"names .* no checkpoint there; .* these names: step_00000100"):
+        with pytest.raises(CheckpointError, match=r"names .* not a checkpoint's name; .* these names: step_00000100"):
             folders.candidates(folder)
 
 

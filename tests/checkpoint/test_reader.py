@@ -137,7 +137,7 @@ def test_a_file_cut_short_is_named(keep, copied, base):
         file.write_bytes(content)
 
 
-def test_a_file_of_something_else_is_named(copied, base):
+def test_a_file_with_other_content_is_named(copied, base):
     for file in tensor_files(copied):
         content = file.read_bytes()
         for value in ([1, 2], {}, {"optimizer_state_dict": {"zero_stage": 3}}, {"optimizer_state_dict": 5}):

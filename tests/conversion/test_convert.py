@@ -56,14 +56,14 @@ def published(checkpoints, tmp_path_factory):
 
 
 @pytest.fixture
-def asked(checkpoints, tmp_path):
+def conversion(checkpoints, tmp_path):
     return Conversion(checkpoints["separate"], STORIES, tmp_path / "made" / "hf")
 
 
 @pytest.mark.parametrize(("norm", "written"), [("separate", "scale"), ("base", "stock")])
-def test_what_is_published_is_verified_on_both_languages(norm, written, checkpoints, asked):
-    assert convert(replace(asked, checkpoint=checkpoints[norm]), probe_maker(TEXTS))
-    report = json.loads((asked.output / "verification.json").read_text())
+def test_a_published_folder_is_verified_on_both_languages(norm, written, checkpoints, conversion):
+    assert convert(replace(conversion, checkpoint=checkpoints[norm]), probe_maker(TEXTS))
+    report = json.loads((conversion.output / "verification.json").read_text())
     assert set(report["texts"]) == {"english", "korean"}
     assert report["max_abs"] <= max(1e-4, 4 * report["rounding"]["max_abs"]) < 1e-2
     assert report["kl"] < 1e-6 and report["top1_agreement"] > 0.999
@@ -72,17 +72,17 @@ def test_what_is_published_is_verified_on_both_languages(norm, written, checkpoi
         assert text["tokens"] == 1024
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
     assert report["texts"]["english"]["training_perplexity"] < report["texts"]["korean"]["training_perplexity"]
-    record = json.loads((asked.output / "conversion.json").read_text())
+    record = json.loads((conversion.output / "conversion.json").read_text())
     assert record["written_format"] == written and record["position"]["step"] == 2
-    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in asked.output.iterdir()}
-    assert [path.name for path in asked.output.parent.iterdir()] == ["hf"]
+    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in conversion.output.iterdir()}
+    assert [path.name for path in conversion.output.parent.iterdir()] == ["hf"]
 
 
-def test_answers_are_compared_after_their_prompts(asked, tmp_path):
+def test_answers_are_compared_after_their_prompts(conversion, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n')
-    assert convert(asked, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")}))
-    report = json.loads((asked.output / "verification.json").read_text())
+    assert convert(conversion, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")}))
+    report = json.loads((conversion.output / "verification.json").read_text())
     assert report["texts"]["asked"]["tokens"] > 15
 
 
@@ -96,17 +96,17 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     assert load_hf_model(again.output).dtype == torch.bfloat16
 
 
-def test_a_folder_that_differs_is_not_published(asked):
+def test_a_folder_that_differs_is_not_published(conversion):
     def disturb(model):
-        (partial,) = asked.output.parent.iterdir()
+        (partial,) = conversion.output.parent.iterdir()
         tensors = load_file(partial / "model.safetensors")
         tensors["layers.4.attention.output.expansion_to_base.weight"] += 0.01
         save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         return probe_maker(TEXTS)(model)
 
     with pytest.raises(ConversionError, match="differs from the trained one"):
-        convert(asked, disturb)
-    assert list(asked.output.parent.iterdir()) == []
+        convert(conversion, disturb)
+    assert list(conversion.output.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_folder_that_differs_is_not_published(asked):
         (torch.float16, 1.03, False),
     ],
 )
-def test_what_is_off_by_a_little_more_than_rounding_is_not_published(dtype, factor, published, checkpoints, asked):
+def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, factor, published, checkpoints, conversion):
     """Every logit times `factor`: hardly any token changes its rank, and few their probability by much."""
-    asked = replace(asked, checkpoint=checkpoints["calm"], dtype=dtype)
+    conversion = replace(conversion, checkpoint=checkpoints["calm"], dtype=dtype)
 
     def disturb(model):
-        (partial,) = asked.output.parent.iterdir()
+        (partial,) = conversion.output.parent.iterdir()
         tensors = load_file(partial / "model.safetensors")
         for stream in ("base", "expansion"):
             tensors[f"final_norm.{stream}.weight"] = (tensors[f"final_norm.{stream}.weight"].double() * factor).to(
@@ -135,11 +135,11 @@ def test_what_is_off_by_a_little_more_than_rounding_is_not_published(dtype, fact
         return probe_maker(TEXTS)(model)
 
     if published:
-        assert convert(asked, disturb)
+        assert convert(conversion, disturb)
     else:
         with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
-            convert(asked, disturb)
-    assert asked.output.exists() == published
+            convert(conversion, disturb)
+    assert conversion.output.exists() == published
 
 
 @pytest.mark.parametrize("dtype", GRANTED)
@@ -173,33 +173,33 @@ def test_another_models_folder_is_refused(checkpoints, published):
         verify(other, published.output, probe_maker(TEXTS)(other), torch.float32)
 
 
-def test_a_changed_file_is_noticed(asked, tmp_path):
-    copied = shutil.copytree(asked.checkpoint, tmp_path / "copy")
+def test_a_changed_file_is_noticed(conversion, tmp_path):
+    copied = shutil.copytree(conversion.checkpoint, tmp_path / "copy")
     file = min(copied.glob("*optim_states.pt"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="content changed"):
-        convert(replace(asked, checkpoint=copied), probe_maker(TEXTS))
-    assert not asked.output.exists()
+        convert(replace(conversion, checkpoint=copied), probe_maker(TEXTS))
+    assert not conversion.output.exists()
 
 
-def test_a_folder_that_no_conversion_made_is_left_alone(asked):
-    asked.output.mkdir(parents=True)
-    (asked.output / "thesis.txt").write_text("years of work")
+def test_a_folder_that_no_conversion_made_is_left_alone(conversion):
+    conversion.output.mkdir(parents=True)
+    (conversion.output / "thesis.txt").write_text("years of work")
     with pytest.raises(ConversionError, match="was not made by a conversion"):
-        convert(asked, probe_maker(TEXTS))
-    assert (asked.output / "thesis.txt").read_text() == "years of work"
+        convert(conversion, probe_maker(TEXTS))
+    assert (conversion.output / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_expansion_alone_starts_a_run_on_its_base(asked):
-    assert convert(replace(asked, format="expansion"), probe_maker({}))
-    model, expansion = open_trained(asked.checkpoint, STORIES), open_expansion(asked.output)
+def test_the_expansion_alone_starts_a_run_on_its_base(conversion):
+    assert convert(replace(conversion, format="expansion"), probe_maker({}))
+    model, expansion = open_trained(conversion.checkpoint, STORIES), open_expansion(conversion.output)
     assert expansion.names == model.trained
     assert all(torch.equal(expansion.read(name, model.shapes[name]), model.read(name)) for name in model.trained)
     # A run can start from it.
     expansion.check_origin(model.base.hashes(), origin_of(model.settings), seed=model.manifest.run.seed)
-    assert not convert(replace(asked, format="expansion"), probe_maker({}))
+    assert not convert(replace(conversion, format="expansion"), probe_maker({}))
 
 
 def test_the_command_line(checkpoints, tmp_path, monkeypatch, capsys):

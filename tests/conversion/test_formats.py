@@ -82,13 +82,13 @@ def test_scale_format_of_every_family(name, models, tmp_path):
 @pytest.mark.parametrize("name", LLAMA_FAMILIES)
 def test_stock_format_is_the_bases_own_class_only_wider(name, models, tmp_path):
     model, folder = models(name, "stock"), tmp_path / "hf"
-    loaded, _ = loaded_beside_base(model, folder)
+    loaded, _ = loaded_with_base(model, folder)
     assert loaded.config.hidden_size >= model.spec.widths.hidden_size + 12
     assert not (folder / "modeling_scale.py").exists()
     assert difference(model, folder) < 5e-5
 
 
-def loaded_beside_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The model exported in a format of its own choice, and its base; both of the same class."""
     exported(model, "auto", folder)
     loaded, original = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, model.base.path))
@@ -99,7 +99,7 @@ def loaded_beside_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedMod
 @pytest.mark.parametrize("name", FAMILIES)
 def test_full_fine_tuning_is_exported_as_the_base_is_stored(name, models, tmp_path):
     model, folder = models(name, "fft"), tmp_path / "hf"
-    loaded, original = loaded_beside_base(model, folder)
+    loaded, original = loaded_with_base(model, folder)
     pairs = zip(loaded.parameters(), original.parameters(), strict=True)
     assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in pairs)
     assert difference(model, folder) < 1e-5
@@ -108,7 +108,7 @@ def test_full_fine_tuning_is_exported_as_the_base_is_stored(name, models, tmp_pa
 @pytest.mark.parametrize("name", FEW)
 def test_freeze_is_exported_with_only_the_upper_layers_changed(name, models, tmp_path):
     model, folder = models(name, "freeze"), tmp_path / "hf"
-    loaded, original = loaded_beside_base(model, folder)
+    loaded, original = loaded_with_base(model, folder)
     pairs = zip(loaded.named_parameters(), original.parameters(), strict=True)
     moved = {key for (key, parameter), other in pairs if not torch.equal(parameter, other)}
     frozen = ("embed", "layers.0.", "layers.1.", *(["lm_head"] if "tied" in name else []))
@@ -121,7 +121,7 @@ def test_freeze_is_exported_with_only_the_upper_layers_changed(name, models, tmp
 @pytest.mark.parametrize("name", FEW)
 def test_llama_pro_is_exported_as_a_deeper_base(name, models, tmp_path):
     model, folder = models(name, "llama_pro"), tmp_path / "hf"
-    loaded, original = loaded_beside_base(model, folder)
+    loaded, original = loaded_with_base(model, folder)
     assert loaded.config.num_hidden_layers == 6
     kept = {key: tensor for key, tensor in original.state_dict().items() if ".layers." not in key}
     for key, tensor in kept.items():

@@ -1,4 +1,4 @@
-"""The shipped modelling file: with a cache and without, padded on the left, and in an environment without ours."""
+"""The shipped modelling file: with and without a cache, padded on the left, and without this package installed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_labels_give_the_loss_of_the_next_token(folders):
     assert torch.allclose(out.loss, expected)
 
 
-_STRANGER = """
+_CLEAN_SCRIPT = """
 import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -153,10 +153,10 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 """
 
 
-def test_it_generates_where_only_torch_and_transformers_are(folders, tmp_path):
+def test_it_generates_where_only_torch_and_transformers_are_installed(folders, tmp_path):
     environment = clean_environment(tmp_path / "site")
     tokens, text = (
-        run_in(environment, _STRANGER, str(folders["stories"]), home=tmp_path / "home").strip().split("\n", 1)
+        run_in(environment, _CLEAN_SCRIPT, str(folders["stories"]), home=tmp_path / "home").strip().split("\n", 1)
     )
     here = load_hf_model(folders["stories"])
     prompt = torch.tensor([json.loads(tokens)[:-20]])

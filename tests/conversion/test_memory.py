@@ -85,11 +85,11 @@ def peaks(bases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     text = folder / "text.txt"
     text.write_text("Once upon a time there was a cat.")  # short: its activations are not what is measured
-    places = [path for name in ("large", "small") for path in (checkpoint_in(bases / f"{name}-run", 1), bases / name)]
+    paths = [path for name in ("large", "small") for path in (checkpoint_in(bases / f"{name}-run", 1), bases / name)]
     # glibc gives large blocks back to the system when they are freed; a small model needs that of small blocks as well.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 16), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _CONVERT, *map(str, [*places, folder, text]), *FORMATS],
+        [sys.executable, "-c", _CONVERT, *map(str, [*paths, folder, text]), *FORMATS],
         cwd=ROOT,
         env=environment,
         capture_output=True,

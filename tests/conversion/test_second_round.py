@@ -1,4 +1,4 @@
-"""Several domains in a row: the next run's base is the last one's export, or it trains the same expansion on."""
+"""Several domains in a row: the next run's base is the last one's export, or it trains the same expansion further."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def exported_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     exported = first.folder / "hf"
     probe = some_tokens(open_base(STORIES).spec, 2, 48)
-    said = exported_logits(exported, probe)
-    assert (said - exported_logits(STORIES, probe)).abs().max() > 0.1, "the first round changed nothing"
+    first_logits = exported_logits(exported, probe)
+    assert (first_logits - exported_logits(STORIES, probe)).abs().max() > 0.1, "the first round changed nothing"
 
     second = train_and_export(tmp_path, tokens, base=str(exported), schedule__steps=3, **WIDE)
     start, end = initial_model(second), final_model(second)
     assert start.spec.widths.hidden_size == 84 and start.spec.normed_size == 64
     # The scale is a power of two; what it leaves in the exported model's mean square is below fp32's last bit.
-    assert (start.logits(probe) - said).abs().max() < 2e-5
+    assert (start.logits(probe) - first_logits).abs().max() < 2e-5
     assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
     assert torch.equal(training_decoder(end).logits(probe, path="base"), start.logits(probe))
     assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
@@ -86,7 +86,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
     twice = exported_logits(tmp_path / "hf", probe)
     assert (twice - training_decoder(final_model(second)).logits(probe)).abs().max() < 1e-4
-    assert (twice - said).abs().max() > 0.1, "the second round changed nothing"
+    assert (twice - first_logits).abs().max() > 0.1, "the second round changed nothing"
     third = open_base(tmp_path / "hf").spec
     assert (third.widths.hidden_size, third.normed_size) == (112, 64)
 

@@ -25,7 +25,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled."""
+    """Creates the file `mark` when it is unpickled."""
 
     def __init__(self, mark: Path, how: str) -> None:
         self.mark, self.how = mark, how
@@ -51,7 +51,7 @@ def checkpoint(request, checkpoints):
 
 
 @pytest.mark.parametrize("how", ["system", "exec", "touch"])
-def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
+def test_a_pickle_bomb_in_any_file_is_not_executed(how, checkpoint, tmp_path):
     copied = shutil.copytree(checkpoint, tmp_path / "copy")
     mark = tmp_path / "mark"
     files = sorted(copied.glob("*_states.pt"))
@@ -61,7 +61,7 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
         good = torch.load(file, weights_only=False)
         for planted in ({**good, "extra": Bomb(mark, how)}, Bomb(mark, how)):
             torch.save(planted, file)
-            # The bomb is a real one:
+            # Without our reader the code runs:
             torch.load(file, weights_only=False)
             assert mark.exists()
             mark.unlink()
@@ -77,7 +77,7 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(how, checkpoint, tmp_path):
     open_trained(copied, STORIES)
 
 
-def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
+def test_the_command_line_reports_it_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
     copied = shutil.copytree(checkpoint, tmp_path / "copy")
     mark = tmp_path / "mark"
     file = min(copied.glob("*optim_states.pt"))
@@ -86,9 +86,9 @@ def test_the_command_line_says_it_in_one_line(checkpoint, tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *options])))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(TOOL), run_name="__main__")
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert ended.value.code == 1 and not mark.exists()
-    assert said.startswith(f"error: {file}: names posix.system") and said.count("\n") == 1
+    assert errors.startswith(f"error: {file}: names posix.system") and errors.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
@@ -102,7 +102,7 @@ def test_names_in_the_manifest_do_not_lead_outside(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_parameter_names_cannot_be_invented(checkpoint, tmp_path):
+def test_unknown_parameter_names_are_refused(checkpoint, tmp_path):
     copied = shutil.copytree(checkpoint, tmp_path / "copy")
     for file in copied.glob("*model_states.pt"):
         state = torch.load(file, weights_only=False)
@@ -112,7 +112,7 @@ def test_parameter_names_cannot_be_invented(checkpoint, tmp_path):
         open_trained(copied, STORIES)
 
 
-def test_nothing_is_taken_from_the_base_but_known_files(checkpoint, tmp_path):
+def test_only_known_files_are_copied_from_the_base(checkpoint, tmp_path):
     base = shutil.copytree(STORIES, tmp_path / "base")
     (base / "modeling_evil.py").write_text("raise SystemExit('run')")
     config = json.loads((base / "config.json").read_text())

@@ -50,8 +50,10 @@ def stories_tokenizer() -> Tokenizer:
 def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
     """Made-up texts in two scripts, all different."""
     choice = random.Random(seed)
-    some = ["little", "Tom", "dogs", "ran home", "3.14", "한국어", "영화가", "정말", "재미있다", "ㅋㅋ", "\n", "…"]
-    return [f"{seed}-{number} " + " ".join(choice.choices(some, k=choice.randint(1, words))) for number in range(count)]
+    phrases = ["little", "Tom", "dogs", "ran home", "3.14", "한국어", "영화가", "정말", "재미있다", "ㅋㅋ", "\n", "…"]
+    return [
+        f"{seed}-{number} " + " ".join(choice.choices(phrases, k=choice.randint(1, words))) for number in range(count)
+    ]
 
 
 def stories(count: int) -> list[str]:

@@ -77,7 +77,7 @@ def test_bad_rows_of_parquet(tmp_path: Path):
     assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
 
 
-def test_a_column_that_is_no_text(tmp_path: Path):
+def test_a_column_that_is_not_text(tmp_path: Path):
     pq.write_table(pa.table({"text": [1, 2, 3]}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="no usable document in 3 records"):
         tokenize(tmp_path / "out", tmp_path / "x.parquet")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import text_files as lines_module
+from pipeline.data import text_files
 from pipeline.data.records import Document, Keys
 from pipeline.data.text_files import DecompressedStream, lines, open_stream, text_length
 from pipeline.data.units import input_files, split_file, unit_records
@@ -37,7 +37,7 @@ def test_jsonl_in_any_compression_and_any_units(tmp_path: Path, compression: str
     assert units_text(path, unit_bytes) == TEXTS
 
 
-def test_members_and_frames_in_a_row_are_one_text(tmp_path: Path):
+def test_consecutive_members_and_frames_are_one_text(tmp_path: Path):
     for suffix, compress in COMPRESS.items():
         path = tmp_path / f"y.jsonl{suffix}"
         path.write_bytes(compress(jsonl(TEXTS[:20])) + compress(b"") + compress(jsonl(TEXTS[20:])))
@@ -117,7 +117,7 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: 
     assert str(tmp_path) in str(error.value)
 
 
-def test_a_missing_column_names_those_there_are(tmp_path: Path):
+def test_the_error_about_a_missing_column_lists_the_columns(tmp_path: Path):
     pq.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "x.parquet")
     datasets.Dataset.from_dict({"content": ["a"]}).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
@@ -125,7 +125,7 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path):
             split_file(path, 0, Keys(), 100)
 
 
-def test_a_cut_parquet_file_is_one_line(tmp_path: Path):
+def test_a_truncated_parquet_file_gives_a_one_line_error(tmp_path: Path):
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
     with pytest.raises(DataError, match="not a complete Parquet file") as error:
@@ -146,17 +146,17 @@ class Bytes:
 
 
 @given(st.lists(st.sampled_from([b"", b"a", b"bb", b"c" * 30]), max_size=12), st.booleans(), st.data())
-def test_ranges_share_out_the_lines(pieces: list[bytes], ended: bool, data: st.DataObject):
+def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data: st.DataObject):
     """Each line belongs to the range it begins in, wherever the cuts and the reading blocks fall."""
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
     edges = [0, *cuts, len(content)]
-    blocks = lines_module._BLOCK_BYTES, lines_module._BLOCK_BYTES_PAST_END
-    lines_module._BLOCK_BYTES = lines_module._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
+    blocks = text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END
+    text_files._BLOCK_BYTES = text_files._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
     try:
         found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
     finally:
-        lines_module._BLOCK_BYTES, lines_module._BLOCK_BYTES_PAST_END = blocks
+        text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END = blocks
     assert [line.content for line in found] == content.split(b"\n")[
         : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
     ]

@@ -17,8 +17,8 @@ def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
-def test_the_inspecting_command_line(tmp_path: Path):
-    """What the manifest says, the quarantine, and every document as text; then a shard that is missing."""
+def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
+    """The manifest, the quarantine, and every document as text; then an error about a missing shard."""
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)
@@ -45,7 +45,7 @@ def test_the_inspecting_command_line(tmp_path: Path):
     assert ".bin: no such file" in done.stderr
 
 
-def test_another_tokenizer_decodes_nothing(tmp_path: Path):
+def test_a_different_tokenizer_is_refused(tmp_path: Path):
     tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(3)))
     described = (STORIES260K / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(described.replace('"ignore_merges": false', '"ignore_merges": true'))
@@ -55,7 +55,7 @@ def test_another_tokenizer_decodes_nothing(tmp_path: Path):
     assert f"tokenizer.json: did not make {tmp_path / 'corpus'}" in done.stderr
 
 
-def test_the_training_command_line_compares_tokenizers(tmp_path: Path):
+def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     done = run(
         "train_tokenizer.py",
         *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),

@@ -1,4 +1,4 @@
-"""The order of samples is arithmetic: complete, in proportion, the same for any ranks, as fast at 10**9 as at 0."""
+"""The order of samples is arithmetic: complete, in proportion, equal on any ranks, as fast at 10**9 as at 0."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from pipeline.data.samples import SampleOrder, rank_indices
 from pipeline.errors import DataError
 
 NO_LIMIT = Share(1.0, None)
-
-
-# --- permutation ---
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64), st.integers(0, 50))
@@ -51,13 +48,10 @@ def test_a_permutation_looks_random():
     assert abs(neighbours / keys - 2 * (size - 1) / size) < 0.1
 
 
-def test_outside_is_an_error():
+def test_an_index_outside_the_permutation_is_an_error():
     for index in (-1, 10):
         with pytest.raises(IndexError):
             Permutation(10, 1)[index]
-
-
-# --- blend ---
 
 
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
@@ -96,7 +90,7 @@ def test_what_was_drawn_before_is_a_count_of_the_draws(shares: dict[str, Share],
 
 
 @given(st.lists(st.floats(0.02, 1.0), min_size=2, max_size=5), st.integers(0, 10**9), st.integers(50, 2000))
-def test_any_stretch_holds_the_proportions(weights: list[float], start: int, length: int):
+def test_any_range_has_the_proportions(weights: list[float], start: int, length: int):
     blend = Blend({str(number): Share(weight, None) for number, weight in enumerate(weights)})
     drawn = Counter(blend[index].corpus for index in range(start, start + length))
     for number, weight in enumerate(weights):
@@ -110,7 +104,7 @@ def test_replay_is_one_in_sixteen_of_every_batch():
     assert set(batches) <= {0, 1, 2}
 
 
-def test_weights_share_out_each_role():
+def test_weights_divide_the_draws_of_each_role():
     blend = Blend(
         {"a": Share(3, None), "b": Share(1, None), "c": Share(5, None, False), "d": Share(5, None, False)},
         replay_fraction=0.5,
@@ -145,12 +139,9 @@ def test_a_tiny_weight_is_still_drawn():
     assert any(blend[index].corpus == "tiny" for index in range(BLOCK))
 
 
-def test_below_zero_is_an_error():
+def test_a_negative_index_of_a_blend_is_an_error():
     with pytest.raises(IndexError):
         Blend({"a": NO_LIMIT})[-1]
-
-
-# --- the order of a run ---
 
 
 def order(seed: int = 1) -> SampleOrder:
@@ -206,7 +197,7 @@ def test_any_ranks_and_resume_points_read_the_same_batches(
 def test_a_large_index_takes_no_more_time_or_memory():
     """The sample at index 10**9 of a corpus of 60 billion tokens, without a table of anything."""
     tracemalloc.start()
-    began = time.thread_time()  # of this thread alone: others have the machine too
+    began = time.thread_time()  # of this thread alone: other processes share the machine
     samples = 60_000_000_000 // 8192
     blend = Blend({"fineweb2": NO_LIMIT, "english": Share(1.0, None, False)}, replay_fraction=1 / 16)
     ours = SampleOrder(blend, {"fineweb2": samples, "english": 1_000_000}, seed=1234)

@@ -12,7 +12,7 @@ PADDING = 0
 
 
 class Documents:
-    """A token source over documents in memory; every token of the corpus is another number."""
+    """A token source over documents in memory; all tokens of the corpus are different."""
 
     def __init__(self, lengths: list[int], prompt_lengths: list[int] | None = None) -> None:
         self.tokens = sum(lengths)
@@ -49,7 +49,7 @@ def test_a_sample_by_hand():
     assert list(second.document_ids) == [0, 0, 0, 1, 1]
 
 
-def test_without_document_mask_it_is_one_run_of_text():
+def test_without_document_mask_a_sample_is_continuous_text():
     first, second = packed([3, 2, 3], 5, document_mask=False)
     assert list(first.targets) == [2, 3, 4, 5, 6]
     assert list(first.positions) == [0, 1, 2, 3, 4]
@@ -92,7 +92,7 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(lengths: l
         assert np.array_equal(sample.positions == 0, new)
         assert np.all(np.diff(sample.positions)[~new[1:]] == 1)
     assert read == list(range(1, sum(lengths) + 1))
-    # Everything is predicted except what nothing comes before: the first token of a document, or of the corpus.
+    # Everything is predicted except the first token of each text: that of a document, or of the corpus.
     firsts = np.cumsum([0, *lengths])[:-1] + 1 if mask else [1]
     assert predicted == [token for token in read if token not in firsts]
 
@@ -104,7 +104,7 @@ def prompted(documents: list[tuple[int, int]], sequence_length: int, document_ma
 
 
 def test_samples_of_prompts_and_answers_by_hand():
-    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document fits no more into the first.
+    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not fit into the first sample.
     first, second, third, fourth = prompted([(2, 2), (1, 1), (2, 6)], 5)
     assert list(first.tokens) == [1, 2, 3, 4, PADDING]
     assert list(first.targets) == [IGNORED, 3, 4, IGNORED, IGNORED]
@@ -112,7 +112,7 @@ def test_samples_of_prompts_and_answers_by_hand():
     assert list(second.tokens) == [5, 6, PADDING, PADDING, PADDING]
     assert list(second.targets) == [6, IGNORED, IGNORED, IGNORED, IGNORED]
     assert list(second.answer_starts) == [True, False, False, False, False]
-    # Longer than a sample: it begins one, and what the next goes on with is no beginning of an answer.
+    # Longer than a sample: it starts a new one; its continuation in the next is not the beginning of an answer.
     assert list(third.tokens) == [7, 8, 9, 10, 11]
     assert list(third.targets) == [IGNORED, 9, 10, 11, 12]
     assert list(third.answer_starts) == [False, True, False, False, False]

@@ -114,11 +114,11 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
 
     parent = Running(output, "--workers", "3")
     parent.wait_for_units(parent.units_done() + chance.randint(1, 8))
-    family = psutil.Process(parent.process.pid).children(recursive=True)
-    assert len(family) >= 4  # the fork server, which needs a tracker, and three workers
+    descendants = psutil.Process(parent.process.pid).children(recursive=True)
+    assert len(descendants) >= 4  # the fork server, which needs a tracker, and three workers
     parent.process.kill()
     parent.errors()
-    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]  # no worker outlives its parent
+    assert not psutil.wait_procs(descendants, timeout=PATIENCE_S)[1]  # no worker outlives its parent
 
     worker = Running(output, "--workers", "2")
     worker.wait_for_units(worker.units_done() + chance.randint(1, 8))
@@ -134,7 +134,7 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_an_interrupt_is_one_line(tmp_path: Path, workers: str):
+def test_an_interrupt_gives_a_one_line_message(tmp_path: Path, workers: str):
     running = Running(tmp_path / "corpus", "--workers", workers)
     running.wait_for_units(2)
     os.killpg(running.process.pid, signal.SIGINT)
@@ -160,7 +160,7 @@ def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undistu
 
 
 class _Disturbed(Workers):
-    """Real workers; once, before or after they do the named task, something else happens."""
+    """Real workers that call `before` or `after` once, before or after the named task."""
 
     def __init__(self, task: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
         super().__init__(None)
@@ -169,18 +169,18 @@ class _Disturbed(Workers):
     def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
         is_task = isinstance(function, partial) and function.func.__name__ == self._task
         if is_task and self._before is not None:
-            self._before, now = None, self._before
-            now()
+            self._before, action = None, self._before
+            action()
         yield from super().run(function, tasks)
         if is_task and self._after is not None:
-            self._after, now = None, self._after
-            now()
+            self._after, action = None, self._after
+            action()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "_hash_one"])
-def test_another_job_finishes_meanwhile(tmp_path: Path, task: str, when: str):
-    """At whatever point of this job another removes the state, the corpus is complete, and this job says so."""
+def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
+    """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
     settings: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**12}
     alone = tokenize(tmp_path / "alone" / "corpus", source, **settings)
@@ -193,7 +193,7 @@ def test_another_job_finishes_meanwhile(tmp_path: Path, task: str, when: str):
     assert len(alone.shards) > 3
 
 
-def test_no_record_that_goes_at_the_end_is_left_out(tmp_path: Path):
+def test_records_removed_while_the_manifest_is_written_are_counted(tmp_path: Path):
     """Another job that has finished may remove records while this one writes the manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
     whole = tokenize(tmp_path / "alone", source, unit_bytes=2**12)
@@ -245,7 +245,7 @@ def test_a_finished_corpus_is_left_alone(tmp_path: Path):
     ],
 )
 @pytest.mark.parametrize("finished", [True, False])
-def test_another_job_does_not_go_on_in_the_same_folder(tmp_path: Path, finished: bool, name: str, change: dict):
+def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, finished: bool, name: str, change: dict):
     source = write_jsonl(tmp_path / "x.jsonl", documents(20))
     output = tmp_path / "corpus"
     if finished:
@@ -277,7 +277,7 @@ def test_held_out_documents_are_chosen_by_their_hash(tmp_path: Path):
     assert all(is_heldout(text, 0.3) for text in heldout)
 
 
-def test_the_manifest_tells_what_there_is(tmp_path: Path):
+def test_contents_of_the_manifest(tmp_path: Path):
     texts = documents(50)
     source = write_jsonl(tmp_path / "x.jsonl.gz", [*texts, 5])
     made = tokenize(tmp_path / "corpus", source, heldout_fraction=0.3)
@@ -300,17 +300,17 @@ def test_the_manifest_tells_what_there_is(tmp_path: Path):
 def test_a_wrong_fast_encoder_is_replaced_for_the_whole_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """It is wrong in the last file only; what it encoded correctly before is encoded again."""
+    """It is wrong in the last file only; the units that it encoded correctly before are encoded again."""
     for name, texts in (
         ("a", documents(60)),
         ("b", documents(60, seed=1)),
         ("c", ["거짓 " + text for text in documents(9)]),
     ):
         write_jsonl(tmp_path / f"{name}.jsonl", texts)
-    honest = GigatokenEncoder.encode
+    original = GigatokenEncoder.encode
 
     def erring(self: GigatokenEncoder, texts: list[str]) -> Encoded:
-        encoded = honest(self, texts)
+        encoded = original(self, texts)
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 
     monkeypatch.setattr(GigatokenEncoder, "encode", erring)
@@ -394,7 +394,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     assert contents(tmp_path / "tokens") == made
 
 
-def test_what_would_stop_the_training_is_said_before_the_hours_of_tokenizing(tmp_path: Path):
+def test_faults_that_would_stop_training_are_reported_before_tokenizing(tmp_path: Path):
     demo = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     demo["data"] |= {"folder": str(tmp_path / "tokens"), "sequence_length": 1024}
     demo["deepspeed"] = "none.json"
@@ -413,14 +413,14 @@ def test_what_would_stop_the_training_is_said_before_the_hours_of_tokenizing(tmp
         (["--config", "missing.yaml"], "missing.yaml: cannot read this configuration: No such file or directory"),
     ],
 )
-def test_what_the_command_line_refuses(arguments: list[str], message: str):
+def test_command_lines_that_are_refused(arguments: list[str], message: str):
     done = run_main("preprocess_data.py", *arguments)
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Callable[..., SmallDisk], workers: str):
+def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[..., SmallDisk], workers: str):
     disk = small_disk(mib=1)
     output = disk.path / "corpus"
     done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
@@ -434,7 +434,7 @@ def test_a_full_disk_is_one_line_and_harms_nothing(small_disk: Callable[..., Sma
     assert not list(output.rglob("*.partial"))
 
 
-def test_workers_in_other_processes_say_what_is_wrong(tmp_path: Path):
+def test_errors_in_worker_processes_are_reported(tmp_path: Path):
     write_jsonl(tmp_path / "x.jsonl", [1, 2, 3])
     with local_workers(2) as workers, pytest.raises(DataError, match="no usable document"):
         preprocess(job(tmp_path / "corpus", tmp_path / "x.jsonl"), workers, max_bad_fraction=1.0)

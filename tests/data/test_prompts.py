@@ -43,7 +43,7 @@ def stored(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("unit_bytes", [700, 10**9])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prompt_and_answer_are_encoded_apart_and_known_again(tmp_path: Path, kind: str, unit_bytes: int):
+def test_prompt_and_answer_are_encoded_separately_and_recognized(tmp_path: Path, kind: str, unit_bytes: int):
     path = write_pairs(tmp_path / "x.jsonl")
     if kind == "parquet":
         path = tmp_path / "x.parquet"
@@ -57,7 +57,7 @@ def test_prompt_and_answer_are_encoded_apart_and_known_again(tmp_path: Path, kin
     assert made.bytes == sum(len((prompt + answer).encode()) for prompt, answer in PAIRS)
 
 
-def test_any_range_of_tokens_knows_its_prompts(tmp_path: Path):
+def test_the_prompt_mask_of_any_range_of_tokens(tmp_path: Path):
     tokenize(tmp_path / "out", write_pairs(tmp_path / "x.jsonl"), prompt_key="question", unit_bytes=700)
     corpus = TokenCorpus(tmp_path / "out")
     whole = corpus.prompt_mask(0, corpus.tokens)
@@ -85,7 +85,7 @@ def test_held_out_by_prompt_and_answer(tmp_path: Path):
     assert stored(tmp_path / "out.heldout")[0] in [expected(*pair) for pair in same_answer]
 
 
-def test_interrupted_it_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_job_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_pairs(tmp_path / "x.jsonl")
     settings = {"prompt_key": "question", "unit_bytes": 700, "heldout_fraction": 0.2}
     tokenize(tmp_path / "a" / "out", path, **settings)
@@ -107,7 +107,7 @@ def test_interrupted_it_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.M
     assert sum(name.endswith(".prompts.npy") for name in contents(*folders[0])) > 6
 
 
-def test_records_without_a_usable_prompt_are_set_aside(tmp_path: Path):
+def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
     bad = [{"text": "an answer"}, {"text": "an answer", "question": 7}, {"text": "an answer", "question": " "}]
     path = write_pairs(tmp_path / "x.jsonl", PAIRS, *bad, {"question": "and?"})
     made = tokenize(tmp_path / "out", path, prompt_key="question")
@@ -132,14 +132,14 @@ def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
     tokenize(tmp_path / "out", path, prompt_key="question")
     lengths_file = prompts_file(tmp_path / "out" / "00000-000000")
     whole = np.load(lengths_file)
-    for change, said in (
+    for change, message in (
         (lambda: np.save(lengths_file, whole[:-1]), "expected 120 lengths of int32, found .119,. of int32"),
         (lambda: np.save(lengths_file, whole.astype(np.int64)), "expected 120 lengths of int32, found .120,. of int64"),
         (lambda: lengths_file.write_bytes(b"no array"), "not an array in NumPy's format"),
         (lengths_file.unlink, "no such file"),
     ):
         change()
-        with pytest.raises(DataError, match=rf"prompts\.npy: {said}"):
+        with pytest.raises(DataError, match=rf"prompts\.npy: {message}"):
             TokenCorpus(tmp_path / "out").check()
 
 

@@ -1,4 +1,4 @@
-"""What training reads, from corpora on the disk."""
+"""Samples for training and validation, read from corpora on disk."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_a_sample_is_a_pure_function_of_its_index(data: Data):
     assert far.tokens.shape == (LENGTH,)
 
 
-def test_samples_travel_to_other_processes(data: Data):
+def test_samples_can_be_sent_to_other_processes(data: Data):
     ours = training(data)
     assert ours[3] is not None
-    there = pickle.loads(pickle.dumps(ours))
-    assert np.array_equal(there[5].tokens, ours[5].tokens)
+    copied = pickle.loads(pickle.dumps(ours))
+    assert np.array_equal(copied[5].tokens, ours[5].tokens)
 
 
 def test_documents_begin_and_end_as_the_tokenizer_says(data: Data):

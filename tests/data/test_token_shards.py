@@ -1,4 +1,4 @@
-"""Our files are Megatron's, in both directions, beyond 2**32 tokens too."""
+"""Our shards and Megatron's are interchangeable, also beyond 2**32 tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def megatron_documents(vocab_size: int) -> list[np.ndarray]:
 def test_we_write_what_megatron_writes(name: str, tmp_path: Path):
     documents = megatron_documents(VOCABULARIES[name])
     with writing_shard(tmp_path / "ours", token_dtype(VOCABULARIES[name])) as writer:
-        for some in (documents[:7], documents[7:]):
-            writer.add(np.concatenate(some), np.array([len(document) for document in some]))
+        for batch in (documents[:7], documents[7:]):
+            writer.add(np.concatenate(batch), np.array([len(document) for document in batch]))
     for ours, theirs in zip(shard_files(tmp_path / "ours"), shard_files(FIXTURES / f"megatron_{name}"), strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
 
@@ -102,7 +102,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damage_is_one_line(tmp_path: Path):
+def test_damage_gives_a_one_line_error(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         Shard(tmp_path / "missing")
     with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:

@@ -97,7 +97,7 @@ def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path):
     assert agree(tokenizer.reference, load_tokenizer(STORIES260K).reference, documents(20))
 
 
-def test_sentencepiece_models_have_both_paths(sentencepiece_model: Path):
+def test_sentencepiece_models_have_both_encoders(sentencepiece_model: Path):
     tokenizer = load_tokenizer(sentencepiece_model)
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     texts = [*documents(50), "ends with </s>", "<s>", "새 emoji 👩‍👧"]
@@ -114,7 +114,7 @@ def test_a_folder_with_only_a_sentencepiece_model(sentencepiece_model: Path, tmp
     assert load_tokenizer(tmp_path).document_start == (1,)
 
 
-def test_unigram_goes_to_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_unigram_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     train_sentencepiece(iter(stories(20)), tmp_path / "u.model", vocab_size=2000, model_type="unigram")
     with caplog.at_level("INFO", logger="pipeline"):
         tokenizer = load_tokenizer(tmp_path / "u.model")
@@ -127,13 +127,13 @@ def test_byte_fallback_leaves_nothing_unknown(sentencepiece_model: Path):
     assert tokenizer.decode(tokenizer.reference.encode(["龍 Ж 🦉"]).ids) == "龍 Ж 🦉"
 
 
-def test_too_large_a_vocabulary_is_one_line(tmp_path: Path):
+def test_too_large_a_vocabulary_gives_a_one_line_error(tmp_path: Path):
     with pytest.raises(DataError, match="cannot train 30000 pieces"):
         train_sentencepiece(iter(documents(20)), tmp_path / "t.model", vocab_size=30_000, model_type="bpe")
     assert not list(tmp_path.iterdir())
 
 
-def test_too_small_a_vocabulary_says_which_option_of_ours_helps(tmp_path: Path):
+def test_the_error_about_too_small_a_vocabulary_names_our_option(tmp_path: Path):
     text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
     with pytest.raises(DataError, match="--character-coverage"):
         train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
@@ -164,7 +164,7 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
         (b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
     ],
 )
-def test_no_or_damaged_tokenizer_is_one_line(tmp_path: Path, content: bytes | None, message: str):
+def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)

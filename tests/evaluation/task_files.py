@@ -1,4 +1,4 @@
-"""Small files of benchmarks, as they lie for `--data`: our own sentences in the fields of the real ones."""
+"""Small benchmark files in the layout of `--data`: our own sentences in the fields of the real ones."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def files(tmp_path_factory) -> Path:
 @pytest.fixture
 def no_network(monkeypatch):
     def refuse(*_):
-        raise AssertionError("asked the network")
+        raise AssertionError("the network was used")
 
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, refuse)
@@ -65,13 +65,13 @@ def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likeliho
 
     def accuracy(questions) -> tuple[float, float]:
         """By log likelihood, and by log likelihood per byte."""
-        plain = a_byte = 0
+        plain = per_byte = 0
         for context, answers, right in questions:
             scores = [log_likelihood(context, f" {answer}" if context else answer) for answer in answers]
             shares = [score / len(answer.encode()) for score, answer in zip(scores, answers, strict=True)]
             plain += scores.index(max(scores)) == right
-            a_byte += shares.index(max(shares)) == right
-        return plain / len(questions), a_byte / len(questions)
+            per_byte += shares.index(max(shares)) == right
+        return plain / len(questions), per_byte / len(questions)
 
     connectors = {"원인": " 왜냐하면", "결과": " 그래서"}
     copa = [
@@ -153,7 +153,7 @@ def test_compressed_files_give_the_same(files, tmp_path):
     assert both[0] == both[1]
 
 
-def test_what_is_missing_is_named(files, tmp_path, monkeypatch):
+def test_errors_name_what_is_missing(files, tmp_path, monkeypatch):
     def refused(error, match, *tasks, data=tmp_path, **options):
         with pytest.raises(error, match=match) as caught:
             run_benchmarks(STORIES, tasks, data=data, **options)
@@ -165,14 +165,14 @@ def test_what_is_missing_is_named(files, tmp_path, monkeypatch):
     refused(ConfigError, "--limit: expected at least 1, found 0", "arc_easy", limit=0)
     copa = tmp_path / "kobest" / "copa" / "test.jsonl"
     copa.parent.mkdir(parents=True)
-    for content, said in {
+    for content, message in {
         '{"premise": 1}\n{"pre': "line 2 is not JSON",
         "[1]": "line 1: expected a JSON object, found list",
         "": "holds no document",
         '{"premise": "x"}': "not the documents of lm-eval's kobest_copa: 'question'",
     }.items():
         copa.write_text(content)
-        refused(DataError, said, "kobest_copa")
+        refused(DataError, message, "kobest_copa")
 
     def version(_: str) -> str:
         raise importlib.metadata.PackageNotFoundError
@@ -199,7 +199,7 @@ def test_the_command_line_compares_models(files):
     }  # fmt: skip
 
 
-def test_without_lm_eval_the_command_line_says_what_to_install(files, monkeypatch):
+def test_without_lm_eval_the_command_line_names_the_package_to_install(files, monkeypatch):
     for module in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, module, None)
     for module in ("benchmarks", "local_tasks"):  # imported again by the command line
@@ -224,7 +224,7 @@ def test_the_table_has_a_column_per_model(files):
 
 
 @pytest.mark.skipif("SCALE_CPT_DATA" not in os.environ, reason="SCALE_CPT_DATA names no folder with benchmarks")
-def test_the_real_files_are_taken_whole(no_network):
+def test_the_real_files_are_read_completely(no_network):
     data = Path(os.environ["SCALE_CPT_DATA"]) / "eval"
     tasks = load_local_tasks([*TASKS[:4], "blimp"], data)["tasks"]
     sizes = {name: len(task.eval_docs) for name, task in tasks.items()}

@@ -118,7 +118,7 @@ def test_windows_that_do_not_fit_are_refused(options):
         score_folder(STORIES, {"x": ["a"]}, **options)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_errors_name_what_is_missing(tmp_path):
     with pytest.raises(DataError, match=r"empty: holds no document.*--text-key"):
         score_folder(STORIES, {"empty": []})
     with pytest.raises(BaseModelError, match=r"config\.json: no such file"):
@@ -132,15 +132,15 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    scored = ["--data", ENGLISH, KOREAN, "--max-tokens", "3000", "--context", "128"]
-    command = [sys.executable, "tools/evaluate.py", "--model", STORIES, *scored]
+    options = ["--data", ENGLISH, KOREAN, "--max-tokens", "3000", "--context", "128"]
+    command = [sys.executable, "tools/evaluate.py", "--model", STORIES, *options]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     english, korean = done.stdout.splitlines()[2:]
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
 
 
-def test_what_the_command_line_refuses():
+def test_command_lines_that_are_refused():
     missing = run_main("evaluate.py", "--model", STORIES, "nowhere", "--data", ENGLISH)
     assert missing.returncode == 1 and "windows" not in missing.stderr  # no model is scored before all are found
     assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")

@@ -113,7 +113,7 @@ def test_an_exported_model_answers_benchmarks(runs, tmp_path):
     assert [(result.metric, result.documents) for result in exported] == [("acc", 6), ("acc_norm", 6)]
 
 
-def test_a_missing_stage_is_named(runs, tmp_path):
+def test_the_error_about_an_unfinished_run_names_the_next_command(runs, tmp_path):
     shutil.copytree(runs / "demo", tmp_path / "demo")
     (tmp_path / "demo" / "hf" / "verification.json").unlink()
     with pytest.raises(ConversionError, match="convert_checkpoint"):

@@ -1,4 +1,4 @@
-"""Windows over a document: every token is scored exactly once, with the promised context."""
+"""Windows over a document: every token is scored exactly once, with the context that the docstring promises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_token_but_the_first_is_scored_once_and_in_order(cut):
 
 
 @given(cuts(), st.integers(1, 80))
-def test_what_is_only_read_is_not_scored(cut, first_scored):
+def test_tokens_before_the_first_scored_are_not_scored(cut, first_scored):
     length, context, stride = cut
     found = list(windows(length, context, stride, first_scored))
     assert [token for window in found for token in range(window.first_scored, window.stop)] == list(
@@ -34,7 +34,7 @@ def test_what_is_only_read_is_not_scored(cut, first_scored):
 
 
 @given(cuts())
-def test_windows_fit_the_context_and_see_what_was_promised(cut):
+def test_windows_fit_the_context_and_every_token_sees_enough_of_it(cut):
     length, context, stride = cut
     for window in windows(length, context, stride):
         assert 0 <= window.start < window.first_scored < window.stop <= length

@@ -11,7 +11,6 @@ of random ids in documents of about 500 tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -26,6 +25,7 @@ from pipeline.config.run import Data
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import Manifest, ShardRecord, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
+from pipeline.files import write_json
 
 _VOCABULARY = 128_256
 _SHARD_TOKENS = 16_000_000
@@ -45,7 +45,7 @@ def main() -> None:
         report["attention"] = {str(length): _attention(length) for length in options.sequence_lengths if length <= 4096}
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, report)
 
 
 def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, float]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.data.tokenizer_training import texts
+from pipeline.files import write_json
 
 PROJECT = Path(__file__).resolve().parents[1]
 DATA = PROJECT / "data"
@@ -40,6 +41,20 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 rows = datasets.load_dataset("json", data_files=source, split="train", cache_dir=output + ".cache")
 encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
 rows.map(encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names).save_to_disk(output)
+"""
+
+
+# Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
+_WITH_USAGE = """
+import ctypes, os, resource, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+code = subprocess.run(sys.argv[1:]).returncode
+try:
+    while True: os.wait()
+except ChildProcessError: pass
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print("\\n", usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+sys.exit(code)
 """
 
 
@@ -87,7 +102,7 @@ def main() -> None:
                 print(_row(result), flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(_report(options, results), indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, _report(options, results))
 
 
 def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, output: Path) -> dict[str, list[str]]:
@@ -95,22 +110,16 @@ def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, outp
     ours = [*OURS, "--input", str(source), "--tokenizer", str(tokenizer), "--output", str(output), "--workers", workers]
     found = {"ours, gigatoken": ours}
     if options.megatron:
+        megatron = options.megatron / "tools"
+        paths = ["--input", str(source), "--output-prefix", str(output)]
         named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-        script = [sys.executable, str(options.megatron / "tools" / "preprocess_data_fast.py"), "--input", str(source)]
-        found["Megatron-LM, preprocess_data_fast.py"] = [
-            *script,
-            "--output-prefix",
-            str(output),
-            *named,
-            "--use-gigatoken",
-        ]
+        fast = [sys.executable, str(megatron / "preprocess_data_fast.py")]
+        found["Megatron-LM, preprocess_data_fast.py"] = [*fast, *paths, *named, "--use-gigatoken"]
     if options.slow:
         found["ours, tokenizers"] = [*ours, "--reference-only"]
         if options.megatron:
-            script[1] = str(options.megatron / "tools" / "preprocess_data.py")
-            found["Megatron-LM, preprocess_data.py"] = [
-                *script, "--output-prefix", str(output), *named, "--workers", workers
-            ]  # fmt: skip
+            slow = [sys.executable, str(megatron / "preprocess_data.py")]
+            found["Megatron-LM, preprocess_data.py"] = [*slow, *paths, *named, "--workers", workers]
         found["datasets.map"] = [sys.executable, "-c", DATASETS_MAP, str(source), str(tokenizer), str(output), workers]
     return found
 
@@ -168,20 +177,6 @@ def _run(command: Sequence[str]) -> _Run:
     return _Run(elapsed, cpu_seconds, peak_mib)
 
 
-# Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
-_WITH_USAGE = """
-import ctypes, os, resource, subprocess, sys
-ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-code = subprocess.run(sys.argv[1:]).returncode
-try:
-    while True: os.wait()
-except ChildProcessError: pass
-usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-print("\\n", usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
-sys.exit(code)
-"""
-
-
 def _jsonl(inputs: Sequence[str], path: Path, mib: float) -> Path:
     """All documents of the inputs as JSONL, repeated until there are `mib` MiB (0: once)."""
     lines = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts(inputs)]
@@ -212,16 +207,8 @@ def _row(result: Result) -> str:
 
 
 def _report(options: argparse.Namespace, results: Sequence[Result]) -> dict[str, object]:
-    rows = [
-        {
-            **asdict(result),
-            "work_seconds": result.work_seconds,
-            "megabytes_per_second": result.megabytes_per_second,
-            "work_megabytes_per_second": result.work_megabytes_per_second,
-            "megabytes_per_cpu_second": result.megabytes_per_cpu_second,
-        }
-        for result in results
-    ]
+    derived = ("work_seconds", "megabytes_per_second", "work_megabytes_per_second", "megabytes_per_cpu_second")
+    rows = [asdict(result) | {name: getattr(result, name) for name in derived} for result in results]
     return {"workers": options.workers, "cores": os.cpu_count(), "rounds": options.rounds, "results": rows}
 
 

@@ -104,7 +104,7 @@ def prompted(documents: list[tuple[int, int]], sequence_length: int, document_ma
 
 
 def test_samples_of_prompts_and_answers_by_hand():
-    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not fit into the first sample.
+    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not fit into the first.
     first, second, third, fourth = prompted([(2, 2), (1, 1), (2, 6)], 5)
     assert list(first.tokens) == [1, 2, 3, 4, PADDING]
     assert list(first.targets) == [IGNORED, 3, 4, IGNORED, IGNORED]

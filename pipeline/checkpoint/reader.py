@@ -56,7 +56,11 @@ class CheckpointReader:
         return list(self._shards[0].shapes)
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
-        """The whole trained parameter `name`, or a moment of it, in fp32, as the optimizer holds it."""
+        """The whole trained parameter `name`, or a moment of it, in fp32 as the optimizer holds it.
+
+        Raises:
+            CheckpointError: the checkpoint does not hold it, or in another shape than the model's.
+        """
         self._check_trained(name)
         partition, shape = partition_of(self._parameters[name]), full_shape_of(self._parameters[name])
         # A parameter that is not split is whole on every rank: rank 0's is read.
@@ -73,7 +77,7 @@ class CheckpointReader:
     def read_span(self, name: str, moment: Moment | None, tp_rank: int, tp_size: int, span: Span) -> Tensor:
         """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter, or of its moment.
 
-        Reads nothing else if the checkpoint has the same tensor-parallel size.
+        Reads nothing else if the checkpoint has the same tensor-parallel size. Raises as `read` does.
         """
         if tp_size == self.tp_size:
             self._check_trained(name)

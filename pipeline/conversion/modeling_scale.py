@@ -106,7 +106,7 @@ class WidenedLinear(nn.Module):
 
 
 class StreamNorm(nn.Module):
-    """RMSNorm or LayerNorm of one stream, in fp32; its statistics may be those of the other stream.
+    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
 
     With `normed_size` (RMSNorm only) they are summed over the first channels, and the others count as zeros.
     """

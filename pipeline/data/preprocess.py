@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline import log
@@ -23,11 +24,11 @@ from pipeline.data.records import BadRecordLimit
 from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, hash_input, tokenize_unit
+from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import published_file, rename_aside, write_json
+from pipeline.files import file_hash, published_file, rename_aside, write_json
 from pipeline.log import progress_bar
 
 QUARANTINE = "quarantine.jsonl"
@@ -168,7 +169,12 @@ def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
 
 
 def _hash_one(job: Job, task: tuple[int, Path]) -> tuple[int, str]:
-    return task[0], hash_input(job, *task)
+    """The SHA-256 of one input file, computed once and kept in the job's state."""
+    index, path = task
+    cached = job.state / f"{index:05d}.sha256.json"
+    if not cached.exists():
+        write_json(cached, file_hash(path))
+    return index, str(orjson.loads(cached.read_bytes()))
 
 
 def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
@@ -22,7 +21,7 @@ from pipeline.data.token_shards import ShardWriter, token_dtype, writing_prompt_
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
-from pipeline.files import file_hash, write_json
+from pipeline.files import write_json
 
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
@@ -104,14 +103,6 @@ def finished_record(job: Job, unit: Unit) -> UnitRecord | None:
     except FileNotFoundError:
         return None
     return None if record.backend == "gigatoken" and job.reference_only.exists() else record
-
-
-def hash_input(job: Job, file_index: int, path: Path) -> str:
-    """The SHA-256 of an input file, computed once and kept in the job's state."""
-    cached = job.state / f"{file_index:05d}.sha256.json"
-    if not cached.exists():
-        write_json(cached, file_hash(path))
-    return str(orjson.loads(cached.read_bytes()))
 
 
 def is_heldout(text: str, fraction: float) -> bool:

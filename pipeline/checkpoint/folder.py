@@ -134,7 +134,7 @@ def discard(checkpoint: Path) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """Makes a new folder in place of whatever was there."""
+    """Makes a new, empty folder; an existing one is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

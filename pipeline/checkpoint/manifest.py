@@ -43,7 +43,7 @@ class StepRecord(NamedTuple):
 class Position(_Record):
     """The progress of a run, and everything needed to resume it exactly. Immutable: `changed` returns a copy.
 
-    A step's samples follow from its number alone, whatever happened before it.
+    A step's samples depend on its number alone, so the position needs no record of the data read.
 
     Attributes:
         step, tokens_seen: the steps completed so far, including those that were skipped.

@@ -63,7 +63,7 @@ def open_torch_file(path: Path) -> Any:  # noqa: ANN401
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, use another one") from None
     except pickle.UnpicklingError as error:
-        # torch explains at length; the user needs to know what was found, and that it did not run.
+        # torch's message is long; the user needs the name that was found, and that it did not run.
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             fault = f"names {found[1]}, which no checkpoint needs; nothing in it was run. Do not trust this file"
         else:

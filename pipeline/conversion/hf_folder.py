@@ -28,7 +28,7 @@ from pipeline.model.base_folder import INDEX_FILE
 FILE_BYTES = 4 * 2**30
 _ADAPTER_CONFIG = "adapter_config.json"
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# A fixed list: nothing that a file says decides what is copied, or where to.
+# A fixed list: the contents of files do not influence which files are copied, or where to.
 _COPIED_FROM_BASE = (
     "generation_config.json",
     "tokenizer.json",
@@ -46,7 +46,7 @@ _COPIED_FROM_BASE = (
     "LICENSE.md",
     "NOTICE",
 )
-# True of the base's own folder, and not of what is made from it.
+# Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
 
 

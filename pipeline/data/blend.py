@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pipeline.errors import DataError
 
 BLOCK = 1 << 16
-"""Draws in a block: proportions are exact to one in so many."""
+"""Draws in a block: a proportion is rounded to a multiple of 1 / BLOCK."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDS = 6
 _MASK_64 = 2**64 - 1

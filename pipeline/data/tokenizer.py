@@ -47,7 +47,7 @@ class Tokenizer:
 
     Attributes:
         path: the file it was read from.
-        fingerprint: equal for tokenizers that produce equal ids, whatever folder they are in.
+        fingerprint: equal for tokenizers that produce equal ids, also in different folders.
         vocab_size: the largest id plus one.
         document_start: the ids before every document, often none.
         document_end: the ids after every document.

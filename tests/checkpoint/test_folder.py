@@ -87,7 +87,7 @@ def complete(paths) -> dict[str, str]:
     return {name: files[0].read_text() for name, files in found.items() if all(file.exists() for file in files)}
 
 
-def test_a_kill_at_any_moment_of_a_save_over_an_older_one_leaves_a_complete_one(tmp_path):
+def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_one(tmp_path):
     """And nothing of the older one is removed before `latest` names the new one."""
     for changes in count():
         folder = tmp_path / str(changes)
@@ -108,7 +108,7 @@ def test_a_kill_at_any_moment_of_a_save_over_an_older_one_leaves_a_complete_one(
             break
 
 
-def test_a_kill_at_any_moment_of_a_removal_leaves_no_half_of_a_checkpoint(tmp_path):
+def test_a_removal_killed_at_any_moment_leaves_no_incomplete_checkpoint(tmp_path):
     for changes in count():
         folder = tmp_path / str(changes)
         doomed = write_checkpoint(folder / "step_00000100", "first")

@@ -57,7 +57,7 @@ def save_with_accounts(jobs: list[tuple[Any, ...]]) -> list[Account | None]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_and_moment_comes_back(layout, base, saved):
+def test_every_parameter_and_moment_is_read_back(layout, base, saved):
     world_size, tp_size, _ = LAYOUTS[layout]
     for name in METHODS:
         folder, ranks = saved[layout, name]

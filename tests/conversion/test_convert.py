@@ -167,7 +167,7 @@ def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
         load_hf_model(folder)
 
 
-def test_another_models_folder_is_refused(checkpoints, published):
+def test_the_folder_of_another_model_is_refused(checkpoints, published):
     other = open_trained(checkpoints["base"], STORIES)
     with pytest.raises(ConversionError, match="not kept"):
         verify(other, published.output, probe_maker(TEXTS)(other), torch.float32)

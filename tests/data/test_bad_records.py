@@ -60,7 +60,7 @@ def test_every_kind_is_quarantined(tmp_path: Path, unit_bytes: int):
     assert all(record["excerpt"] for record in records)
 
 
-def test_no_bad_record_no_quarantine(tmp_path: Path):
+def test_without_bad_records_there_is_no_quarantine(tmp_path: Path):
     made = tokenize(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", GOOD))
     assert made.rejected == {}
     assert not (tmp_path / "out" / QUARANTINE).exists()
@@ -92,7 +92,7 @@ COMPRESSED = {
 
 @pytest.mark.parametrize("unit_bytes", [100_000, 10**9])
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_a_truncated_file_keeps_what_came_before(tmp_path: Path, kind: str, unit_bytes: int):
+def test_documents_before_a_truncation_are_kept(tmp_path: Path, kind: str, unit_bytes: int):
     texts = documents(5_000, words=20)
     path = tmp_path / f"x.jsonl.{kind}"
     whole = COMPRESSED[kind](jsonl(texts))
@@ -127,7 +127,7 @@ def test_a_file_that_is_not_compressed_at_all(tmp_path: Path):
         tokenize(tmp_path / "out", tmp_path / "x.jsonl.gz")
 
 
-def test_a_document_of_200_mb_costs_no_memory(tmp_path: Path):
+def test_a_document_of_200_mb_takes_little_memory(tmp_path: Path):
     """Plain, and compressed to a few kilobytes; the good documents of the same file are kept."""
     huge = b'{"text": "' + b"a" * 200_000_000 + b'"}\n'
     content = jsonl(GOOD[:5]) + huge + jsonl(GOOD[5:])

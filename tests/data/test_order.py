@@ -25,7 +25,7 @@ def test_a_permutation_hits_everything_once(size: int, seed: int, epoch: int):
     assert sorted(permutation[index] for index in range(size)) == list(range(size))
 
 
-def test_keys_make_other_permutations():
+def test_different_keys_give_different_permutations():
     orders = {
         tuple(Permutation(100, *key)[index] for index in range(100)) for key in ((1, 0), (1, 1), (2, 0), (0, 1), (1,))
     }
@@ -82,7 +82,7 @@ def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share]):
 
 @settings(max_examples=20, deadline=None)
 @given(shares(), st.integers(0, 5000))
-def test_what_was_drawn_before_is_a_count_of_the_draws(shares: dict[str, Share], index: int):
+def test_drawn_before_counts_the_draws(shares: dict[str, Share], index: int):
     blend = Blend(shares)
     index = index if blend.total is None else min(index, blend.total)
     counts = Counter(blend[earlier].corpus for earlier in range(index))

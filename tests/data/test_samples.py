@@ -144,7 +144,7 @@ def test_budgets(module_folder: Path, data: Data):
     assert total(token_budget=10 * LENGTH + 1) == 11
 
 
-def test_another_tokenizers_corpus_is_refused(data: Data):
+def test_a_corpus_of_another_tokenizer_is_refused(data: Data):
     with pytest.raises(
         DataError, match=r"was tokenized with another tokenizer than the base model's: expected .*, found"
     ) as error:

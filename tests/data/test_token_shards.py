@@ -40,7 +40,7 @@ def test_we_read_what_megatron_wrote(name: str):
         assert np.array_equal(shard.document(number), document)
 
 
-def test_documents_of_several_sequences_are_whole():
+def test_documents_of_several_sequences_are_read_completely():
     shard = Shard(FIXTURES / "megatron_sentences")
     assert [list(shard.document(number)) for number in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     assert list(shard.document_starts(0, 9)) == [0, 3, 4]
@@ -88,7 +88,7 @@ def test_the_type_follows_the_vocabulary():
     assert [token_dtype(size).name for size in (512, 65_499, 65_500, 128_256)] == ["uint16", "uint16", "int32", "int32"]
 
 
-def test_no_documents_no_files(tmp_path: Path):
+def test_without_documents_there_are_no_files(tmp_path: Path):
     with writing_shard(tmp_path / "empty", np.dtype(np.uint16)):
         # Another job that writes the same shard at the same time must not find an empty file.
         assert list(tmp_path.iterdir()) == []

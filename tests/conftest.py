@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -82,6 +83,16 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
     yield make
     for disk in made:
         disk.remove()
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """Gives the package's logger back as it was: a command that ran in this process left a handler of its own."""
+    logger = logging.getLogger("pipeline")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture

@@ -24,9 +24,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
     parser.add_argument("--methods", nargs="+", choices=get_args(MethodName), default=get_args(MethodName))
     parser.add_argument("--target", type=int, help="trained parameters; default: those of the run's own method")
-    parser.add_argument(
-        "--multiple-of", type=int, default=8, help="of added hidden and FFN widths; default 8"
-    )
+    parser.add_argument("--multiple-of", type=int, default=8, help="of added hidden and FFN widths; default 8")
     parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
     arguments = parser.parse_args()
     for flag in ("target", "multiple_of"):

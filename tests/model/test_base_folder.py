@@ -116,7 +116,7 @@ def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
                 assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
 
 
-def test_hashes_tell_bases_apart(base, tmp_path):
+def test_different_bases_have_different_hashes(base, tmp_path):
     other = tmp_path / "other"
     random_model(CONFIGS["llama"], seed=1).save_pretrained(other)
     assert open_base(save_base("llama", tmp_path / "same")).hashes() == base("llama").hashes()

@@ -53,7 +53,7 @@ def move_weights_out(path):
 
 
 def shard(path):
-    """Spreads a folder's weights over three files, as large models come."""
+    """Splits a folder's weights into three files, as for large models."""
     tensors = load_file(path / SINGLE_FILE)
     names = sorted(tensors)
     parts = {f"model-{part:05d}.safetensors": names[part::3] for part in range(3)}

@@ -66,7 +66,7 @@ def seen_by_a_rank(tp_size):
         dist.all_reduce(number, group=group)
         return int(number)
 
-    told = (
+    deepspeed_view = (
         groups.get_model_parallel_rank(),
         groups.get_tensor_model_parallel_world_size(),
         groups.get_tensor_model_parallel_src_rank(),
@@ -75,7 +75,7 @@ def seen_by_a_rank(tp_size):
         groups.get_data_parallel_group_ranks(),
     )
     replicas = {size: total(tp.replica_group(size)) for size in (2, 4) if size <= tp_size}
-    return total(tp.group), total(groups.get_data_parallel_group()), replicas, told
+    return total(tp.group), total(groups.get_data_parallel_group()), replicas, deepspeed_view
 
 
 def mask(*ranks):

@@ -1,9 +1,9 @@
-"""Which statistics should normalise the expansion stream: its own (`separate`) or the base stream's (`base`)?
+"""Compares the statistics that normalise the expansion stream: its own (`separate`) or the base stream's (`base`).
 
     python benchmarks/norm_statistics.py --seeds 2 --json benchmarks/out/norm_statistics.json
 
-Trains the run of --config once for each choice and seed, everything else equal, and prints what was learned and what
-was forgotten: perplexity on each held-out part, before and after. The corpora are tokenized once and shared.
+Trains the run of --config once for each choice and seed, everything else equal, and prints the perplexity on each
+held-out part, before and after. The corpora are tokenized once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from typing import Any
 
 import yaml
 
-CHOICES = ("separate", "base")
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import load_config
+from pipeline.methods.scale import upscale
+from pipeline.model.from_hf import open_base
+
+NORMS = ("separate", "base")
 
 
 def run_once(values: dict[str, Any], folder: Path, norm: str, seed: int, ranks: int) -> dict[str, float]:
-    """Trains one variant in `folder`; returns the perplexities of its first and its last validation."""
+    """Trains with one choice of `norm` in `folder`; returns the perplexities of the first and the last validation."""
     folder.mkdir(parents=True)
     variant = {**values, "folder": str(folder), "seed": seed, "method": {**values["method"], "norm": norm}}
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(variant), encoding="utf-8")
-    subprocess.run([sys.executable, "tools/upscale.py", "--config", str(config)], check=True)
+    run = load_config(config)
+    assert isinstance(run.method, ScaleMethod)
+    upscale(run.method, open_base(run.base), run.upscaled_folder, seed)
     launcher = [sys.executable, "tools/launch_here.py", "--ranks", str(ranks)]
     subprocess.run([*launcher, "-m", "pipeline.train", str(config)], check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -44,6 +51,7 @@ def run_once(values: dict[str, Any], folder: Path, norm: str, seed: int, ranks: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
     parser.add_argument("--steps", type=int, help="default: the configuration's")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
@@ -57,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([sys.executable, "tools/preprocess_data.py", "--config", str(arguments.config)], check=True)
         for seed in range(1, arguments.seeds + 1):
-            for norm in CHOICES:
+            for norm in arguments.norms:
                 figures = run_once(values, Path(scratch) / f"{norm}-{seed}", norm, seed, arguments.ranks)
                 rows.append({"norm": norm, "seed": seed, **figures})
 
@@ -66,7 +74,7 @@ def main() -> None:
     print(f"{'norm':<10} {'seed':>4}" + "".join(f"  {name:>{width}}" for name in names))
     for row in rows:
         print(f"{row['norm']:<10} {row['seed']:>4}" + "".join(f"  {row[name]:>{width}.3f}" for name in names))
-    for norm in CHOICES:
+    for norm in arguments.norms:
         means = (mean(row[name] for row in rows if row["norm"] == norm) for name in names)
         print(f"{norm:<10} mean" + "".join(f"  {value:>{width}.3f}" for value in means))
     if arguments.json:

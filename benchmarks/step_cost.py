@@ -1,4 +1,4 @@
-"""What a training step costs under each method: seconds, processor seconds and peak memory, on the same base.
+"""The cost of a training step under each method, on the same base: wall time, CPU time and peak memory.
 
     python benchmarks/step_cost.py --json benchmarks/out/step_cost.json
 
@@ -111,7 +111,7 @@ class Cost(NamedTuple):
 
 
 def make_step(method: str, size: Size) -> tuple[nn.Module, Callable[[], Cost]]:
-    """The model of `method`, and a function that makes one training step with it and says what it cost."""
+    """The model of `method`, and a function that makes one training step with it and returns its cost."""
     torch.manual_seed(0)
     lora = method == "lora"
     model: nn.Module = lora_model(size) if lora else our_model(method, size)
@@ -172,7 +172,7 @@ def predicted_flops(method: str, size: Size) -> float:
 
 
 def measure(size: Size, methods: list[str], rounds: int) -> list[dict[str, Any]]:
-    """A row a method, its time the median over `rounds` after one warm-up step."""
+    """One row per method, with the median time over `rounds` steps after one warm-up step."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
@@ -218,7 +218,7 @@ def measure(size: Size, methods: list[str], rounds: int) -> list[dict[str, Any]]
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows for a person."""
+    """Prints the rows as a table."""
     columns = {
         "s/step": ("seconds_per_step", ".3f"),
         "min": ("seconds_min", ".3f"),

@@ -1,6 +1,6 @@
-"""What DeepSpeed is told: the run's JSON file says how memory and messages are handled, the run configuration the rest.
+"""DeepSpeed's configuration: memory and communication come from the run's JSON file, the rest from the run itself.
 
-A key that the run configuration owns, the value "auto", and what DeepSpeed is known to break silently are refused.
+Refused are keys that the run configuration sets, the value "auto", and settings that DeepSpeed silently gets wrong.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeepSpeedConfig:
     def partitions_at_once(self) -> bool:
         """Whether parameters are partitioned while the model is built.
 
-        Copies within a node (hpZ) and on NVMe are made of whole values, which are not there yet then.
+        Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at that point.
         """
         copied = self.zero.get("zero_hpz_partition_size", 1) > 1 or self.zero.get("mics_shard_size", 0) > 0
         on_nvme = self.zero.get("offload_param", {}).get("device") == "nvme"
@@ -73,27 +73,27 @@ class DeepSpeedConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are held and multiplied in."""
+        """The dtype of weights and matrix products."""
         return torch.bfloat16 if self.values.get("bf16", {}).get("enabled") else torch.float32
 
     def merged(self, schedule: Schedule, layout: Layout) -> dict[str, Any]:
         """The whole configuration, as `deepspeed.initialize` takes it."""
         return {
-            "steps_per_print": 2**31,  # our own metrics say it better
+            "steps_per_print": 2**31,  # never: the trainer logs its own metrics
             **self.values,
             "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
             "gradient_accumulation_steps": accumulation_steps(schedule, layout.dp_size),
             "gradient_clipping": schedule.gradient_clipping,
-            # We bring torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
+            # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
             "zero_force_ds_cpu_optimizer": False,
         }
 
 
 def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
-    """How many micro-batches each rank adds up for one optimizer step.
+    """How many micro-batches each rank accumulates for one optimizer step.
 
     Raises:
-        LayoutError: the global batch cannot be made of whole micro-batches; names the nearest sizes that can.
+        LayoutError: the global batch does not consist of whole micro-batches; names the nearest sizes that do.
     """
     batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
     if batch % at_once:
@@ -110,7 +110,7 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
     """Reads and checks the JSON file at `path` for a run on `layout`.
 
     Raises:
-        ConfigError: it is missing, is not JSON, says what the run configuration says, or asks for what does not work.
+        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def _faults(values: object, layout: Layout) -> list[str]:
 
 
 def _unguarded(values: dict[str, Any]) -> list[str]:
-    """The settings that switch off what finds a gradient that is not finite."""
+    """The settings that switch off the checks for gradients that are not finite."""
     guards = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
     return [name for name in guards if values.get(name.split(".")[0], {}).get(name.split(".")[1]) is False]
 
@@ -154,7 +154,7 @@ def _autos(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
-    """What DeepSpeed accepts and gets wrong (docs/adr: each was measured)."""
+    """Settings that DeepSpeed accepts and gets wrong; each was reproduced."""
     faults = []
     if zero.get("stage") not in (1, 2, 3):
         faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r}")

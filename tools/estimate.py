@@ -1,8 +1,8 @@
-"""Says what a run needs, before it gets a GPU: parameters, memory, messages, FLOPs, time; and recommends a layout.
+"""Estimates parameters, memory, traffic, FLOPs and time of a run without a GPU, and recommends a layout.
 
     python tools/estimate.py --config configs/demo.yaml --gpus 2
 
-Neither a GPU nor the base's weights are needed: its config.json is enough (--base-config where the folder is not here).
+The base's weights are not needed: its config.json is enough (--base-config, if its folder is missing).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
     add_cluster_options(parser)
-    parser.add_argument("--tp", type=int, help="instead of the configuration's parallel.tp_size")
-    parser.add_argument("--base-config", type=Path, help="the base's config.json, where its folder is not here")
+    parser.add_argument("--tp", type=int, help="overrides the configuration's parallel.tp_size")
+    parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     if "gpus" not in arguments:
-        parser.error("--gpus: say how many there are")
-    from pipeline.sizing.estimate import open_estimator  # after the options: --help waits for no torch
+        parser.error("--gpus: give the number of GPUs")
+    from pipeline.sizing.estimate import open_estimator  # here, so that --help does not import torch
     from pipeline.sizing.table import as_text, as_values, make_report
 
     config, cluster = load_config(arguments.config), cluster_of(arguments)

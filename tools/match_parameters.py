@@ -1,9 +1,9 @@
-"""Says how large each method must be to train as many parameters as the run's own, and prints their `method:` sections.
+"""Prints `method:` sections with which each method trains as many parameters as the run's own.
 
     python tools/match_parameters.py --config configs/demo.yaml --methods lora llama_pro adapt
 
-SCALE's widths grow together, by the same share of the base's. Each section stands under a line that says how near it
-comes. The base's config.json is enough (--base-config where the folder is not here).
+SCALE's widths grow together, by the same share of the base's. A comment above each section gives its parameter count.
+The base's config.json is enough (--base-config, if its folder is missing).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
     parser.add_argument("--methods", nargs="+", choices=get_args(MethodName), default=get_args(MethodName))
     parser.add_argument("--target", type=int, help="trained parameters; default: those of the run's own method")
-    parser.add_argument("--multiple-of", type=int, default=8, help="of added hidden and FFN widths (default 8)")
-    parser.add_argument("--base-config", type=Path, help="the base's config.json, where its folder is not here")
+    parser.add_argument("--multiple-of", type=int, default=8, help="of added hidden and FFN widths; default 8")
+    parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
     arguments = parser.parse_args()
     for flag in ("target", "multiple_of"):
         value = getattr(arguments, flag)

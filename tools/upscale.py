@@ -1,8 +1,8 @@
-"""Computes the initial expansion of a base model, once and offline, for training at any parallel layout.
+"""Computes the initial expansion of a base model, once, for training on any layout.
 
     python tools/upscale.py --config configs/demo.yaml
 
-Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Does nothing where that is done.
+Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Skips an expansion that exists and is intact.
 """
 
 from __future__ import annotations

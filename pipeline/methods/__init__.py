@@ -1,4 +1,4 @@
-"""What a run trains: SCALE, or one of the methods that it is compared with, behind one interface."""
+"""The training methods, SCALE and the baselines, behind one interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.parallel.topology import TensorParallel, check_sequence_length
 
 
 def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
-    """The method that `settings` name; SCALE reads its initial expansion from `expansion_folder`.
+    """The method of `settings`; SCALE reads its initial expansion from `expansion_folder`.
 
     `seed` determines random initial values.
     """
@@ -38,17 +38,17 @@ def training_method(config: RunConfig) -> TrainingMethod:
 
 
 def build_model(config: RunConfig, base: BaseFolder, tp: TensorParallel) -> Decoder:
-    """The run's model with this rank's shards, its values not yet set; `requires_grad` says what trains.
+    """The run's model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
 
     Raises:
-        UserError: the model, or its sequences, cannot be spread over so many ranks.
+        UserError: the model, or its sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
     return training_method(config).build(base.spec, tp, config.activation_checkpointing)
 
 
 def check_files(config: RunConfig, share: slice) -> None:
-    """Raises UserError where a file that the run starts from, except the base's, has changed; reads a `share`."""
+    """Raises UserError if an initial file of the run, except the base's, has changed; reads a `share` of the files."""
     training_method(config).check_files(share)
 
 

@@ -24,7 +24,7 @@ from pipeline.scale.layers import WidenedLinear
 
 
 class FullFineTuningMethod(TrainingMethod):
-    """Every parameter of the base trains, and nothing is added."""
+    """Every parameter of the base trains; nothing is added."""
 
     def build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
@@ -54,10 +54,10 @@ class FreezeMethod(FullFineTuningMethod):
 
 
 class LoraMethod(TrainingMethod):
-    """LoRA (Hu et al. 2022): low-rank adapters beside frozen linear maps train.
+    """LoRA (Hu et al. 2022): low-rank adapters of frozen linear maps train.
 
-    A starts uniform in ±1/√in, as in PEFT; B starts at zero. There is no dropout: its random numbers would depend on
-    the layout, and a run could not resume at another one.
+    A is uniform in ±1/√in, as in PEFT; B is zero. There is no dropout: its random numbers would depend on the layout,
+    and a run could not resume on another one.
     """
 
     def __init__(self, settings: Lora, seed: int) -> None:
@@ -74,7 +74,7 @@ class LoraMethod(TrainingMethod):
         return model
 
     def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
-        """The maps that get an adapter."""
+        """The linear maps that get an adapter."""
         modules = ((path.rsplit(".", 1)[-1], module) for path, module in model.named_modules())
         maps = [(name, module) for name, module in modules if isinstance(module, WidenedLinear)]
         known = list(dict.fromkeys(name for name, _ in maps))
@@ -110,7 +110,7 @@ def _rows(shard: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Which of the base's layers one of the deeper model's comes from, and whether it is an added copy."""
+    """The base's layer from which a layer of the deeper model comes, and whether it is an added copy."""
 
     base_layer: int
     added: bool
@@ -120,7 +120,7 @@ def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
     """The deeper model's layers, from the bottom up.
 
     Raises:
-        ConfigError: the base's layers cannot be cut into so many equal groups; names the nearest numbers that fit.
+        ConfigError: the layers cannot be cut into `added_layers` equal groups; names the nearest numbers that fit.
     """
     if added_layers > num_layers or num_layers % added_layers:
         fits = fitting_added_layers(num_layers)
@@ -139,15 +139,15 @@ def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
 
 
 def fitting_added_layers(num_layers: int) -> list[int]:
-    """How many blocks can be added to a base: as many as groups that its layers can be cut into."""
+    """The possible numbers of added blocks: those that cut the base's layers into equal groups."""
     return [count for count in range(1, num_layers + 1) if num_layers % count == 0]
 
 
 class LlamaProMethod(TrainingMethod):
-    """LLaMA Pro (Wu et al. 2024), depth expansion: added copies of the base's layers train, and nothing else.
+    """LLaMA Pro (Wu et al. 2024), depth expansion: only added copies of the base's layers train.
 
-    The layers are cut into `added_layers` groups, and a copy of each group's last layer follows it. The copy's output
-    and down maps start at zero, so that it starts as the identity.
+    The layers are cut into `added_layers` groups, and each group is followed by a copy of its last layer. The copy's
+    output and down maps start at zero, so that it starts as the identity.
     """
 
     def __init__(self, settings: LlamaPro) -> None:

@@ -14,20 +14,24 @@ ActivationCheckpointing = Literal["none", "collaborative", "all"]
 
 
 class TrainingMethod(ABC):
-    """How a base becomes the model that a run trains."""
+    """Builds the model that a run trains from a base."""
 
     @abstractmethod
     def build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
-        """The model with this rank's shards, its values not yet set; `requires_grad` says what trains."""
+        """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
+
+        Raises:
+            UserError: the settings do not fit the base, or the model cannot be split over the ranks.
+        """
 
     @abstractmethod
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
 
     def check_files(self, share: slice) -> None:  # noqa: B027  # most methods have none
-        """Raises UserError where a file that the method starts from, except the base's, has changed.
+        """Raises UserError if an initial file of the method, except the base's, has changed.
 
         Reads a `share` of these files, in a fixed order.
         """
@@ -37,5 +41,5 @@ class TrainingMethod(ABC):
         return True
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
-        """The name in the base, of architecture `spec`, of the model's base parameter `name`."""
+        """The base's name of the model's base parameter `name`, for a base of architecture `spec`."""
         return name

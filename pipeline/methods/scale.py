@@ -1,4 +1,4 @@
-"""SCALE: the base is frozen and widened, and only what was added trains."""
+"""SCALE: the base is frozen and widened; only the expansion trains."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ class Scale(TrainingMethod):
 
 
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:
-    """The settings on which the initial expansion depends: where W12 exists, the widths, the initialisers."""
+    """The settings that the initial expansion depends on: where W12 exists, the widths, the initialisers."""
     return settings.model_dump(mode="json", exclude={"router_threshold", "norm"})
 
 
 def check_named_expansion(folder: Path | None) -> None:
-    """Raises ConfigError where a run names an initial expansion, to train it on, and there is none. Made anew in its
-    place, it would have learned nothing."""
+    """Raises ConfigError if a run is to continue from the expansion in `folder` and there is none.
+
+    A new expansion in its place would not be trained.
+    """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
             f"upscaled: {folder}: holds no expansion; convert the run to train on with --format expansion --output "

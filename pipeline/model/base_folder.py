@@ -1,7 +1,7 @@
 """A pretrained model's Hugging Face folder: its safetensors files, their hashes, any slice of any base parameter.
 
-Nothing here runs code from the folder: only safetensors and JSON are read. Our parameter names and those of the two
-families in such folders stand at the end.
+No code from the folder is run: only safetensors and JSON are read. `hf_tensor` maps our parameter names to those of the
+folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    `known_hashes` saves `hashes` from reading every byte.
+    With `known_hashes` the method `hashes` reads no file.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class BaseFolder:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """Which file holds each of the folder's tensors.
+        """The file of each of the folder's tensors.
 
         Raises:
             BaseModelError: a file is missing or damaged.
@@ -92,7 +92,7 @@ class BaseFolder:
         source, file = self._source(name)
         with self._slice(file, source.name) as view:
             rows, *others = view.get_shape()
-        # Query, key and value share a fused tensor's rows evenly. Other row counts stay, and will fit no parameter.
+        # Query, key and value have a third of a fused tensor's rows each. `load_base` refuses other row counts.
         return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
 
     def read(
@@ -103,7 +103,7 @@ class BaseFolder:
         tp_size: int = 1,
         rows: Rows | None = None,
     ) -> Tensor:
-        """The shard of the base parameter `name` (ours) that `tp_rank` holds, or some `rows` of it, and no more.
+        """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it; reads nothing else.
 
         Raises:
             BaseModelError: it is missing, or its file damaged.
@@ -117,7 +117,7 @@ class BaseFolder:
         return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
 
     def _source(self, name: str) -> tuple[HfTensor, Path]:
-        """Where the base parameter `name` lies; a tied output projection may be stored as the embedding only."""
+        """The tensor and file of the base parameter `name`; a tied output may be stored as the embedding only."""
         source = hf_tensor(name, self.spec)
         if source.name in self.file_of:
             return source, self.file_of[source.name]
@@ -184,7 +184,7 @@ FUSED_PARTS = ("attention.query", "attention.key", "attention.value")
 class HfTensor:
     """A tensor in a Hugging Face folder.
 
-    Where query, key and value are one tensor, with rows [heads, 3, head_dim], `fused_part` says which is meant.
+    `fused_part` is the index of query, key or value in a fused tensor with rows [heads, 3, head_dim].
     """
 
     name: str
@@ -192,18 +192,15 @@ class HfTensor:
 
 
 def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
-    """Where the base parameter `name` (ours) lies in a Hugging Face folder."""
+    """The tensor of a Hugging Face folder that holds the base parameter `name` (ours)."""
+    outside_layers = _LLAMA if spec.family == "llama" else _GPT_NEOX
     if name == "output.base":
-        return HfTensor(f"{_whole(spec)['output.base']}.weight")
+        return HfTensor(f"{outside_layers[name]}.weight")
     stem, kind = name.rsplit(".", 1)
-    if stem in _whole(spec):
-        return HfTensor(f"{_whole(spec)[stem]}.{kind}")
+    if stem in outside_layers:
+        return HfTensor(f"{outside_layers[stem]}.{kind}")
     _, index, module = stem.removesuffix(".base").split(".", 2)
     if spec.family == "llama":
         return HfTensor(f"model.layers.{index}.{_LLAMA_LAYER[module]}.{kind}")
     part = FUSED_PARTS.index(module) if module in FUSED_PARTS else None
     return HfTensor(f"gpt_neox.layers.{index}.{_GPT_NEOX_LAYER[module]}.{kind}", part)
-
-
-def _whole(spec: DecoderSpec) -> dict[str, str]:
-    return _LLAMA if spec.family == "llama" else _GPT_NEOX

@@ -61,7 +61,7 @@ class Decoder(nn.Module):
 
     @property
     def keeps_base(self) -> bool:
-        """Whether the base itself is kept beside what was added to it, so that `path="base"` runs it unchanged."""
+        """Whether the base is kept unchanged next to what was added, so that `path="base"` runs it."""
         adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
         return self.plan is not None or adapted or bool(self.added_layers)
 
@@ -106,14 +106,14 @@ class Decoder(nn.Module):
         context = self._context(tokens, positions, document_ids, streams[0].dtype)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
-        # A sum over three or more ranks depends on where in the message an element lies. There the base alone keeps the
-        # expansion stream beside it, from which it takes nothing, so that it gives the same bits.
+        # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
+        # expansion stream runs along, without effect on the base stream, so that the base's results are bit-identical.
         masked = path != "model"
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
         for layer in self.layers:
             if routed and layer.collaborative:
-                # Both paths go through a layer in turn, so that ZeRO-3 gathers it once for the two.
+                # Both paths run layer by layer, so that ZeRO-3 gathers each layer once for both.
                 preserved = self._run(layer, preserved or streams, context, masked=True)
             streams = self._run(layer, streams, context, masked)
         final = self.final_norm(*streams)

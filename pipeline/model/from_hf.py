@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to our decoder: the architecture, and the weights, a shard at a time."""
+"""Reads a Hugging Face folder into our decoder: the architecture, and this rank's shard of the weights."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ def open_base(path: Path) -> BaseFolder:
     """Opens a base model's folder.
 
     Raises:
-        BaseModelError: the folder or its config is missing, damaged, or of an architecture that we do not know.
+        BaseModelError: the folder or its config is missing or damaged, or its architecture is not supported.
     """
     return BaseFolder(path, read_spec(path))
 
 
 def read_spec(path: Path) -> DecoderSpec:
-    """The architecture that the folder's config.json describes; `path` may be that file itself."""
+    """The architecture that the folder's config.json describes; `path` may be that file itself.
+
+    Raises:
+        BaseModelError: the file is missing or damaged, or the architecture is not supported.
+    """
     config = _read_config(path)
     if config.model_type == "gpt_neox":
         return _gpt_neox(config, path)
@@ -171,12 +175,12 @@ def load_base(
     tp: TensorParallel = SINGLE,
     source: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Fills the base parameters of `model` with what this rank holds of the folder's weights, tensor by tensor.
+    """Fills the base parameters of `model` with this rank's shards of the folder's weights, tensor by tensor.
 
-    `source` says from which of the base's parameters one of the model's is read, where the names differ.
+    `source` maps the name of a model's parameter to that of the base's, where the two differ.
 
     Raises:
-        BaseModelError: a weight is missing, or has another shape than config.json implies.
+        BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
     """
     for name, parameter in model.named_parameters():
         if not is_base(name):
@@ -191,5 +195,5 @@ def load_base(
 
 
 def is_base(name: str) -> bool:
-    """Whether a parameter is the pretrained model's own."""
+    """Whether a parameter is the pretrained model's."""
     return _BASE_NAME.search(name) is not None

@@ -1,8 +1,8 @@
 """A decoder layer on two streams, for the Llama family and GPT-NeoX: norms, causal self-attention, feed-forward.
 
-SCALE adds attention heads and inner width, and never mixes them with the base's: base and added heads attend in two
-calls. So the base's call is the one that the base model makes, and has no backward pass where the base stream depends
-on no trained parameter.
+SCALE adds attention heads and inner width and keeps them separate from the base's: base and added heads attend in two
+calls. So the base's call is the same as in the base model, and has no backward pass where the base stream depends on no
+trained parameter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DecoderLayer(nn.Module):
     """x: [B, S, D], x_up: [B, S, U] -> the same shapes; with sequence parallelism [B, S / tp_size, ...].
 
     `collaborative`: at or above `l_fp`, where the base stream may depend on trained parameters. `added`: a layer that
-    the base does not have. `masked` leaves out what was put into the base's path: every W12, the adapters, and an
-    added layer as a whole.
+    the base does not have. `masked` skips what was added to the base's path: every W12, the adapters, and an added
+    layer as a whole.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         query, key = context.rotary.rotate(query), context.rotary.rotate(key)
         queries_per_key = query.shape[1] // key.shape[1]
         if context.mask is not None and queries_per_key > 1:
-            # On CUDA no fused kernel takes both a mask and grouped heads: scores [B, H, S, S] would be held instead.
+            # No fused CUDA kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
             key, value = (heads.repeat_interleave(queries_per_key, dim=1) for heads in (key, value))
         heads = F.scaled_dot_product_attention(
             query,
@@ -171,20 +171,20 @@ class FeedForward(nn.Module):
 
 
 def _hidden(base: Widths, added: Widths | None) -> Parts:
-    """The residual streams, which no rank splits."""
+    """The residual streams, which are not split over the ranks."""
     return Part(base.hidden_size, 1), Part(added.hidden_size, 1) if added else None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of one pass share: the rotary table and, for packed documents, an additive mask [B, 1, S, S]."""
+    """What all layers of a pass share: the rotary table and, for packed documents, an additive mask [B, 1, S, S]."""
 
     rotary: RotaryTable
     mask: Tensor | None = None
 
 
 def inverse_frequencies(spec: RotarySpec, head_dim: int) -> Tensor:
-    """The angle by which each pair of channels turns per position: [head_dim · fraction / 2], fp32, on the CPU."""
+    """The angle by which each pair of channels is rotated per position: [head_dim · fraction / 2], fp32, on the CPU."""
     rotated = int(head_dim * spec.fraction)
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
     frequencies = 1.0 / (spec.theta**exponents)
@@ -208,7 +208,7 @@ class RotaryEmbedding:
     """Makes the rotary tables of a decoder. Base and added heads use the same ones.
 
     The frequencies are copied to the device once: a copy for every batch would make the host wait for the GPU. They are
-    no buffer, because DeepSpeed would round a buffer to 16 bits.
+    not a buffer, because DeepSpeed would cast a buffer to 16 bits.
     """
 
     def __init__(self, spec: RotarySpec, head_dim: int) -> None:
@@ -234,10 +234,10 @@ class RotaryTable:
         self.sin = angles.sin().to(dtype)
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """heads: [B, H, S, K] -> the same shape; what lies beyond the rotated fraction of K stays."""
+        """heads: [B, H, S, K] -> the same shape; channels beyond the rotated fraction of K stay unchanged."""
         width = self.cos.shape[-1]
-        turned = heads[..., :width]
+        rotated = heads[..., :width]
         half = width // 2
-        partner = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
-        turned = turned * self.cos + partner * self.sin
-        return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
+        partner = torch.cat([-rotated[..., half:], rotated[..., :half]], dim=-1)
+        rotated = rotated * self.cos + partner * self.sin
+        return rotated if width == heads.shape[-1] else torch.cat([rotated, heads[..., width:]], dim=-1)

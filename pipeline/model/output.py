@@ -1,6 +1,6 @@
-"""The output projection on two streams and the loss behind it, computed for a chunk of tokens at a time.
+"""The output projection on two streams and the loss, computed for a chunk of tokens at a time.
 
-Logits [B, S, V] in fp32 are never held. The forward pass computes each chunk's gradients with respect to the hidden
+The logits [B, S, V] never exist at once. The forward pass computes each chunk's gradients with respect to the hidden
 states and the weights right after its logits; the backward pass only scales them.
 """
 
@@ -20,7 +20,7 @@ from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
-"""How many logits are held at a time: 128 MiB in fp32."""
+"""How many logits exist at a time: 128 MiB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Losses(NamedTuple):
 
     Attributes:
         total: the summed nll (a scalar), to differentiate.
-        nll: each target's negative log likelihood; zero where nothing is predicted.
+        nll: each target's negative log likelihood, fp32; zero where nothing is predicted.
         preserved: bool; which tokens took Route's preserved path.
-        is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are computed, where it
-            would cost time.
+        is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are computed, to save
+            time.
     """
 
     total: Tensor
@@ -114,7 +114,7 @@ class OutputProjection(nn.Module):
         base: Tensor = self.base
         expansion: Tensor | None = self.expansion
         if not torch.is_grad_enabled():
-            # `needs_input_grad` is true for parameters even under no_grad: gradients would be computed in vain.
+            # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
         return Losses(*_ChunkedLoss.apply(self, targets, *hidden, base, expansion))
 
@@ -181,7 +181,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass
 class _Gradients:
-    """One gradient for each differentiable input of `_ChunkedLoss`, None where none is wanted."""
+    """One gradient for each differentiable input of `_ChunkedLoss`; None where it is not needed."""
 
     x: Tensor | None
     x_up: Tensor | None

@@ -28,7 +28,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder's architecture; sizes have Hugging Face's names. `residual` is that of a base widened before."""
+    """A decoder's architecture, with Hugging Face's names. `residual` is set for a base that was widened before."""
 
     family: Literal["llama", "gpt_neox"]
     vocab_size: int
@@ -50,7 +50,7 @@ class DecoderSpec:
 
     @property
     def normed_size(self) -> int | None:
-        """From how many channels of the residual stream the norms take their statistics; None: all."""
+        """How many channels of the residual stream the norms' statistics are computed from; None: all."""
         return None if self.residual is None else self.residual.normed_size
 
 
@@ -74,8 +74,8 @@ def check_base_fits(widths: Widths, tp_size: int) -> None:
         )
 
 
-# 2^-20 leaves 2^-40 of their square in the mean square. Half precision has five bits of exponent: there 2^-6, which
-# keeps the scaled weights normal numbers and the error below its own rounding.
+# With 2^-20, 2^-40 of the added channels' squares remain in the mean square. Half precision has five exponent bits: its
+# 2^-6 keeps the scaled weights normal numbers, and the error below the rounding error.
 _SCALE_EXPONENT = {torch.float32: 20, torch.bfloat16: 20, torch.float16: 6}
 _WRITTEN_TO = (
     "attention.output.base.weight",
@@ -95,9 +95,9 @@ class StoredResidual:
     """How a stock export of a widened model (`conversion.stock`) stores its residual stream.
 
     The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
-    that an ordinary RMSNorm hardly counts them. AdamW cannot train them so: its steps are as long for a weight of 10⁻⁸
-    as for one of 10⁻². So the weights are read at their own size, which a power of two restores exactly, and the norms
-    leave those channels out of their mean square.
+    that an ordinary RMSNorm hardly counts them. AdamW cannot train them at that scale: its steps are as large for a
+    weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale, which is exact for a power of two, and the norms
+    exclude those channels from their mean square.
     """
 
     normed_size: int

@@ -1,4 +1,1 @@
-"""Tensor parallelism: which rank holds which part of a tensor, and the collectives between them.
-
-Knows nothing of SCALE.
-"""
+"""Tensor parallelism, independent of SCALE: which rank holds which part of a tensor, and the collectives."""

@@ -50,15 +50,15 @@ def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The identity on a parameter, of any shape, that the ranks of `group` hold; its gradient is summed over them."""
+    """The identity on a replicated parameter of any shape; its gradient is summed over the ranks of `group`."""
     summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 
 
 def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
-    """A term, of any shape, of a sum over the ranks that each of them holds whole: zero on all ranks but rank 0.
+    """A replicated term, of any shape, of a sum over the ranks: zero on all ranks but rank 0.
 
-    Its gradient reaches it on every rank, so that the copies stay equal.
+    Its gradient is the same on every rank, so that the copies stay equal.
     """
     if tp.size == 1:
         return tensor

@@ -1,6 +1,6 @@
 """Layers on one rank's shard: linear maps, vocabulary-parallel embedding, LoRA's adapter, and softmax cross-entropy.
 
-Linear maps and embedding send nothing: `collectives.enter_region` and `leave_region` enclose several of them.
+Linear maps and embedding do not communicate: `collectives.enter_region` and `leave_region` enclose several of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.parallel.topology import TensorParallel
 class ColumnParallelLinear(nn.Module):
     """`Y = W X + b`, with the rows of W (and of b) split over the ranks.
 
-    `units` is how many indivisible groups the rows form (heads). x: [..., in] whole, y: [..., out / tp_size].
+    `units` is how many indivisible groups the rows form (heads). x: [..., in], y: [..., out / tp_size].
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The partial product of `Y = W X`, with the columns of W split over the ranks.
 
-    x: [..., in / tp_size], y: [..., out], still to be summed over the ranks; rank 0's part includes the bias.
+    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
@@ -61,9 +61,9 @@ VOCABULARY = Partition(dim=0, padded=True)
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Looks tokens up in this rank's rows. Other ranks' tokens give zeros, so that the results sum to the whole.
+    """Looks up tokens in this rank's rows; tokens of other ranks give zeros.
 
-    tokens: [B, S], result: [B, S, D], still to be summed over the ranks.
+    tokens: [B, S], result: [B, S, D], a partial sum over the ranks.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, tp: TensorParallel) -> None:
@@ -81,19 +81,19 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class LowRankAdapter(nn.Module):
-    """s B A x beside W x: x: [..., in] -> [..., out]; beside a row-parallel W still to be summed over the ranks.
+    """s B A x, to be added to W x: x: [..., in] -> [..., out], a partial sum over the ranks if W is row-parallel.
 
-    W: [out, in] is `beside`, s is `scale`, A: [rank, in], B: [out, rank]. Where W is split by rows, B is; where by
-    columns, A is. Every rank holds the other factor whole but applies it to its part of the sum, so that its gradient
-    is summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
+    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. If W is split by rows, so is B; if by
+    columns, so is A. The other factor is replicated, but each rank applies it to its part only, so its gradient is
+    summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
     """
 
-    def __init__(self, beside: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel) -> None:
+    def __init__(self, weight: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.scale = scale
-        partition = partition_of(beside)
-        out_features, in_features = full_shape_of(beside)
+        partition = partition_of(weight)
+        out_features, in_features = full_shape_of(weight)
         self.a = sharded_parameter((rank, in_features), partition if partition.dim == 1 else REPLICATED, tp)
         self.b = sharded_parameter((out_features, rank), partition if partition.dim == 0 else REPLICATED, tp)
 
@@ -133,16 +133,16 @@ def nll_and_logit_gradient_(
 
     ignored = targets == IGNORED
     nll = (normaliser.log() - target_logit).masked_fill(ignored, 0)
-    # Division by infinity makes the ignored rows zero, and saves a pass over all logits.
+    # Division by infinity zeroes the ignored rows without another pass over the logits.
     gradient = exponentials.div_(normaliser.masked_fill(ignored, torch.inf).unsqueeze(1))
     gradient.scatter_add_(1, index, -here.to(gradient.dtype).unsqueeze(1))
     return nll, gradient
 
 
 def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """The token that greedy decoding chooses in each row: int64 [N], of several with the largest logit the first.
+    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the largest logit.
 
-    `logits` are as above; their padding is written over, and nothing else.
+    `logits` are as in `nll_and_logit_gradient_`; only their padding is overwritten.
     """
     _mask_padding_(logits, first, vocab_size)
     largest, place = logits.max(dim=1)

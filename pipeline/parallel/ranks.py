@@ -1,4 +1,4 @@
-"""What the ranks must agree on: after work that any rank may fail at, all go on, or all stop and one says why."""
+"""Work that may fail on any rank: afterwards all ranks continue, or all stop and one reports the error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
     """Runs `work`, which must contain no collective, on every rank, and returns this rank's result.
 
     Raises:
-        Exception: whatever `work` raised, on the first rank where it did. Where other ranks succeeded, the message of a
+        Exception: whatever `work` raised, on the lowest rank that failed. If other ranks succeeded, the message of a
             UserError names the rank and its node.
-        SystemExit: on the other ranks, with the same exit code: the user reads one line, and no rank waits.
+        SystemExit: on the other ranks, with the same exit code, so that the user reads one line and no rank waits.
     """
     result: Result | None = None
     error: Exception | None = None
@@ -63,7 +63,7 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Ends the run for a reason that every rank has found: rank 0 raises `error`, the others SystemExit."""
+    """Stops the run for an error that every rank has found: rank 0 raises `error`, the others SystemExit."""
 
     def fail() -> NoReturn:
         raise error
@@ -83,13 +83,13 @@ def summed(values: Tensor) -> Tensor:
     """The sum of all ranks' `values`, on the host; every rank must call it. `values` become the sum too.
 
     An NCCL collective returns before it is done. The wait for the other ranks happens in the copy to the host, inside
-    this function, which the watchdog knows as one that waits.
+    this function, which the watchdog recognises as waiting.
     """
     dist.all_reduce(values)
     return values.cpu()
 
 
 def warn_on_rank0(logger: logging.Logger, message: str, *values: object) -> None:
-    """Logs, once instead of on each rank, a warning of what every rank has seen."""
+    """Logs a warning on rank 0 only, of something that every rank has found."""
     if dist.get_rank() == 0:
         logger.warning(message, *values)

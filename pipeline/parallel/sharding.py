@@ -1,6 +1,6 @@
 """How a tensor is split over the tensor-parallel ranks: `split` and `merge` are exact inverses.
 
-Loading, resuming and converting all go through these functions, so that no two of them can disagree.
+Loading, resuming and converting all use these functions, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipeline.parallel.topology import TensorParallel
 class Partition:
     """How one tensor is split over `tp_size` ranks.
 
-    `dim` is the dimension that is split (None: every rank holds the whole). `units` is how many indivisible parts that
-    dimension has: attention heads, or single rows. Where `units` divides by `tp_size` each rank holds its run of units;
-    where `tp_size` is a multiple of `units` each unit is held by `tp_size / units` neighbouring ranks. A `padded`
-    dimension (the vocabulary) is zero-padded to a multiple of `tp_size` instead. Other sizes are refused before a model
-    is built: by `model.spec` for the base, by `scale.plan` for what is added.
+    `dim` is the dimension that is split (None: replicated). `units` is how many indivisible parts that dimension has:
+    attention heads, or single rows. If `units` divides by `tp_size`, each rank holds consecutive units; if `tp_size` is
+    a multiple of `units`, `tp_size / units` consecutive ranks hold the same unit. A `padded` dimension, the vocabulary,
+    is zero-padded to a multiple of `tp_size` instead. Other sizes are refused before a model is built: by `model.spec`
+    for the base, by `scale.plan` for the expansion.
     """
 
     dim: int | None = None
@@ -42,7 +42,7 @@ class Partition:
     def bounds(self, size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """The shard of `tp_rank`: its first index along `dim` and the one past its last.
 
-        In a padded dimension both may exceed `size`: what lies beyond is zero.
+        In a padded dimension both may exceed `size`; the rest is zero.
         """
         if self.padded:
             length = -(-size // tp_size)
@@ -98,7 +98,7 @@ Rows = tuple[int, int]
 
 
 class StoredTensor(Protocol):
-    """What `safe_open(...).get_slice` gives: the shape without reading, and any slice."""
+    """The type of `safe_open(...).get_slice(name)`: the shape without reading the data, and any slice."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -108,7 +108,7 @@ class StoredTensor(Protocol):
 def read_shard(
     stored: StoredTensor, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None = None
 ) -> Tensor:
-    """The shard of `stored` that `tp_rank` holds, or some of its `rows`: as `split` gives, without reading more."""
+    """The shard of `stored` that `tp_rank` holds, as `split` gives it, or `rows` of it; reads nothing else."""
     shape = stored.get_shape()
     first, stop = rows or (0, local_shape(shape, partition, tp_size)[0])
     if partition.dim == 1:
@@ -137,7 +137,7 @@ def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorPara
 
 
 def partition_of(parameter: Tensor) -> Partition:
-    """How `parameter` is split; without `tp_partition` every rank holds the whole."""
+    """How `parameter` is split; without `tp_partition` it is replicated."""
     partition: Partition = getattr(parameter, "tp_partition", REPLICATED)
     return partition
 
@@ -148,9 +148,9 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, of any shape; where several ranks hold the same shard, a view whose gradient is summed over them.
+    """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is summed over them.
 
-    For a parameter that each of them applies to a part of the work.
+    For a parameter that each of these ranks applies to a different part of the work.
     """
     replicas = partition_of(parameter).replicas(tp.size)
     if replicas == 1 or not parameter.requires_grad:
@@ -159,8 +159,10 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, [size], which every rank holds whole. With sequence parallelism its gradient is summed over the
-    ranks, since a norm between regions sees one rank's positions."""
+    """The replicated `parameter`: [size], with its gradient summed over the ranks under sequence parallelism.
+
+    A norm between regions then sees one rank's positions only.
+    """
     if not tp.sequence_parallel or not parameter.requires_grad:
         return parameter
     return sum_gradient(parameter, tp.group)
@@ -173,10 +175,10 @@ def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parame
 
 @dataclass(frozen=True)
 class ZeroPartition:
-    """The run of a flattened shard that this data-parallel rank holds: `length` elements, from element `first` on.
+    """The part of a flattened shard that this data-parallel rank holds: `length` elements from element `first` on.
 
-    Under ZeRO-3 every parameter carries one as `zero_partition`; `pipeline.training` puts it there. `values` are
-    equally long on all ranks, so those of the last ranks end in padding, or are nothing else.
+    Under ZeRO-3 every parameter has one as `zero_partition`, set by `pipeline.training`. `values` have the same length
+    on all ranks, so those of the last ranks end in padding, or consist of it.
     """
 
     values: Tensor
@@ -185,20 +187,20 @@ class ZeroPartition:
 
 
 def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
-    """This rank's run of the shard; None where it holds the whole shard."""
+    """This rank's part of the shard; None if it holds the whole shard."""
     partition: ZeroPartition | None = getattr(parameter, "zero_partition", None)
     return partition
 
 
 def held_values(parameter: Tensor) -> Tensor:
-    """What this rank holds of `parameter`: the shard, or, once ZeRO-3 has partitioned that, a flat run of it."""
+    """What this rank holds of `parameter`: the shard, or a flat part of it once ZeRO-3 has partitioned it."""
     partition = zero_partition_of(parameter)
     return parameter if partition is None else partition.values
 
 
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets what this rank holds of `parameter`. `read` gives rows of its shard: no more than that takes are read."""
+    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read."""
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
     held = zero_partition_of(parameter)
     if held is None:

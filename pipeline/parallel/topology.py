@@ -1,6 +1,6 @@
-"""Which rank stands where: pure arithmetic over the world, and the process groups made from it.
+"""The layout of ranks and its process groups.
 
-Tensor-parallel neighbours have consecutive ranks, so that they share a node.
+The ranks of a tensor-parallel group are consecutive, so that they share a node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Layout:
         return self.world_size // self.tp_size
 
     def tp_rank(self, rank: int) -> int:
-        """The place of `rank` among its tensor-parallel neighbours."""
+        """The rank of `rank` within its tensor-parallel group."""
         return rank % self.tp_size
 
     def dp_rank(self, rank: int) -> int:
@@ -42,15 +42,15 @@ class Layout:
         return rank // self.tp_size
 
     def tp_groups(self) -> list[list[int]]:
-        """Ranks that hold the shards of one replica."""
+        """The ranks that hold the shards of one replica."""
         return [list(range(first, first + self.tp_size)) for first in range(0, self.world_size, self.tp_size)]
 
     def dp_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard."""
+        """The ranks that hold the same shard."""
         return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
 
     def replica_groups(self, replicas: int) -> list[list[int]]:
-        """Neighbouring ranks that hold one unit together (see `sharding.Partition`)."""
+        """Groups of consecutive ranks that hold the same unit (see `sharding.Partition`)."""
         return [list(range(first, first + replicas)) for first in range(0, self.world_size, replicas)]
 
 
@@ -58,7 +58,7 @@ class Layout:
 class TensorParallel:
     """One rank's view of its tensor-parallel group. A group of one needs no process group.
 
-    `sequence_parallel` says how activations lie where no layer is split: see `parallel.collectives`.
+    `sequence_parallel`: between regions, activations are split by position; see `parallel.collectives`.
     """
 
     rank: int = 0
@@ -76,18 +76,18 @@ SINGLE = TensorParallel()
 
 
 def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
-    """Raises LayoutError where the ranks cannot share the positions of a sequence evenly; names the nearest lengths."""
+    """Raises LayoutError if a sequence cannot be split evenly over the ranks; names the nearest lengths."""
     if tp.sequence_parallel and sequence_length % tp.size:
         below = sequence_length // tp.size * tp.size
         nearest = [length for length in (below, below + tp.size) if length]
         raise LayoutError(
             f"data.sequence_length: {sequence_length} does not divide by parallel.tp_size {tp.size}, as "
-            f"parallel.sequence_parallel wants; nearest that do: {', '.join(map(str, nearest))}"
+            f"parallel.sequence_parallel requires; nearest that do: {', '.join(map(str, nearest))}"
         )
 
 
 class ProcessGroups:
-    """The groups of a layout, made once by every rank together; also the `mpu` that DeepSpeed asks."""
+    """The process groups of a layout, created by all ranks together; also the `mpu` object of DeepSpeed."""
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False) -> None:
         """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
@@ -106,7 +106,7 @@ class ProcessGroups:
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        # new_group is collective: every rank makes every group, and keeps the one it stands in.
+        # new_group is collective: every rank creates every group, and keeps the one it belongs to.
         made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
 

@@ -1,8 +1,8 @@
-"""The initial expansion of a base: every new block's starting value, and the folder that holds them.
+"""The initial expansion of a base: every new block's initial value, and the folder that holds them.
 
-The paper measured the pairs (W21, W22), from worst to best:
+The paper measured these pairs (W21, W22), from worst to best:
 (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
-At the starting values the widened model's logits equal the base model's, bit for bit: W12 and W_out^up are zero.
+At initialisation the logits equal the base model's, bit for bit, because W12 and W_out^up are zero.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.scale.layers import WidenedEmbedding, WidenedLinear, WidenedNorm
 
 
 def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
-    """W21 [rows, in] beside `base: [out, in]`. Rows beyond the rank that the SVD can give are He-random.
+    """W21 [rows, in] for `base: [out, in]`. With SVD, rows beyond the rank of `base` are He-random.
 
-    `name` and `seed` fix the random numbers, so that a block does not depend on which others were made before it.
+    `name` and `seed` determine the random numbers, so that a block does not depend on the order of computation.
     """
     block = he_random(rows, base.shape[1], seed=seed, name=name)
     if kind == "zero":
@@ -41,7 +41,7 @@ def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, 
 
 
 def expansion_to_expansion(kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str) -> Tensor:
-    """W22 [rows, columns] beside `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
+    """W22 [rows, columns] for `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
     if kind == "random":
         return he_random(rows, columns, seed=seed, name=name)
     block = torch.zeros(rows, columns)
@@ -57,7 +57,7 @@ def he_random(rows: int, columns: int, *, seed: int, name: str) -> Tensor:
 
 
 def seeded(seed: int, name: str) -> torch.Generator:
-    """The random numbers of the parameter `name`: they do not depend on which others were drawn before."""
+    """The random generator of the parameter `name`, independent of those of other parameters."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -65,8 +65,8 @@ def seeded(seed: int, name: str) -> torch.Generator:
 def leading_rows(weight: Tensor, rows: int) -> Tensor:
     """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows, out, in), in].
 
-    Taken from the smaller Gram matrix, in fp64: the leading directions are all that is wanted, and a full SVD of an FFN
-    matrix costs ten times as much. Signs are fixed so that the largest entry of each row is positive.
+    Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a full SVD of an FFN
+    matrix takes ten times as long. Signs are fixed so that the largest entry of each row is positive.
     """
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
@@ -82,9 +82,9 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
-    """`W V_k`: the rows of `weight: [V, D]` seen along its `columns` leading right-singular directions -> [V, columns].
+    """`W V_k`: `weight: [V, D]` projected on its `columns` leading right-singular directions -> [V, columns].
 
-    This is how the embedding's new part starts. Columns beyond D are He-random.
+    This is the initial value of the embedding's new columns. Columns beyond D are He-random.
     """
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(columns, wide.shape[1])
@@ -99,7 +99,7 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 
 
 def _decomposing_device() -> torch.device:
-    """A GPU where there is one: on a CPU the decompositions take minutes for every billion parameters."""
+    """A GPU if there is one: on a CPU the decompositions take minutes per billion parameters."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -109,16 +109,16 @@ ReadBase = Callable[[str], Tensor]
 def initial_expansion(
     model: nn.Module, expansion_names: set[str], read_base: ReadBase, initialisers: Initialisers, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each of `expansion_names` with its whole, unsharded starting value in fp32, one at a time.
+    """Each of `expansion_names` with its unsharded initial value in fp32, one at a time.
 
-    `model` gives the structure only (it may lie on the meta device); `read_base` gives a base parameter by its name.
+    `model` gives the structure only (it may be on the meta device); `read_base` reads a base parameter by name.
     """
     done = set()
     for path, module in model.named_modules():
         for name, block in _of_module(path, module, read_base, initialisers, seed):
             done.add(name)
             yield name, block
-    # What no rule names starts at zero: W12, W_out^up, the biases of the new part.
+    # All other blocks start at zero: W12, W_out^up, the biases of the new part.
     shapes = {name: full_shape_of(parameter) for name, parameter in model.named_parameters()}
     for name in sorted(expansion_names - done):
         yield name, torch.zeros(shapes[name])
@@ -130,10 +130,10 @@ def _of_module(
     if isinstance(module, WidenedLinear) and module.base_to_expansion and module.expansion_to_expansion:
         base = read_base(f"{path}.base.weight").float()
         name = f"{path}.base_to_expansion.weight"
-        rows, _ = full_shape_of(_weight(module.base_to_expansion))
+        rows, _ = full_shape_of(module.base_to_expansion.get_parameter("weight"))
         yield name, base_to_expansion(initialisers.base_to_expansion, base, rows, seed=seed, name=name)
         name = f"{path}.expansion_to_expansion.weight"
-        rows, columns = full_shape_of(_weight(module.expansion_to_expansion))
+        rows, columns = full_shape_of(module.expansion_to_expansion.get_parameter("weight"))
         kind = initialisers.expansion_to_expansion
         yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
     elif isinstance(module, WidenedNorm) and module.expansion:
@@ -145,10 +145,6 @@ def _of_module(
         yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
 
 
-def _weight(block: nn.Module) -> Tensor:
-    return block.get_parameter("weight")
-
-
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
 FORMAT = "scale-cpt expansion 1"
@@ -157,7 +153,7 @@ ENTRIES = ("base", "base_hashes", "method", "seed", "tensors", "hashes")
 
 @dataclass(frozen=True)
 class ExpansionFolder:
-    """The blocks that were added to a base, read one at a time."""
+    """The added blocks of a base on disk, read one at a time."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -169,7 +165,7 @@ class ExpansionFolder:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it comes from a checkpoint (`--format expansion`): a model made of it is no longer its base."""
+        """Whether it comes from a checkpoint (`--format expansion`), so that the logits differ from the base's."""
         return "position" in self.manifest
 
     def read(
@@ -181,8 +177,7 @@ class ExpansionFolder:
         tp_size: int = 1,
         rows: Rows | None = None,
     ) -> Tensor:
-        """The parameter `name`, whose whole shape is `shape`, or the shard of it that `tp_rank` holds, or some of its
-        rows.
+        """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the unsharded shape.
 
         Raises:
             CheckpointError: it is missing, damaged or of another shape.
@@ -201,7 +196,7 @@ class ExpansionFolder:
         raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; make the expansion again")
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
-        """Raises where the folder was made of another base (BaseModelError), or by other settings (CheckpointError)."""
+        """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
         if self.manifest["base_hashes"] != base_hashes:
             raise BaseModelError(
                 f"{self.path}: made of the base {self.manifest['base']} with other weights than the run's base; "
@@ -217,8 +212,10 @@ class ExpansionFolder:
             )
 
     def check_files(self, share: slice = slice(None)) -> None:
-        """Raises CheckpointError where a file's content is not what was written. Reads every byte of a `share` of the
-        files, sorted by name."""
+        """Raises CheckpointError if a file has changed since it was written.
+
+        Reads every byte of a `share` of the files, sorted by name.
+        """
         for name in sorted(self.manifest["hashes"])[share]:
             file = self.path / name
             if not file.exists() or file_hash(file) != self.manifest["hashes"][name]:
@@ -231,7 +228,7 @@ def open_expansion(path: Path) -> ExpansionFolder:
     """Opens a folder that `write_expansion` made.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -253,10 +250,10 @@ def open_expansion(path: Path) -> ExpansionFolder:
 
 
 def write_expansion(path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any]) -> None:
-    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears when it is whole.
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
 
     Raises:
-        CheckpointError: `path` holds something else, which writing would destroy.
+        CheckpointError: `path` exists and is not an expansion; it is not overwritten.
     """
     if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path}: exists and holds no expansion; name another place for the expansion")

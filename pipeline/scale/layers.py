@@ -3,9 +3,9 @@
     [ Y    ]   [ W    W12 ] [ X    ]
     [ Y^up ] = [ W21  W22 ] [ X^up ]
 
-The two streams stay two tensors, and each block is a submodule of its own. So the base stream runs the same products as
-the base model; autograd builds nothing for W where X depends on no trained parameter; and ZeRO-3 gathers W and the new
-blocks separately. A new block is split over the ranks as the base weight beside it.
+The two streams are separate tensors, and each block is a separate submodule. So the base stream runs the same matrix
+products as the base model, autograd builds no graph for W where X depends on no trained parameter, and ZeRO-3 gathers W
+and the new blocks separately. A new block is split over the ranks like the base weight of the same map.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCKS = (
 
 
 def block_kind(name: str) -> str | None:
-    """Which matrix beside a base weight the parameter `name` is: `expansion_to_base`, ..., `adapter.b`, or None."""
+    """The kind of an added matrix by its parameter name: `expansion_to_base`, ..., `adapter.b`; None for others."""
     return next((block.removesuffix(".weight") for block in BLOCKS if name.endswith(f".{block}")), None)
 
 
@@ -53,7 +53,7 @@ def block_norms(
 ) -> dict[str, dict[int, float]]:
     """The Frobenius norm of each kind of block, by layer, over all maps of the layer.
 
-    `squares` are the squared norms of parameters by name; those outside the layers, or of no kind, are left out.
+    `squares` are the squared norms of parameters by name. Parameters outside the layers, or of no kind, do not count.
     """
     sums: dict[str, dict[int, float]] = {}
     for name, square in squares.items():
@@ -67,21 +67,21 @@ def block_norms(
 
 @dataclass(frozen=True)
 class Part:
-    """One side of a block: its size, and how many indivisible units (heads, or single features) it consists of."""
+    """The size of one side of a block, and how many indivisible units (heads, or single features) it consists of."""
 
     size: int
     units: int
 
 
 Parts = tuple[Part, Part | None]
-"""One side of a widened map: the base's part, and what is added to it."""
+"""One side of a widened map: the base's part, and the added part."""
 
 
 class WidenedLinear(nn.Module):
-    """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone where nothing is added.
+    """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone without an expansion.
 
     x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only.
-    LoRA puts an `adapter` beside W. `masked` leaves W12 and the adapter out, so that y is the base's.
+    LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so that y is the base's.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
@@ -118,13 +118,13 @@ class WidenedLinear(nn.Module):
 
 
 class WidenedColumnLinear(WidenedLinear):
-    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are whole."""
+    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are not split."""
 
     kind = ColumnParallelLinear
 
 
 class WidenedRowLinear(WidenedLinear):
-    """The widened output and down maps: blocks are split by columns, results are still to be summed over the ranks."""
+    """The widened output and down maps: blocks are split by columns, results are partial sums over the ranks."""
 
     kind = RowParallelLinear
 
@@ -150,8 +150,8 @@ class WidenedEmbedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    The mean square is taken from `statistics_of: [..., D]` where given. With `normed_size` only so many of the first
-    channels are summed, and the others count as zeros.
+    The mean square is that of `statistics_of: [..., D]` where given. With `normed_size` only the squares of the first
+    `normed_size` channels are summed; the divisor is still the full width.
     """
 
     def __init__(self, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None) -> None:
@@ -201,10 +201,10 @@ def make_norm(
 class WidenedNorm(nn.Module):
     """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains (and biases).
 
-    The base stream is normalised by its own statistics only, else it would not be preserved. The paper leaves open
-    which `statistics` normalise the expansion stream: `separate` takes its own; `base` those of the base stream, so
-    that a trained model can be exported as an ordinary wider one. With `normed_size` the base's statistics are those
-    of so many of its first channels.
+    The base stream is normalised by its own statistics only, otherwise it would not be preserved. The paper does not
+    specify which `statistics` normalise the expansion stream: `separate` are its own; `base` are those of the base
+    stream, so that a trained model can be exported as an ordinary wider one. With `normed_size` the base's statistics
+    are those of its first `normed_size` channels.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
     z_p, z_a: [N, V / tp_size], this rank's columns of the base logits of the preserved and the adapted path, in fp32
     and without padding. The cosine takes three sums a token: one all-reduce where the vocabulary is split.
     """
-    # A product of rows with columns, and not `(z_p * z_a).sum(-1)`: no temporary as large as the logits.
+    # `(z_p * z_a).sum(-1)` would need a temporary as large as the logits.
     product = torch.bmm(z_p.unsqueeze(1), z_a.unsqueeze(2)).flatten()
     squares = (torch.linalg.vector_norm(z, dim=-1).square() for z in (z_p, z_a))
     sums = torch.stack([product, *squares])

@@ -1,4 +1,4 @@
-"""Which blocks exist: the only place that knows what SCALE's variants mean for a layer (section 3.2 of the paper)."""
+"""Which blocks exist in each layer, by SCALE's variants (SCALE, section 3.2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Module = Literal["attention", "ffn"]
 
 @dataclass(frozen=True)
 class Widths:
-    """The widths of a decoder, or of what is added to one."""
+    """The widths of a decoder, or of an expansion."""
 
     hidden_size: int
     intermediate_size: int
@@ -49,8 +49,8 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
     """The plan for widening a base.
 
     Raises:
-        ConfigError: widths that keep no grouped-query ratio, or an l_fp beyond the layers; names the nearest
-            valid values.
+        ConfigError: the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer; names the
+            nearest valid values.
     """
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
@@ -91,7 +91,7 @@ def _collaborative_modules(method: ScaleMethod) -> frozenset[Module]:
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
-    """Raises ConfigError where an added width cannot be split over `tp_size` ranks; names the nearest that can.
+    """Raises ConfigError if an added width cannot be split over `tp_size` ranks; names the nearest that can.
 
     `tp_size` must divide the new FFN width, and divide the new heads or be a multiple of them.
     """
@@ -112,12 +112,12 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
 
 
 def heads_fit(heads: int, ratio: int, tp_size: int) -> bool:
-    """Whether so many query heads, `ratio` to a key/value head, can be split evenly over `tp_size` ranks."""
+    """Whether `heads` query heads, `ratio` per key/value head, can be split evenly over `tp_size` ranks."""
 
-    def lie(heads: int) -> bool:
-        return heads % tp_size == 0 or tp_size % heads == 0
+    def divides(count: int) -> bool:
+        return count % tp_size == 0 or tp_size % count == 0
 
-    return heads % ratio == 0 and lie(heads) and lie(heads // ratio)
+    return heads % ratio == 0 and divides(heads) and divides(heads // ratio)
 
 
 def _nearest(size: int, fits: Callable[[int], bool]) -> str:

@@ -1,5 +1,5 @@
-"""What a run will hold, send and compute, before there is a GPU: the run's real graph on tensors without data.
+"""What a run will hold, send and compute, estimated without a GPU.
 
-Memory of activations, messages of tensor parallelism and FLOPs are counted on the graph that autograd builds; what
-DeepSpeed holds and sends is stated as arithmetic, and tested against real runs.
+Activation memory, tensor-parallel messages and FLOPs are counted on the run's own graph, with tensors without data.
+What DeepSpeed holds and sends is computed by formulas, which tests compare with real runs.
 """

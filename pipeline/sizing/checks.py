@@ -1,8 +1,8 @@
-"""Opens and checks what a run names, and collects every fault instead of raising the first."""
+"""Opens and checks everything that a run's configuration names; collects all errors instead of raising the first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,30 +26,30 @@ Result = TypeVar("Result")
 
 
 class Faults:
-    """The faults that a user can mend, in the order in which they were found."""
+    """The user errors that were found, in order."""
 
     def __init__(self) -> None:
-        self.met: list[UserError] = []
+        self.errors: list[UserError] = []
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """The result of `work`; None where it raises a UserError, which is noted."""
+        """The result of `work`; None where it raises a UserError, which is added to `errors`."""
         try:
             return work()
         except UserError as error:
-            self.met.append(error)
+            self.errors.append(error)
             return None
 
     def raise_all(self) -> None:
-        """Raises a single fault as it is, several as one ConfigError."""
-        if len(self.met) == 1:
-            raise self.met[0]
-        if self.met:
-            raise ConfigError(f"{len(self.met)} faults: {'; '.join(map(str, self.met))}")
+        """Raises a single error as it is, several as one ConfigError."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigError(f"{len(self.errors)} faults: {'; '.join(map(str, self.errors))}")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What could be opened; None where it could not."""
+    """What a configuration names; None where it could not be opened."""
 
     layout: Layout | None
     deepspeed: DeepSpeedConfig | None
@@ -58,14 +58,14 @@ class Opened:
 
 
 def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
-    """Opens layout, DeepSpeed file, base and its tokenizer for `world_size` ranks; notes in `faults` what is wrong.
+    """Opens layout, DeepSpeed file, base and tokenizer for `world_size` ranks; adds the errors to `faults`.
 
     `base_config` is a config.json to use where the base's folder is missing.
     """
-    arranged = faults.attempt(lambda: open_layout(config, world_size))
+    layout, deepspeed = faults.attempt(lambda: open_layout(config, world_size)) or (None, None)
     base = faults.attempt(lambda: open_base(config.base))
     if base is not None:
-        faults.attempt(lambda: base.file_of)  # every weight file's header
+        faults.attempt(lambda: base.file_of)  # reads every weight file's header
     spec = base.spec if base is not None else None
     if spec is None and base_config is not None:
         spec = faults.attempt(lambda: read_spec(base_config))
@@ -74,16 +74,15 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
         faults.attempt(lambda: check_model(config, spec, _imagined(config)))
     if isinstance(config.method, ScaleMethod):
         faults.attempt(lambda: check_named_expansion(config.upscaled))
-    # A missing base is noted above.
+    # A missing base is already in `faults`.
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
-    layout, deepspeed = arranged or (None, None)
     return Opened(layout, deepspeed, spec, tokenizer)
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where the run's method or samples do not fit a base of that architecture."""
+    """Raises ConfigError where the run's method or sequence length does not fit a base of that architecture."""
     check_context(config, spec)
     check_model(config, spec, _imagined(config))
 
@@ -94,12 +93,12 @@ def _imagined(config: RunConfig) -> TensorParallel:
 
 
 def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
-    """Finds what would stop the training before the hours of tokenizing.
+    """Finds what would stop the training before hours are spent on tokenizing.
 
-    Without `world_size` it checks for one tensor-parallel group of ranks.
+    `world_size` defaults to one tensor-parallel group of ranks.
 
     Raises:
-        UserError: with every fault.
+        UserError: names every error.
     """
     faults = Faults()
     validate_inputs(config, world_size or config.parallel.tp_size, faults)
@@ -108,9 +107,10 @@ def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """One corpus of a run. `tokens` and `epochs` are None until it is tokenized; `epochs` also if it is not drawn from.
+    """One corpus of a run.
 
-    `validation_sequences` are those of its held-out part that each validation reads.
+    `tokens` and `epochs` are None until it is tokenized, and `epochs` also where the run does not read it.
+    `validation_sequences` is how many of its held-out sequences each validation reads.
     """
 
     name: str
@@ -121,38 +121,31 @@ class CorpusPlan:
 
 
 def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults) -> tuple[CorpusPlan, ...]:
-    """The corpora of the run; notes in `faults` what is wrong with them or, before tokenizing, with their inputs.
+    """The corpora of the run; adds to `faults` what is wrong with them or, before tokenizing, with their input files.
 
-    `tokenizer` is the base's; None accepts corpora of any.
+    `tokenizer` is the base's; with None any tokenizer is accepted.
     """
-    samples = _open_all(config, tokenizer, faults) if is_tokenized(config.data) else None
-    epochs = samples.training.epochs_after(samples_needed(config)) if samples else {}
-    if samples is None and not faults.met:
+    samples: Samples | None = None
+    if is_tokenized(config.data):
+        fingerprint = None if tokenizer is None else tokenizer.fingerprint
+        samples = faults.attempt(lambda: open_samples(config, fingerprint))
+        for name in config.data.corpora:
+            faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]
+    elif not faults.errors:
         for job in corpus_jobs(config.data, config.base):
             faults.attempt(lambda job=job: input_files(job.inputs))  # type: ignore[misc]
-    return tuple(_plans(config, samples, epochs))
-
-
-def samples_needed(config: RunConfig) -> int:
-    """How many samples the whole run reads."""
-    return config.schedule.steps * config.schedule.global_batch_size
-
-
-def _open_all(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults) -> Samples | None:
-    fingerprint = None if tokenizer is None else tokenizer.fingerprint
-    samples = faults.attempt(lambda: open_samples(config, fingerprint))
-    for name in config.data.corpora:
-        faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]
-    return samples
-
-
-def _plans(config: RunConfig, samples: Samples | None, epochs: dict[str, float]) -> Iterator[CorpusPlan]:
+    samples_read = config.schedule.steps * config.schedule.global_batch_size
+    epochs = samples.training.epochs_after(samples_read) if samples else {}
+    plans = []
     for name, corpus in config.data.corpora.items():
         heldout = samples.heldout.get(name) if samples else None
-        yield CorpusPlan(
-            name=name,
-            role=corpus.role,
-            tokens=load_manifest(train_folder(config.data, name)).tokens if samples else None,
-            epochs=epochs.get(name),
-            validation_sequences=min(len(heldout), config.validation.max_sequences) if heldout is not None else None,
+        plans.append(
+            CorpusPlan(
+                name=name,
+                role=corpus.role,
+                tokens=load_manifest(train_folder(config.data, name)).tokens if samples else None,
+                epochs=epochs.get(name),
+                validation_sequences=None if heldout is None else min(len(heldout), config.validation.max_sequences),
+            )
         )
+    return tuple(plans)

@@ -1,4 +1,4 @@
-"""The machines a run is planned for."""
+"""The cluster that a run is planned for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 
 GIB = 2**30
 USABLE_FRACTION = 0.9
-"""Of a GPU's memory: the rest goes to the CUDA context, NCCL's buffers and fragmentation."""
+"""Of a GPU's memory; the rest is left for the CUDA context, NCCL's buffers and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs. Bandwidths are what one GPU sends in one direction, in GB/s.
+    """Identical nodes of identical GPUs. Bandwidths are those of one GPU in one direction, in GB/s.
 
-    `mfu` is the share of the peak that the matrix products reach, those of recomputed activations included.
+    `mfu` is the share of the peak that matrix products reach, including those of recomputed activations.
     """
 
     gpus: int
@@ -26,29 +26,32 @@ class Cluster:
     network_gb_per_s: float = 40.0
 
     @property
+    def nodes(self) -> int:
+        """How many nodes the GPUs fill, the last one perhaps in part."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
     def usable_bytes(self) -> float:
-        """What a run may fill of one GPU."""
+        """How much memory of one GPU a run may use."""
         return self.gpu_memory_gib * GIB * USABLE_FRACTION
 
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
     """Adds the options that `cluster_of` reads; those that are not given are left out of the namespace."""
-
-    def add(name: str, kind: type, meaning: str) -> None:
-        default = getattr(Cluster, name, None)
-        said = meaning if default is None else f"{meaning}; default {default:g}"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=said)
-
-    add("gpus", int, "how many in all; how many ranks where there are none")
-    add("gpus_per_node", int, "how many of them share a node")
-    add("gpu_memory_gib", float, "of one GPU")
-    add("peak_tflops", float, "of one GPU, dense")
-    add("mfu", float, "share of the peak that is reached")
-    add("node_gb_per_s", float, "what a GPU sends in its node")
-    add("network_gb_per_s", float, "what a GPU sends to other nodes")
+    parser.add_argument("--gpus", type=int, default=argparse.SUPPRESS, help="in total; on CPUs, the number of ranks")
+    for name, kind, meaning in (
+        ("gpus_per_node", int, "GPUs that share a node"),
+        ("gpu_memory_gib", float, "memory of one GPU"),
+        ("peak_tflops", float, "dense peak of one GPU"),
+        ("mfu", float, "share of the peak that is reached"),
+        ("node_gb_per_s", float, "bandwidth of a GPU within its node"),
+        ("network_gb_per_s", float, "bandwidth of a GPU to other nodes"),
+    ):
+        flag, text = f"--{name.replace('_', '-')}", f"{meaning}; default {getattr(Cluster, name):g}"
+        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The cluster that `arguments` describe; `gpus` must be among them."""
+    """The cluster that `arguments` describe; `gpus` must be given."""
     given = vars(arguments)
     return Cluster(**{field.name: given[field.name] for field in fields(Cluster) if field.name in given})

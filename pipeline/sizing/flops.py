@@ -1,7 +1,7 @@
-"""How many floating-point operations a training step costs, counted on the graph that autograd really builds.
+"""The FLOPs of a training step, counted on the graph that autograd builds; the peak of a device; and MFU.
 
-The model runs forward and backward on the meta device, where nothing is computed. So frozen parts, paths without a
-gradient and every method are counted by what they do, not by a formula.
+The model runs forward and backward on the meta device, without computing anything. So frozen parts and paths without
+gradients count for what they really cost under every method, without a formula for each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """Floating-point operations a token, forward and backward, a multiply-add being two."""
+    """Floating-point operations per token, forward and backward; a multiply-add counts as two."""
 
     matrix: float
     attention: float
@@ -36,7 +36,7 @@ class FlopsPerToken:
 
 
 def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
-    """Counts one step of `meta_model`, a model built under `torch.device("meta")` with its `requires_grad` set."""
+    """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     layers = meta_model.layers
     times = Counter(shorten(meta_model))
@@ -45,7 +45,7 @@ def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
     meta_model.layers = layers
     matrix = total = 0
     counts = counter.get_flop_counts()
-    # Layers that cost the same are counted once more for each that was left out.
+    # `Global` contains each layer that ran once; layers that cost the same are added for those left out.
     for times_more, module in ((1, "Global"), *((times[i] - 1, f"Decoder.layers.{i}") for i in times)):
         for operation, flops in counts.get(module, {}).items():
             total += times_more * flops
@@ -53,8 +53,8 @@ def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
     return FlopsPerToken(matrix / sequence_length, (total - matrix) / sequence_length)
 
 
-# By words in torch's name of the device, the first that fits. From NVIDIA's data sheets, for bf16 and fp16 alike; where
-# these say "with sparsity" (Hopper, Blackwell, L4), the dense figure is half of it.
+# By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and fp16. Where they give
+# figures "with sparsity" (Hopper, Blackwell, L4), the dense figure is half.
 _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500.0,
     ("B200",): 2250.0,
@@ -75,9 +75,9 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
 
 
 def dense_tflops(device_name: str) -> float | None:
-    """The 16-bit peak of a GPU that torch calls `device_name`, in 10¹² operations a second; None for an unknown one.
+    """The dense 16-bit peak of a GPU that torch calls `device_name`, in TFLOP/s; None for an unknown GPU.
 
-    A slice of a GPU (MIG) has a peak of its own, which is not known.
+    A slice of a GPU (MIG) has another peak, which is unknown.
     """
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
@@ -86,7 +86,7 @@ def dense_tflops(device_name: str) -> float | None:
 
 
 def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:
-    """What one device could compute in a second, in `dtype`; None where nobody says."""
+    """The peak of one device in `dtype`, in FLOP/s, from `metrics.peak_tflops` or by its name; None if unknown."""
     tflops = config.metrics.peak_tflops
     if tflops is None and device.type == "cuda" and dtype.itemsize == 2:
         tflops = dense_tflops(torch.cuda.get_device_name(device))
@@ -94,9 +94,9 @@ def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> f
 
 
 def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
-    """The model FLOPs utilisation of one token a second on one device; None where its `peak` is unknown.
+    """The model FLOPs utilisation (MFU) of one token per second on one device; None where its `peak` is unknown.
 
-    A frozen part counts for what is computed of it; what activation checkpointing computes again does not count.
+    Frozen parts count for what is computed of them; recomputation by activation checkpointing does not count.
     """
     if peak is None:
         return None

@@ -1,7 +1,7 @@
-"""How large each method must be to train as many parameters as another: only then does a comparison say something.
+"""Matches the number of trained parameters across methods, so that a comparison of them is fair.
 
-A method has one size to choose: LoRA's rank, LLaMA Pro's added blocks, the layers that Freeze leaves, SCALE's widths.
-The more of it, the more trains, so the best size is found by bisection; what a size trains is counted on the model
+Each method has one size to choose: LoRA's rank, LLaMA Pro's added blocks, the layers that Freeze trains, SCALE's
+widths. The trained parameters grow with the size, so the best one is found by bisection; they are counted on the model
 itself, built without data.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
@@ -29,7 +29,7 @@ from pipeline.sizing.memory import count_trained
 MethodName = Literal["fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route"]
 Variant = Literal["preserve", "adapt", "route"]
 PAPER_L_FP_SHARE = 3 / 16
-"""Preservation layers among all: the paper's, for Llama-3.2-1B."""
+"""The share of preservation layers in the paper, for Llama-3.2-1B."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Match:
 
     @property
     def off(self) -> float:
-        """By which share of the target they miss it."""
+        """The relative deviation from the target."""
         return self.trained / self.target - 1
 
 
 @dataclass(frozen=True)
 class Family:
-    """A method's settings by its size; `sizes` are in the order in which more and more trains."""
+    """A method's settings by size; `sizes` are in ascending order of the parameters that train."""
 
     sizes: Sequence[int]
     of_size: Callable[[int], Method]
@@ -62,7 +62,7 @@ class Family:
 
 
 class Matcher:
-    """Finds settings for the base `spec`; what a size does not decide is as in the run `config`.
+    """Finds settings for the base `spec`; settings that do not depend on the size are those of the run `config`.
 
     Added widths and FFN widths are multiples of `multiple_of`.
     """
@@ -73,7 +73,7 @@ class Matcher:
         self.multiple_of = multiple_of
 
     def match(self, names: Iterable[MethodName], target: int | None = None) -> list[Match]:
-        """The nearest settings of each method; None takes the count that the run's own method trains."""
+        """The nearest settings of each method; `target` defaults to what the run's own method trains."""
         wanted = self.trained(self.config.method) if target is None else target
         matches = []
         for name in names:
@@ -82,12 +82,12 @@ class Matcher:
         return matches
 
     def trained(self, settings: Method) -> int:
-        """How many parameters train."""
+        """How many parameters train under `settings`."""
         with torch.device("meta"):
             return count_trained(method_for(settings, Path(), self.config.seed).build(self.spec, SINGLE, "none"))
 
     def family(self, name: MethodName) -> Family:
-        """The settings among which the nearest of a method is looked for."""
+        """The settings of a method that are searched for the nearest."""
         widths, layers = self.spec.widths, self.spec.num_layers
         match name:
             case "fft":
@@ -112,7 +112,7 @@ class Matcher:
         return Lora(name="lora", rank=rank, alpha=alpha, target_modules=own.target_modules)
 
     def _scale(self, variant: Variant, hidden_size: int) -> ScaleMethod:
-        """All widths grow by the same share, as nearly as heads and ranks allow."""
+        """SCALE with all widths grown by the same share, as closely as heads and tensor parallelism allow."""
         base, tp_size = self.spec.widths, self.config.parallel.tp_size
         share = hidden_size / base.hidden_size
         ratio = base.num_attention_heads // base.num_key_value_heads
@@ -140,16 +140,13 @@ class Matcher:
 
 
 def as_yaml(matches: Iterable[Match]) -> str:
-    """A document for each method: its section for a run's configuration, under a line that says how near it comes."""
-    return "---\n".join(
-        f"# {match.name}: {match.trained:,} trained parameters of {match.target:,} wanted ({match.off:+.2%})\n"
-        + yaml.safe_dump({"method": section_of(match.settings)}, sort_keys=False)
-        for match in matches
-    )
-
-
-def section_of(settings: Method) -> dict[str, Any]:
-    """The section `method` as a user would write it: defaults are left out, but the variant is said."""
-    said = {"name", "variant"} & set(type(settings).model_fields)
-    values = settings.model_dump(mode="json", include=said)
-    return values | settings.model_dump(mode="json", exclude_defaults=True)
+    """A YAML document per method: its section `method` without defaults, after a comment with its parameter count."""
+    documents = []
+    for match in matches:
+        section = match.settings.model_dump(mode="json", include={"name", "variant"})
+        section |= match.settings.model_dump(mode="json", exclude_defaults=True)
+        documents.append(
+            f"# {match.name}: {match.trained:,} trained parameters of {match.target:,} wanted ({match.off:+.2%})\n"
+            + yaml.safe_dump({"method": section}, sort_keys=False)
+        )
+    return "---\n".join(documents)

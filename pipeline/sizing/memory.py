@@ -1,8 +1,7 @@
-"""What one GPU holds, by kind, at the moment it holds most.
+"""The peak memory of one GPU, by kind, and the disk space of checkpoints.
 
-Weights, gradients, optimizer states and what a pass needs are at their largest together: in the backward pass of a
-step's last micro-batch. The optimizer's own step comes after the activations are gone; its copies count where they are
-larger.
+The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after the activations are
+freed; its copies count where they are larger.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pipeline.sizing.micro_batch import MicroBatchCosts
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements of the whole model, tied ones counted once: the base's, those added to it, and those that train."""
+    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained."""
 
     base: int
     expansion: int
@@ -35,18 +34,22 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Everything that is in the model."""
+        """All parameters of the model."""
         return self.base + self.expansion
+
+    def __str__(self) -> str:
+        share = self.trained / self.total
+        return f"base {self.base:,}, expansion {self.expansion:,}, trained {self.trained:,} ({share:.1%})"
 
 
 def count_parameters(model: Decoder, base: Decoder) -> Parameters:
-    """Counts `model`, which a method made of `base`; either may be a model without data, and a rank's shard."""
+    """Counts `model`, which a method made from `base`; both may be without data, and a rank's shard."""
     pretrained = _elements(base.parameters())
     return Parameters(pretrained, _elements(model.parameters()) - pretrained, count_trained(model))
 
 
 def count_trained(model: Decoder) -> int:
-    """The elements of `model` that train."""
+    """The number of parameters of `model` that train."""
     return _elements(parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -59,16 +62,16 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What a DeepSpeed JSON says of memory and messages, at `stage`.
+    """The settings of a DeepSpeed JSON file that decide memory and messages, at `stage`.
 
     Attributes:
-        dtype: of weights and products.
-        accumulation_dtype: of the gradients that micro-batches add up in.
-        communication_dtype: of gradients under way.
-        bucket_elements: how many gradients travel in one message.
-        overlaps: whether messages run beside the computation.
-        gathering: ZeRO-3's own.
-        host_optimizer, host_weights: kept in host memory, not on the GPU.
+        dtype: of weights and matrix products.
+        accumulation_dtype: of the gradients that are accumulated over micro-batches.
+        communication_dtype: of the gradients in messages.
+        bucket_elements: the size of a gradient bucket, in elements.
+        overlaps: whether communication overlaps with computation.
+        gathering: the settings of ZeRO-3's gathers.
+        host_optimizer, host_weights: whether these are offloaded to the host.
     """
 
     stage: int
@@ -83,13 +86,15 @@ class ZeroSettings:
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """ZeRO-1 over 16-bit weights with fp32 accumulation is DeepSpeed's BF16_Optimizer: it adds gradients up in a
-        whole fp32 buffer, beside those that autograd writes."""
+        """Whether every rank accumulates all gradients in fp32, in addition to those that autograd writes.
+
+        DeepSpeed's BF16_Optimizer does: ZeRO-1 over 16-bit weights with fp32 accumulation.
+        """
         return self.stage == 1 and self.dtype != self.accumulation_dtype
 
 
 def zero_settings(config: DeepSpeedConfig, stage: int | None = None) -> ZeroSettings:
-    """The settings of a JSON file, or what they would be at another stage (then without offloading)."""
+    """The settings of a JSON file, or those at another stage (then without offloading)."""
     zero = config.zero
     own = stage is None or stage == config.zero_stage
     stage = stage or config.zero_stage
@@ -125,13 +130,13 @@ class Memory:
     """Bytes on one GPU.
 
     Attributes:
-        weights: parameters, or this rank's partition of them, in the dtype they are multiplied in.
-        gradients: of what trains, added up over micro-batches.
-        optimizer: fp32 master weights and the two Adam moments of what trains.
+        weights: parameters, or this rank's partition of them, in the dtype of the matrix products.
+        gradients: of the trained parameters, accumulated over micro-batches.
+        optimizer: fp32 master weights and the two Adam moments of the trained parameters.
         activations: what autograd keeps of a micro-batch until the loss.
-        loss: a chunk of logits, and the gradients that the loss computes ahead.
-        gathered: ZeRO-3's gathered working set.
-        temporary: the backward pass's own tensors, and gradients under way in their buckets.
+        loss: a chunk of logits, and the gradients that the loss computes in the forward pass.
+        gathered: the parameters that ZeRO-3 holds gathered.
+        temporary: tensors of the backward pass, and gradient buckets.
     """
 
     weights: int
@@ -144,40 +149,40 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """The sum of all kinds."""
         return sum(getattr(self, kind.name) for kind in fields(self))
 
 
 def estimate_memory(
     costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering | None
 ) -> tuple[Memory, int]:
-    """A GPU's memory and, in bytes, what is kept in the host's memory instead (for each GPU)."""
-    held = weights_bytes(costs, zero, dp_size)
+    """A GPU's memory, and the bytes that are offloaded to the host's memory per GPU."""
+    weights = _weights_bytes(costs, zero, dp_size)
     optimizer = _partition(costs, zero, dp_size) * _MASTER_AND_MOMENTS
-    gradients = gradients_bytes(costs, zero, dp_size)
+    gradients = _gradients_bytes(costs, zero, dp_size)
     on_host = 0
     if zero.host_optimizer:
         on_host += optimizer + gradients
         optimizer = gradients = 0
     if zero.host_weights:
-        on_host, held = on_host + held, 0
-    in_pass = costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes + _bucket_bytes(costs, zero)
-    in_step = _step_bytes(costs, zero, dp_size)
-    temporary = costs.temporary_bytes + _bucket_bytes(costs, zero) + max(0, in_step - in_pass)
+        on_host, weights = on_host + weights, 0
+    of_loss = costs.activation_bytes + costs.loss_bytes
+    of_backward = costs.temporary_bytes + _bucket_bytes(zero)
+    of_update = _update_bytes(costs, zero, dp_size)
     memory = Memory(
-        weights=held,
+        weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
         gathered=gathering.most_at_once * zero.dtype.itemsize if gathering else 0,
-        temporary=temporary,
+        temporary=max(of_backward, of_update - of_loss),
     )
     return memory, on_host
 
 
-def weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """All of the model's shards under ZeRO-1 and 2; under ZeRO-3 a partition, and small parameters whole beside it."""
+def _weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """All of this rank's shards under ZeRO-1 and 2; under ZeRO-3 a partition, and small parameters whole as well."""
     sizes = costs.parameter_sizes
     if zero.stage < 3:
         return sum(sizes) * zero.dtype.itemsize
@@ -185,8 +190,8 @@ def weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> i
     return (sum(partition_size(size, dp_size) for size in sizes) + whole) * zero.dtype.itemsize
 
 
-def gradients_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """ZeRO-1 holds the gradients of all that trains, ZeRO-2 and 3 this rank's partition."""
+def _gradients_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """ZeRO-1 holds the gradients of all trained parameters, ZeRO-2 and 3 this rank's partition."""
     trained = sum(costs.trained_sizes)
     if zero.keeps_whole_gradients:
         return trained * (zero.accumulation_dtype.itemsize + zero.dtype.itemsize)
@@ -196,19 +201,19 @@ def gradients_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) ->
 
 
 def partition_size(size: int, dp_size: int) -> int:
-    """A rank's part of `size` elements; the last one's is padded."""
+    """A rank's part of `size` elements; that of the last rank is padded."""
     return -(-size // dp_size)
 
 
 def _partition(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """How many trained elements this rank updates: ZeRO-3 divides each parameter, the others all of them together."""
+    """How many elements this rank updates: ZeRO-3 partitions each parameter, ZeRO-1 and 2 all of them together."""
     if zero.stage == 3:
         return sum(partition_size(size, dp_size) for size in costs.trained_sizes)
     return partition_size(sum(costs.trained_sizes), dp_size)
 
 
-def _bucket_bytes(costs: MicroBatchCosts, zero: ZeroSettings) -> int:
-    """Gradients that wait to be sent. DeepSpeed allocates whole buckets, however few the gradients are."""
+def _bucket_bytes(zero: ZeroSettings) -> int:
+    """Gradients that wait to be sent. DeepSpeed allocates whole buckets, however small the gradients are."""
     if zero.stage == 1:
         return 0
     if zero.stage == 3:
@@ -216,8 +221,8 @@ def _bucket_bytes(costs: MicroBatchCosts, zero: ZeroSettings) -> int:
     return zero.bucket_elements * zero.dtype.itemsize * (2 if zero.overlaps else 1)
 
 
-def _step_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """The copies that the optimizer's step makes: ZeRO-1 sends all gradients at once, 2 and 3 copy theirs in fp32."""
+def _update_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
+    """Copies during the optimizer's update: ZeRO-1 sends all gradients at once, 2 and 3 copy their own in fp32."""
     if zero.host_optimizer:
         return 0
     if zero.keeps_whole_gradients:
@@ -226,33 +231,32 @@ def _step_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:
-    """One checkpoint: the optimizer's state of what trains, of which the weights are made again when it is read.
+    """The size of one checkpoint: the optimizer's states, from which loading restores the trained weights.
 
-    The base is not in it. What the ranks add (random states, padding, names) stays below a few percent in runs that are
-    large enough to need a forecast.
+    The base is not in it. The rest (random states, padding, names) is below a few percent in large runs.
     """
     return parameters.trained * _MASTER_AND_MOMENTS
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """How many lie on the disk at once: the last, those that stay for good, and one that is being written."""
-    for_good = config.schedule.steps // (config.checkpoints.keep_every_steps or config.schedule.steps + 1)
-    return config.checkpoints.keep_last + for_good + 1
+    """The most on the disk at once: the last ones, those that are kept for good, and one that is being written."""
+    kept = config.schedule.steps // (config.checkpoints.keep_every_steps or config.schedule.steps + 1)
+    return config.checkpoints.keep_last + kept + 1
 
 
 def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
-    """The room to ask for in all: for the most checkpoints that lie there at once, and the margin."""
+    """The disk space that a run needs: the most checkpoints at once, plus the margin."""
     most = checkpoint_bytes(parameters) * most_checkpoints(config)
     return int(most * (1 + config.preflight.disk_margin_fraction))
 
 
 def held_bytes(folder: Path) -> int:
-    """What the files in `folder` take already."""
+    """The total size of the files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
-    """What to tell the user where `folder` has not the room that the checkpoints still need."""
+    """The error for a `folder` without enough disk space for the checkpoints still to be written."""
     return PreflightError(
         f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, found {free_bytes / 1e9:.3g} GB free; make "
         "room, lower checkpoints.keep_last, or set folder to another disk"

@@ -1,8 +1,8 @@
-"""One micro-batch, forward and backward, on tensors without data: what it holds, what it sends, what it uses.
+"""The memory, messages and parameter uses of one micro-batch, forward and backward, on tensors without data.
 
-The model that runs is the one that would train, with the kernels that a CPU would choose: its fused attention keeps
-queries, keys, values, results and one number a row, as a GPU's does. So frozen parts, every method, Route's second path
-and recomputed layers count as what they are. Layers that cost the same run once and are multiplied.
+The model that runs is the one that would train, with the kernels of a CPU: its fused attention keeps queries, keys,
+values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and recomputed
+layers count for what they really cost. Layers that cost the same run once and are multiplied.
 """
 
 from __future__ import annotations
@@ -30,31 +30,23 @@ from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.sizing.gathering import Segment
 
-
-@dataclass(frozen=True)
-class Message:
-    """One message of tensor parallelism, over `group_size` neighbouring ranks.
-
-    `collective` is `all-reduce`, `all-gather` or `reduce-scatter`; the payload is the longer of input and output.
-    """
-
-    collective: str
-    group_size: int
-    payload_bytes: int
+Message = tuple[int, str, int]
+"""A tensor-parallel message: the group size, the collective (`all-reduce`, `all-gather` or `reduce-scatter`), and the
+payload in bytes, the longer of input and output."""
 
 
 @dataclass(frozen=True)
 class MicroBatchCosts:
-    """What one rank's micro-batch costs.
+    """The costs of one rank's micro-batch.
 
     Attributes:
         activation_bytes: held when the forward pass reaches the output projection.
-        loss_bytes: the most that the output projection holds beside them: a chunk of logits, and the gradients that the
-            loss computes in the forward pass.
-        temporary_bytes: the most that the backward pass holds beyond both.
-        payload_bytes: of tensor parallelism's messages, by (group size, collective).
+        loss_bytes: the most that the output projection adds to them: a chunk of logits, and the gradients that the loss
+            computes in the forward pass.
+        temporary_bytes: the most that the backward pass holds in addition to both.
+        payload_bytes: of tensor-parallel messages, by (group size, collective).
         segments: the parameters of the model and their uses, from the embedding to the output.
-        parameter_sizes, trained_sizes: the elements of this rank's shards.
+        parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
     """
 
     activation_bytes: int
@@ -87,7 +79,7 @@ def measure_micro_batch(
     trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     representatives = shorten(model)
     every_chunk = model.output.chunks
-    # The chunks of the loss cost the same: a few show the most that is held. (Their messages are a few bytes a token.)
+    # All chunks of the loss cost the same: a few show the peak. (Their messages are a few bytes per token.)
     model.output.chunks = lambda count: islice(every_chunk(count), 3)  # type: ignore[assignment, method-assign]
     with FakeTensorMode():
         _move_to_cpu(model)
@@ -98,14 +90,12 @@ def measure_micro_batch(
         run.step(tokens, tokens, tokens, document_ids)
     times = Counter(representatives)
     payload: Counter[tuple[int, str]] = Counter()
-    for message, place in zip(messages, run.message_places, strict=True):
-        payload[message.group_size, message.collective] += message.payload_bytes * (
-            1 if place is None else times[place]
-        )
-    more = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
+    for (group_size, collective, length), layer in zip(messages, run.message_layers, strict=True):
+        payload[group_size, collective] += length * (1 if layer is None else times[layer])
+    left_out = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
     segments = run.segments()
     return MicroBatchCosts(
-        activation_bytes=run.activation_bytes + more,
+        activation_bytes=run.activation_bytes + left_out,
         loss_bytes=run.loss_bytes,
         temporary_bytes=run.temporary_bytes,
         payload_bytes=dict(payload),
@@ -116,15 +106,16 @@ def measure_micro_batch(
 
 
 def shorten(model: Decoder) -> list[int]:
-    """Leaves in `model` one layer of each kind. Returns, for each layer that there was, the index of its kind's.
+    """Keeps one layer of each kind in `model`. Returns, for each original layer, the index of the layer of its kind.
 
-    Layers cost the same if they have the same parameters, of which the same train, above the same kinds of layers.
+    Layers are of one kind, and cost the same, if they have the same parameters, the same of them train, and the same
+    kinds of layers are below them.
     """
     kept: dict[object, nn.Module] = {}
     below: frozenset[object] = frozenset()
     representatives = []
     for layer in model.layers:
-        parameters = tuple((name, each.shape, each.requires_grad) for name, each in layer.named_parameters())
+        parameters = tuple((name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters())
         kind = (layer.collaborative, parameters)
         kept.setdefault((kind, below), layer)
         representatives.append(list(kept).index((kind, below)))
@@ -134,7 +125,7 @@ def shorten(model: Decoder) -> list[int]:
 
 
 def _move_to_cpu(model: nn.Module) -> None:
-    """Replaces each parameter, tied ones once, by an empty one on the CPU; `Module.to_empty` would lose attributes."""
+    """Replaces each parameter by an empty one on the CPU and keeps ties; `Module.to_empty` would lose attributes."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -146,18 +137,18 @@ def _move_to_cpu(model: nn.Module) -> None:
 
 
 class _Run:
-    """One micro-batch through a model, with what it holds, sends and uses noted by layer."""
+    """Runs one micro-batch through a model and records by layer what it holds, sends and uses."""
 
     def __init__(self, model: Decoder, messages: list[Message]) -> None:
         self.model = model
         self.messages = messages
-        self.message_places: list[int | None] = []
+        self.message_layers: list[int | None] = []
         self.held_by_layer: Counter[int] = Counter()
         self.forward_calls: Counter[int] = Counter()
         self.backward_uses: Counter[nn.Parameter] = Counter()
         self.activation_bytes = self.loss_bytes = self.temporary_bytes = 0
         self._live = LiveMemory(*model.parameters())
-        self._place: int | None = None
+        self._layer: int | None = None
         self._held_before = 0
         self._in_forward = True
 
@@ -165,7 +156,7 @@ class _Run:
         """Forward and backward pass."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                # As ZeRO does once it has reduced a gradient; what it then holds is counted apart.
+                # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
                 parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         forward_peak = 0
 
@@ -175,12 +166,10 @@ class _Run:
             self._live.restart_peak()
 
         self.model.output.register_forward_pre_hook(before_loss)
-        for place, module in (
-            (None, self.model.embedding),
-            *enumerate(self.model.layers),
-            (None, self.model.final_norm),
-        ):
-            self._follow(module, place)
+        self._follow(self.model.embedding, None)
+        for index, layer in enumerate(self.model.layers):
+            self._follow(layer, index)
+        self._follow(self.model.final_norm, None)
         for module in self.model.modules():
             module.register_forward_hook(self._note_uses)
         with self._live:
@@ -192,47 +181,42 @@ class _Run:
         held = self.activation_bytes + self.loss_bytes
         self.temporary_bytes = max(forward_peak, self._live.peak) - held
 
-    def _follow(self, module: nn.Module, place: int | None) -> None:
-        """Calls `_enter(place)` whenever the forward or the backward pass reaches `module`."""
+    def _follow(self, module: nn.Module, layer: int | None) -> None:
+        """Calls `_enter(layer)` whenever the forward or the backward pass reaches `module`."""
 
         def after(_: nn.Module, inputs: object, outputs: object) -> None:
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._enter(place))
+                    tensor.register_hook(lambda gradient: self._enter(layer))
 
-        module.register_forward_pre_hook(lambda *_: self._enter(place))
+        module.register_forward_pre_hook(lambda *_: self._enter(layer))
         module.register_forward_hook(after)
 
-    def _enter(self, place: int | None) -> None:
-        self.message_places += [self._place] * (len(self.messages) - len(self.message_places))
+    def _enter(self, layer: int | None) -> None:
+        """Assigns messages and memory since the last call to the layer that was entered then; None is outside all."""
+        self.message_layers += [self._layer] * (len(self.messages) - len(self.message_layers))
         if self._in_forward:
-            if self._place is not None:
-                self.held_by_layer[self._place] += self._live.now - self._held_before
-            if place is not None:
-                self.forward_calls[place] += 1
+            if self._layer is not None:
+                self.held_by_layer[self._layer] += self._live.now - self._held_before
+            if layer is not None:
+                self.forward_calls[layer] += 1
             self._held_before = self._live.now
-        self._place = place
+        self._layer = layer
 
     def _note_uses(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """A module runs in the backward pass where one of its results has a gradient."""
-        if self._in_forward and any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(outputs)):
+        """Counts a use in the backward pass if one of the module's outputs requires a gradient."""
+        if self._in_forward and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
             self.backward_uses.update(module.parameters(recurse=False))
 
     def segments(self) -> list[Segment]:
-        """Of the embedding, each layer that ran, and the final norm with the output."""
-        layers = [list(layer.parameters()) for layer in self.model.layers]
-        seen = {*self.model.embedding.parameters(), *(parameter for layer in layers for parameter in layer)}
-        last = [parameter for parameter in self.model.parameters() if parameter not in seen]
-        return [
-            self._segment(list(self.model.embedding.parameters())),
-            *(
-                self._segment(
-                    parameters, self.forward_calls[index], self.model.is_checkpointed(self.model.layers[index])
-                )
-                for index, parameters in enumerate(layers)
-            ),
-            self._segment(last),
-        ]
+        """The embedding, each layer that ran, and the final norm with the output projection."""
+        embedding = list(self.model.embedding.parameters())
+        segments, seen = [self._segment(embedding)], set(embedding)
+        for index, layer in enumerate(self.model.layers):
+            parameters = list(layer.parameters())
+            segments.append(self._segment(parameters, self.forward_calls[index], self.model.is_checkpointed(layer)))
+            seen.update(parameters)
+        return [*segments, self._segment(weight for weight in self.model.parameters() if weight not in seen)]
 
     def _segment(
         self, parameters: Iterable[nn.Parameter], forward_calls: int = 1, checkpointed: bool = False
@@ -243,10 +227,10 @@ class _Run:
 
 
 class LiveMemory(TorchDispatchMode):
-    """While it is entered: the bytes of new storages that are alive (`now`), and the most that were (`peak`).
+    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
 
-    A storage counts once, however many views it has, from the operation that makes it until its last tensor is gone.
-    Older storages are not counted. Works on real, fake and meta tensors.
+    A storage counts once, however many views it has, from the operation that creates it until its last tensor is freed.
+    The storages of the tensors `known` do not count. Works on real, fake and meta tensors.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -257,17 +241,17 @@ class LiveMemory(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def restart_peak(self) -> None:
-        """Lets `peak` begin again at `now`."""
+        """Resets `peak` to `now`."""
         self.peak = self.now
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         result = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
+                self._count(tensor.untyped_storage())
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._sizes or key in self._known:
             return
@@ -281,35 +265,34 @@ class LiveMemory(TorchDispatchMode):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A process group without other ranks: it notes what it is given, and sends nothing."""
+    """A process group without other ranks: it records messages and sends nothing."""
 
     def __init__(self, size: int, messages: list[Message]) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub knows another constructor only
+        super().__init__(0, size)  # type: ignore[call-arg]  # the stub only has another constructor
         self._messages = messages
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Notes the message."""
-        self._note("all-reduce", *tensors)
+        """Records the message."""
+        self._record("all-reduce", *tensors)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Notes the message."""
-        self._note("all-gather", output)
+        """Records the message."""
+        self._record("all-gather", output)
 
     def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Notes the message."""
-        self._note("reduce-scatter", given)
+        """Records the message."""
+        self._record("reduce-scatter", given)
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def _note(self, collective: str, *tensors: Tensor) -> None:
-        payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._messages.append(Message(collective, self.size(), payload))
+    def _record(self, collective: str, *tensors: Tensor) -> None:
+        self._messages.append((self.size(), collective, sum(tensor.nbytes for tensor in tensors)))
 
 
 def imagined_ranks(tp_size: int, messages: list[Message], *, sequence_parallel: bool = False) -> TensorParallel:
-    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; what it would send is noted in `messages`."""
+    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; its messages are recorded in `messages`."""
     if tp_size == 1:
         return TensorParallel()
     shared = [size for size in range(2, tp_size) if tp_size % size == 0]

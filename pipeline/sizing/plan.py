@@ -1,4 +1,4 @@
-"""The dry run: what a run will do on its own layout, and what would stop it; as text and as JSON values."""
+"""The dry run: what a run will do on its own layout, and the errors that would stop it; as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SPEED = "tokens_per_second_per_gpu"
 
 @dataclass(frozen=True)
 class Milestone:
-    """The learning rate of the step that follows `step` steps already taken."""
+    """The learning rate of the step after `step` completed steps."""
 
     step: int
     learning_rate: float
@@ -48,27 +48,27 @@ class Milestone:
 
 
 def milestones(config: RunConfig) -> tuple[Milestone, ...]:
-    """The turning points of the learning rate."""
+    """The points where the learning-rate schedule changes."""
     schedule = config.schedule
     warmup = math.ceil(schedule.warmup_fraction * schedule.steps)
-    falls_at = warmup
+    decay_start = warmup
     if schedule.decay == "wsd":
-        falls_at = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
-    points = {0: "first step", warmup: "warm-up ends", falls_at: f"{schedule.decay} decay begins"}
-    if warmup == falls_at:
+        decay_start = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
+    points = {0: "first step", warmup: "warm-up ends", decay_start: f"{schedule.decay} decay begins"}
+    if warmup == decay_start:
         points[warmup] = f"warm-up ends, {schedule.decay} decay begins"
     points[schedule.steps - 1] = "last step"
     return tuple(Milestone(step, learning_rate(step, schedule), what) for step, what in sorted(points.items()))
 
 
 def times(config: RunConfig, every_steps: int) -> int:
-    """How often something is done that comes every so many steps and at the end."""
+    """How often something happens that is done every `every_steps` steps and at the end."""
     return math.ceil(config.schedule.steps / every_steps)
 
 
 @dataclass(frozen=True)
 class Duration:
-    """How long the steps that are left will take, validations and saves not counted, and what that is said from."""
+    """The time of the remaining steps, without validations and saves; `source` says how it was estimated."""
 
     steps_done: int
     step_s: float
@@ -77,7 +77,7 @@ class Duration:
 
 
 def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Duration | None:
-    """From what the run folder's metrics have measured, else from the estimate; None where there is neither."""
+    """The duration from the speed in the run folder's metrics, else from the estimate; None without either."""
     lines = [line for line in read_metrics(config.folder / METRICS) if _SPEED in line]
     steps_done = int(lines[-1]["step"]) if lines else 0
     left = max(0, config.schedule.steps - steps_done)
@@ -94,7 +94,7 @@ def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """How many checkpoints a run writes, how large, and the room for those that lie on the disk at once."""
+    """How many checkpoints a run writes, their size, and the disk space for the most that exist at once."""
 
     folder: str
     written: int
@@ -106,8 +106,10 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. What cannot be said, because something is missing, is None; `faults` say what would stop it,
-    `to_make` what the stages before training have yet to make."""
+    """What a run will do; None where something is missing to know it.
+
+    `faults` are the errors that would stop it, `to_make` the inputs that earlier stages have not made yet.
+    """
 
     name: str
     folder: str
@@ -129,10 +131,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
-    """The plan of `config` on `cluster`; `base_config` stands in for a base that is not here.
+    """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing.
 
     Raises:
-        ConfigError: a figure of the cluster cannot be.
+        ConfigError: a value of the cluster is impossible.
     """
     check_cluster(cluster)
     faults = Faults()
@@ -158,20 +160,20 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         validations=1 + times(config, config.validation.every_steps),
         duration=duration_of(config, estimate, cluster),
         to_make=to_make,
-        faults=tuple(map(str, faults.met)),
+        faults=tuple(map(str, faults.errors)),
     )
 
 
 def _estimate(
     config: RunConfig, opened: Opened, cluster: Cluster, faults: Faults
 ) -> tuple[Estimator | None, Estimate | None]:
-    """The estimate of the run's own layout, if all that it needs is there; and whether it fits, as a fault if not."""
+    """The estimate of the run's own layout, if its inputs could be opened; that it does not fit is a fault."""
     if opened.spec is None or opened.deepspeed is None:
         return None, None
     estimator = Estimator(config, opened.spec, opened.deepspeed, cluster)
     estimate = faults.attempt(lambda: estimator.estimate(estimator.own_choice))
     if estimate is not None and not estimate.fits(cluster):
-        faults.met.append(
+        faults.errors.append(
             LayoutError(
                 f"memory: a GPU needs {estimate.memory.total / GIB:.1f} GiB of the usable "
                 f"{cluster.usable_bytes / GIB:.0f}; tools/estimate.py recommends a layout that fits"
@@ -181,12 +183,12 @@ def _estimate(
 
 
 def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> CheckpointPlan:
-    """What the checkpoints take; that the disk lacks the room is a fault."""
+    """The plan of the checkpoints; a lack of disk space is a fault."""
     folder = config.folder / "checkpoints"
     needed = max(0, checkpoints_bytes(config, estimator.parameters) - held_bytes(folder))
     free = free_bytes(folder)
     if free < needed:
-        faults.met.append(no_room(folder, needed, free))
+        faults.errors.append(no_room(folder, needed, free))
     return CheckpointPlan(
         folder=str(folder),
         written=times(config, config.checkpoints.every_steps),
@@ -198,7 +200,7 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> Che
 
 
 def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
-    """What a stage before training has yet to make. An initial expansion that is there must be this run's."""
+    """The inputs that earlier stages have not made yet. An initial expansion that exists must be readable."""
     if not is_tokenized(config.data):
         yield f"{config.data.folder}: the token corpora (tools/preprocess_data.py)"
     if isinstance(config.method, ScaleMethod):
@@ -208,7 +210,7 @@ def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
             faults.attempt(lambda: open_expansion(config.upscaled_folder))
 
 
-_UNKNOWN = "unknown: see what would stop it"
+_UNKNOWN = "unknown: see the errors below"
 
 
 def as_values(plan: Plan, now: datetime) -> dict[str, Any]:
@@ -220,24 +222,22 @@ def as_values(plan: Plan, now: datetime) -> dict[str, Any]:
         values["estimate"]["fits"] = plan.estimate.fits(plan.cluster)
     if plan.choice is not None:
         values["choice"] = plan.choice._asdict()
-    values["ends_at"] = end_of(plan, now).isoformat(timespec="minutes") if plan.duration else None
+    values["ends_at"] = _end(plan.duration, now).isoformat(timespec="minutes") if plan.duration else None
     values["could_start"] = not plan.faults
     return values
 
 
-def end_of(plan: Plan, now: datetime) -> datetime:
-    """When the last step would be done."""
-    assert plan.duration is not None
-    return now + timedelta(seconds=round(plan.duration.left_s))
+def _end(duration: Duration, now: datetime) -> datetime:
+    return now + timedelta(seconds=round(duration.left_s))
 
 
 def as_text(plan: Plan, now: datetime) -> str:
-    """The plan as a few dozen lines, what would stop it at the end."""
-    rows = [("run", f"{plan.name}, in {plan.folder}")]
-    rows += [("layout", _layout(plan)), ("parameters", _parameters(plan)), *_memory(plan)]
+    """The plan as a few dozen lines, with the errors at the end."""
+    rows = [("run", f"{plan.name}, in {plan.folder}"), ("layout", _layout(plan))]
+    rows += [("parameters", str(plan.parameters or _UNKNOWN)), *_memory(plan)]
     rows += [("batch", f"{plan.tokens_per_step:,} tokens a step, {plan.micro_batches or '?'} micro-batches a rank")]
     rows += [("steps", f"{plan.steps:,}, {plan.steps * plan.tokens_per_step:,} tokens in all")]
-    rows += [(f"corpus {one.name}", text) for one, text in zip(plan.corpora, _corpora(plan), strict=True)]
+    rows += [(f"corpus {corpus.name}", _corpus(corpus)) for corpus in plan.corpora]
     rows += [
         ("learning rate", f"{point.learning_rate:.3g} from step {point.step:,}: {point.what}")
         for point in plan.learning_rates
@@ -245,30 +245,18 @@ def as_text(plan: Plan, now: datetime) -> str:
     rows += [("checkpoints", line) for line in _checkpoint_lines(plan)]
     rows += [("validation", _validation(plan)), ("duration", _duration(plan, now))]
     rows += [("yet to make", line) for line in plan.to_make]
-    rows += [("would stop it", line) for line in plan.faults or ("nothing that can be seen from here",)]
-    return "\n".join(_table(rows))
-
-
-def _table(rows: list[tuple[str, str]]) -> Iterator[str]:
+    rows += [("errors", line) for line in plan.faults or ("none found",)]
     width = max(len(name) for name, _ in rows)
-    before = ""
+    lines, before = [], ""
     for name, text in rows:
-        yield f"{'' if name == before else name:<{width}}  {text}"
+        lines.append(f"{'' if name == before else name:<{width}}  {text}")
         before = name
+    return "\n".join(lines)
 
 
 def _layout(plan: Plan) -> str:
-    nodes = -(-plan.cluster.gpus // plan.cluster.gpus_per_node)
-    gpus = f"{plan.cluster.gpus} GPUs on {nodes} node(s)"
+    gpus = f"{plan.cluster.gpus} GPUs on {plan.cluster.nodes} node(s)"
     return gpus if plan.choice is None else f"{gpus}: dp {plan.dp_size}, {plan.choice}"
-
-
-def _parameters(plan: Plan) -> str:
-    if plan.parameters is None:
-        return _UNKNOWN
-    counts = plan.parameters
-    share = counts.trained / counts.total
-    return f"base {counts.base:,}, expansion {counts.expansion:,}, trained {counts.trained:,} ({share:.1%})"
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -282,14 +270,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "memory a GPU", f"{plan.estimate.host_bytes / GIB:.2f} GiB in its host's memory"
 
 
-def _corpora(plan: Plan) -> Iterator[str]:
-    for corpus in plan.corpora:
-        if corpus.tokens is None:
-            yield f"{corpus.role}, not tokenized yet: how often it will be read is not known"
-        elif corpus.epochs is None:
-            yield f"{corpus.role}, {corpus.tokens:,} tokens, not drawn from"
-        else:
-            yield f"{corpus.role}, {corpus.tokens:,} tokens, {corpus.epochs:.3g} epochs"
+def _corpus(corpus: CorpusPlan) -> str:
+    if corpus.tokens is None:
+        return f"{corpus.role}, not tokenized yet: the number of epochs is unknown"
+    epochs = "not read" if corpus.epochs is None else f"{corpus.epochs:.3g} epochs"
+    return f"{corpus.role}, {corpus.tokens:,} tokens, {epochs}"
 
 
 def _checkpoint_lines(plan: Plan) -> Iterator[str]:
@@ -303,7 +288,11 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
 
 
 def _validation(plan: Plan) -> str:
-    read = [f"{one.validation_sequences} of {one.name}" for one in plan.corpora if one.validation_sequences is not None]
+    read = [
+        f"{corpus.validation_sequences} of {corpus.name}"
+        for corpus in plan.corpora
+        if corpus.validation_sequences is not None
+    ]
     return f"{plan.validations:,} times" + (f", sequences: {', '.join(read)}" if read else "")
 
 
@@ -312,19 +301,18 @@ def _duration(plan: Plan, now: datetime) -> str:
         return _UNKNOWN
     duration = plan.duration
     left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
-    end = end_of(plan, now).strftime("%Y-%m-%d %H:%M")
+    end = _end(duration, now).strftime("%Y-%m-%d %H:%M")
     return f"{timedelta(seconds=round(duration.left_s))} for {left}, until {end} if it starts now ({duration.source})"
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of `arguments.config` on the cluster that `arguments` describe. Returns 1 where it could not
-    start.
+    """Prints the plan of `arguments.config` on the cluster of `arguments`. Returns 1 if the run could not start.
 
     Raises:
-        ConfigError: the configuration itself is faulty, or the number of ranks is not given.
+        ConfigError: the configuration is invalid, or the number of ranks is missing.
     """
     if "gpus" not in arguments:
-        raise ConfigError("--dry-run: say for how many ranks, with --gpus")
+        raise ConfigError("--dry-run: give the number of ranks with --gpus")
     config = load_config(arguments.config)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
     now = datetime.now().astimezone()

@@ -1,4 +1,4 @@
-"""Recommends a layout, and prints an estimate as a table or as JSON values."""
+"""Recommends a layout, and formats estimates as a table or as JSON values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from pipeline.sizing.estimate import CHECKPOINTINGS, Choice, Estimate, Estimator
 from pipeline.sizing.memory import Memory
 
 TOLERANCE = 0.03
-"""Steps that differ by less than this share are equally fast here: the estimate is no better."""
+"""Steps whose times differ by less than this share count as equally fast: the estimate is not more precise."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The layout to take, None where none fits, and the reason."""
+    """The recommended layout, or None where none fits, and the reason."""
 
     choice: Choice | None
     reason: str
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> Recommendation:
-    """The fastest layout that fits; among equally fast ones the simplest, that is the one with the smallest
-    tensor-parallel size, then the least recomputation, then the lowest ZeRO stage."""
+    """The fastest layout that fits.
+
+    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least recomputation, then the
+    lowest ZeRO stage.
+    """
     if not estimates:
         return Recommendation(None, "no layout is possible; see the reasons given for each")
     fitting = [estimate for estimate in estimates if estimate.fits(cluster)]
@@ -49,12 +52,12 @@ def _reason(best: Estimate, estimates: Sequence[Estimate], cluster: Cluster) -> 
     reasons = [f"{_gib(best)} of {cluster.usable_bytes / GIB:.0f} usable GiB, {best.step_s:.2f} s a step"]
     simpler = [estimate for estimate in estimates if _effort(estimate) < _effort(best)]
     if any(not estimate.fits(cluster) for estimate in simpler):
-        near = min((one for one in simpler if not one.fits(cluster)), key=lambda one: one.memory.total)
-        reasons.append(f"{near.choice} would need {_gib(near)} GiB")
+        nearest = min((other for other in simpler if not other.fits(cluster)), key=lambda other: other.memory.total)
+        reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
     slower = [estimate for estimate in simpler if estimate.fits(cluster)]
     if slower:
-        near = min(slower, key=lambda estimate: estimate.step_s)
-        reasons.append(f"{near.choice} would take {near.step_s:.2f} s a step")
+        nearest = min(slower, key=lambda estimate: estimate.step_s)
+        reasons.append(f"{nearest.choice} would take {nearest.step_s:.2f} s a step")
     if best.choice.zero_stage < 3:
         zero3 = best.choice._replace(zero_stage=3)
         for other in estimates:
@@ -77,7 +80,7 @@ _KINDS = [kind.name for kind in fields(Memory)]
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `tools/estimate.py` prints."""
+    """What `tools/estimate.py` prints."""
 
     estimator: Estimator
     estimates: Sequence[Estimate]
@@ -86,7 +89,7 @@ class Report:
 
 
 def make_report(estimator: Estimator) -> Report:
-    """Estimates every layout and chooses one."""
+    """Estimates every layout and recommends one."""
     estimates, refused = estimator.estimate_all()
     return Report(estimator, estimates, refused, recommend(estimates, estimator.cluster))
 
@@ -117,7 +120,7 @@ def _layout(estimate: Estimate, cluster: Cluster, steps: int) -> dict[str, Any]:
         "host_bytes": estimate.host_bytes,
         "fits": estimate.fits(cluster),
         "micro_batches_per_step": estimate.micro_batches,
-        "traffic_per_step": [asdict(one) for one in estimate.traffic],
+        "traffic_per_step": [asdict(traffic) for traffic in estimate.traffic],
         "compute_s": estimate.compute_s,
         "step_s": estimate.step_s,
         "run_s": estimate.step_s * steps,
@@ -125,7 +128,7 @@ def _layout(estimate: Estimate, cluster: Cluster, steps: int) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """The report as lines: the model, its layouts in a table, the messages of the run's own, the recommendation."""
+    """The report as lines: the model, a table of layouts, the traffic of the run's own layout, the recommendation."""
     lines = [*_model_lines(report.estimator), "", *_table_lines(report)]
     refused = {choice.tp_size: reason for choice, reason in report.refused.items()}
     lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
@@ -139,16 +142,13 @@ def as_text(report: Report) -> str:
 
 
 def _model_lines(estimator: Estimator) -> list[str]:
-    parameters, cluster, flops = estimator.parameters, estimator.cluster, estimator.flops_per_token("none")
-    share = parameters.trained / parameters.total
-    nodes = -(-cluster.gpus // cluster.gpus_per_node)
+    cluster, flops = estimator.cluster, estimator.flops_per_token("none")
     return [
-        f"parameters  base {parameters.base:,}, expansion {parameters.expansion:,}, "
-        f"trained {parameters.trained:,} ({share:.1%})",
+        f"parameters  {estimator.parameters}",
         f"FLOPs       {flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
         f"{flops.attention / 1e9:.2f} attention)",
         f"batch       {estimator.tokens_per_step:,} tokens a step, {estimator.config.schedule.steps:,} steps",
-        f"cluster     {cluster.gpus} GPUs on {nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
+        f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
         f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}",
     ]
 
@@ -172,9 +172,10 @@ def _detail_lines(estimate: Estimate, estimator: Estimator) -> list[str]:
     steps = estimator.config.schedule.steps
     per_gpu = estimator.tokens_per_step / estimate.step_s / estimator.cluster.gpus
     lines = [
-        f"  {one.purpose:<19} {one.collective:<14} over {one.group_size:>3}: {one.inside_bytes / 1e9:8.2f} GB inside a "
-        f"node, {one.between_bytes / 1e9:8.2f} GB between nodes, a GPU and step"
-        for one in estimate.traffic
+        f"  {traffic.purpose:<19} {traffic.collective:<14} over {traffic.group_size:>3}: "
+        f"{traffic.inside_bytes / 1e9:8.2f} GB inside a node, {traffic.between_bytes / 1e9:8.2f} GB between nodes, "
+        "a GPU and step"
+        for traffic in estimate.traffic
     ]
     if estimate.host_bytes:
         lines.append(f"  {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory")

@@ -1,13 +1,12 @@
 """What a GPU sends in a step, by purpose, and over which link.
 
-Collectives are rings: of a payload P over n ranks each sends P·(n−1)/n to gather or to reduce and scatter, twice that
-to all-reduce. All of a ring's n edges carry as much; with m members on each node one edge in m leaves it.
+Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a reduce-scatter, and
+twice that in an all-reduce. All n edges of a ring carry the same; with m members on each node, one edge in m leaves it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
@@ -21,11 +20,11 @@ class Traffic:
     """One purpose's messages in a step.
 
     Attributes:
-        purpose: what for.
+        purpose: `GATHER`, `REDUCE` or `TENSOR_PARALLEL`.
         collective: `all-gather`, `reduce-scatter` or `all-reduce`.
-        payload_bytes: the length of the whole messages, as they are handed to the collectives.
+        payload_bytes: the total length of the messages, as passed to the collectives.
         group_size: over how many ranks.
-        inside_bytes, between_bytes: what a GPU sends to its own node's, and (on average) to other nodes'.
+        inside_bytes, between_bytes: what a GPU sends to GPUs of its own node, and (on average) of other nodes.
     """
 
     purpose: str
@@ -35,14 +34,10 @@ class Traffic:
     inside_bytes: float
     between_bytes: float
 
-    @property
-    def sent_bytes(self) -> float:
-        """What a GPU sends in all."""
-        return self.inside_bytes + self.between_bytes
-
     def seconds(self, cluster: Cluster) -> float:
-        """How long a ring takes that nothing else disturbs."""
-        return max(self.sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
+        """How long the rings take, without contention."""
+        sent_bytes = self.inside_bytes + self.between_bytes
+        return max(sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
 
 
 GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
@@ -59,35 +54,32 @@ def estimate_traffic(
     """The messages of one optimizer step of `micro_batches` on each rank."""
     members = max(1, min(layout.dp_size, cluster.gpus_per_node // layout.tp_size))
     trained = sum(costs.trained_sizes)
-    made = []
+    traffic = []
     if layout.dp_size > 1:
         gathered = trained * zero.dtype.itemsize
         if gathering is not None:
-            gathered = _zero3_gathers(costs, zero, layout.dp_size, gathering, micro_batches)
+            # Every micro-batch gathers; parameters that are never partitioned are gathered once, after the update.
+            threshold = zero.gathering.param_persistence_threshold
+            persistent = sum(
+                partition_size(size, layout.dp_size) * layout.dp_size
+                for size in costs.parameter_sizes
+                if size <= threshold
+            )
+            gathered = (gathering.gathered * micro_batches + persistent) * zero.dtype.itemsize
         times = 1 if zero.stage == 1 else micro_batches
         reduced = trained * zero.communication_dtype.itemsize * times
-        scatters = zero.stage == 3
-        made.append(_traffic(GATHER, "all-gather", gathered, layout.dp_size, members))
-        made.append(_traffic(REDUCE, "reduce-scatter" if scatters else "all-reduce", reduced, layout.dp_size, members))
+        reduction = "reduce-scatter" if zero.stage == 3 else "all-reduce"
+        traffic.append(_traffic(GATHER, "all-gather", gathered, layout.dp_size, members))
+        traffic.append(_traffic(REDUCE, reduction, reduced, layout.dp_size, members))
     for (group_size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(group_size, cluster.gpus_per_node)
-        made.append(_traffic(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
-    return made
-
-
-def _zero3_gathers(
-    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering, micro_batches: int
-) -> int:
-    """Every micro-batch gathers; parameters that are always whole are gathered once, after the update."""
-    persistent = [size for size in costs.parameter_sizes if size <= zero.gathering.param_persistence_threshold]
-    whole = sum(partition_size(size, dp_size) * dp_size for size in persistent)
-    return (gathering.gathered * micro_batches + whole) * zero.dtype.itemsize
+        traffic.append(_traffic(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
+    return traffic
 
 
 def _traffic(purpose: str, collective: str, payload: int, group_size: int, members: int) -> Traffic:
     """A ring over `group_size` ranks, `members` of them on each node."""
     passes = 2 if collective == "all-reduce" else 1
     sent = passes * payload * (group_size - 1) / group_size
-    leaves = ceil(group_size / members) > 1
-    between = sent / members if leaves else 0.0
+    between = sent / members if group_size > members else 0.0
     return Traffic(purpose, collective, payload, group_size, sent - between, between)

@@ -1,4 +1,4 @@
-"""What each method trains: it starts at the base to the bit, moves that, and nothing else."""
+"""Each method starts at the base, bit for bit, and changes only what it trains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(base, method, folder=Path("unread")):
 
 
 def is_trained(method, name):
-    """Whether a parameter of the three-layer model trains, said anew."""
+    """Whether a parameter of the three-layer model trains, independently of the code under test."""
     layer = int(name.split(".")[1]) if name.startswith("layers.") else None
     if method == "fft":
         return True
@@ -63,7 +63,7 @@ def is_trained(method, name):
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "neox", "neox sequential"])
 @pytest.mark.parametrize("method", SETTINGS)
-def test_a_method_starts_at_the_base_and_moves_what_it_says(base, tmp_path, method, name):
+def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path, method, name):
     model = start(base(name), method, tmp_path / "upscaled")
     tokens = some_tokens(model.spec, 2, 24)
     expected = unwidened(base(name)).logits(tokens)
@@ -75,7 +75,7 @@ def test_a_method_starts_at_the_base_and_moves_what_it_says(base, tmp_path, meth
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
     losses = []
-    for _ in range(4):  # zeros stand behind zeros: the innermost block moves at the fourth step
+    for _ in range(4):  # blocks at zero feed blocks at zero: the innermost changes in the fourth step
         loss, *_ = model(*some_batch(model.spec, 2, 24))
         loss.backward()
         optimizer.step()
@@ -126,7 +126,7 @@ def test_llama_pro_copies_the_block_below(base):
         ({"name": "llama_pro", "added_layers": 6}, "method.added_layers: .* nearest that fit: 1, 3"),
     ],
 )
-def test_layers_that_the_base_has_not_are_refused(base, settings, message):
+def test_layers_that_the_base_lacks_are_refused(base, settings, message):
     method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
     with pytest.raises(ConfigError, match=message):
         method.build(base("neox").spec, SINGLE, "none")
@@ -140,7 +140,11 @@ def test_lora_costs_four_a_base_weight_and_six_of_its_own(base):
             spec, SINGLE, "none"
         )
         counted = count_flops(model, 16).matrix
-    sizes = {name: one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "embedding" not in name}
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and "embedding" not in name
+    }
     own = sum(size for name, size in sizes.items() if "adapter" in name)
     # What enters the first attention depends on nothing that trains.
     first = [f"layers.0.attention.{name}." for name in ("query", "key", "value")]

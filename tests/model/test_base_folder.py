@@ -53,7 +53,7 @@ def move_weights_out(path):
 
 
 def shard(path):
-    """Spreads a folder's weights over three files, as large models come."""
+    """Splits a folder's weights into three files, as for large models."""
     tensors = load_file(path / SINGLE_FILE)
     names = sorted(tensors)
     parts = {f"model-{part:05d}.safetensors": names[part::3] for part in range(3)}
@@ -116,7 +116,7 @@ def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
                 assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
 
 
-def test_hashes_tell_bases_apart(base, tmp_path):
+def test_different_bases_have_different_hashes(base, tmp_path):
     other = tmp_path / "other"
     random_model(CONFIGS["llama"], seed=1).save_pretrained(other)
     assert open_base(save_base("llama", tmp_path / "same")).hashes() == base("llama").hashes()

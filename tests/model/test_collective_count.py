@@ -137,7 +137,7 @@ def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, meth
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-def test_sequence_parallel_ranks_sum_the_gradients_of_gains_besides(messages, method):
+def test_sequence_parallel_ranks_also_sum_the_gradients_of_gains(messages, method):
     """One a norm (and a bias in GPT-NeoX), as long as the stream that trains: the expansion adds none to Megatron's."""
     forward, backward = messages.split[method][ALL_REDUCE]
     uses = 2 * LAYERS + 1

@@ -30,7 +30,7 @@ METHODS = {
 
 
 class Crossings(TorchDispatchMode):
-    """Every operation on tensors of two devices while it is entered."""
+    """Records, while entered, every operation on tensors of two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Crossings(TorchDispatchMode):
 
 
 def micro_batch(model, sums, documents):
-    """One of a step's, as `training.step` computes it."""
+    """A micro-batch as `training.step` computes it."""
     batch = torch.zeros(2, 24, dtype=torch.long, device=META)
     losses = model(batch, batch, batch, batch if documents else None)
     losses.total.backward()

@@ -29,7 +29,7 @@ def model_of(base, method):
 
 
 def plain_logits(model, hidden):
-    """Every token's logits at once, by autograd's own rules."""
+    """All logits at once, differentiated by autograd."""
     z = F.linear(hidden.x, model.output.base)
     if hidden.x_up is None:
         return z

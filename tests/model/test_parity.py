@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @torch.no_grad()
 def assert_parity(base, tokens):
     expected = reference(base.path)(tokens).logits
-    assert expected.std() > 0.5, "logits too small to tell one model from another"
+    assert expected.std() > 0.5, "logits too small to distinguish two models"
     torch.testing.assert_close(unwidened(base).logits(tokens), expected, rtol=0, atol=TOLERANCE)
 
 

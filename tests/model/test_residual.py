@@ -1,4 +1,4 @@
-"""What a folder stores scaled is read at its own size, whole or in rows."""
+"""Channels that a folder stores scaled are read unscaled, whole or in rows."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_only_what_touches_the_added_channels_is_scaled(name):
 
 
 @given(st.sampled_from(sorted(NAMES)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, SIZE))
-def test_any_rows_come_back(name, one, other, normed_size):
-    first, stop = sorted((one, other))
+def test_any_rows_are_restored(name, first, stop, normed_size):
+    first, stop = sorted((first, stop))
     residual = StoredResidual(normed_size, 2.0**-20)
     stored = residual.store(name, values(name))
     assert torch.equal(residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop])

@@ -244,7 +244,7 @@ def base_streams_of_rank(path: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_preserve_keeps_the_base_stream_to_the_bit_over_two_ranks(base, name):
-    """Two ranks' sums have one order only; over more, a long message may be summed otherwise than a short one."""
+    """Two ranks' sums have one order only; over more, the order may depend on the length of the message."""
     for found, masked, expected in run_ranks(base_streams_of_rank, 2, base(name).path):
         assert torch.equal(found, expected)
         assert torch.equal(masked, expected)

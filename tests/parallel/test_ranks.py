@@ -1,4 +1,4 @@
-"""A fault on one rank ends all of them, and is reported once."""
+"""An error on one rank stops all ranks, and is reported once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _outcomes() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Any]]:
-    """What each of three ranks came to, by case."""
+    """The outcome on each of three ranks, by case."""
     ranks = run_ranks(_outcomes, 3)
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
@@ -75,10 +75,10 @@ def test_sums_and_lists_are_of_all_ranks(outcomes):
     assert outcomes["summed"] == outcomes["in place"] == [[3.0, 3.0]] * 3
 
 
-def _place_while_others_come() -> tuple[str, bool]:
-    values, come = torch.ones(1), threading.Lock()
-    come.acquire()
-    values.cpu = come.acquire  # as a GPU's: a call into C that returns when the others have come
+def _place_while_waiting() -> tuple[str, bool]:
+    values, arrived = torch.ones(1), threading.Lock()
+    arrived.acquire()
+    values.cpu = arrived.acquire  # like a GPU's: a call into C that returns when the other ranks have arrived
     waiter = threading.Thread(target=summed, args=(values,))
     waiter.start()
 
@@ -87,11 +87,11 @@ def _place_while_others_come() -> tuple[str, bool]:
 
     found = wait_until(lambda: place()[0].startswith("summed"), every_s=0.01)
     where, waits = place()
-    come.release()
+    arrived.release()
     waiter.join()
     return (where if found else "elsewhere"), waits
 
 
-def test_a_wait_for_a_gpu_is_a_wait_for_the_others():
-    (place,) = run_ranks(_place_while_others_come, 1)
+def test_a_wait_for_a_gpu_counts_as_waiting_for_other_ranks():
+    (place,) = run_ranks(_place_while_waiting, 1)
     assert place[0].startswith("summed (ranks.py:") and place[1]

@@ -1,4 +1,4 @@
-"""Which rank stands where: arithmetic over any world, and the groups that real ranks make of it."""
+"""The layout of ranks for any world size, and the process groups that real ranks create."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ layouts = st.builds(lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size),
 
 
 @given(layouts)
-def test_every_rank_stands_at_one_place(layout):
+def test_each_rank_has_a_unique_position(layout):
     places = {(layout.dp_rank(rank), layout.tp_rank(rank)) for rank in range(layout.world_size)}
     assert places == {(dp, tp) for dp in range(layout.dp_size) for tp in range(layout.tp_size)}
 
 
 @given(layouts)
-def test_groups_are_what_their_names_say(layout):
+def test_groups_hold_the_right_ranks(layout):
     ranks = list(range(layout.world_size))
     for groups in (layout.tp_groups(), layout.dp_groups()):
         assert sorted(rank for group in groups for rank in group) == ranks
@@ -57,7 +57,7 @@ def test_a_world_that_does_not_divide_is_refused_with_the_sizes_that_do(world_si
 
 
 def seen_by_a_rank(tp_size):
-    """Sums of the rank numbers over each group that a rank stands in, and what DeepSpeed is told."""
+    """Sums of the rank numbers over each group of a rank, and what DeepSpeed reads."""
     groups = ProcessGroups(Layout(dist.get_world_size(), tp_size))
     tp = groups.tensor_parallel
 
@@ -66,7 +66,7 @@ def seen_by_a_rank(tp_size):
         dist.all_reduce(number, group=group)
         return int(number)
 
-    told = (
+    deepspeed_view = (
         groups.get_model_parallel_rank(),
         groups.get_tensor_model_parallel_world_size(),
         groups.get_tensor_model_parallel_src_rank(),
@@ -75,7 +75,7 @@ def seen_by_a_rank(tp_size):
         groups.get_data_parallel_group_ranks(),
     )
     replicas = {size: total(tp.replica_group(size)) for size in (2, 4) if size <= tp_size}
-    return total(tp.group), total(groups.get_data_parallel_group()), replicas, told
+    return total(tp.group), total(groups.get_data_parallel_group()), replicas, deepspeed_view
 
 
 def mask(*ranks):
@@ -97,7 +97,7 @@ def test_a_single_process_needs_no_group():
     assert SINGLE.replica_group(1) is None
 
 
-def test_a_sequence_that_the_ranks_cannot_share_evenly_is_refused():
+def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused():
     split, whole = (TensorParallel(rank=0, size=4, sequence_parallel=choice) for choice in (True, False))
     check_sequence_length(24, split)
     check_sequence_length(26, whole)

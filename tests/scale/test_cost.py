@@ -1,4 +1,4 @@
-"""What the method saves: below the first collaborative layer the base stream has no graph and keeps nothing."""
+"""What the method saves: below the first collaborative layer the base stream has no graph and no activations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(
 
 
 def kept_tensors(model, batch):
-    """What autograd keeps for the backward pass: tensors, one a storage, and the names of parameters."""
+    """What autograd keeps for the backward pass: one tensor per storage, and the names of parameters."""
     parameters = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
     kept, kept_parameters = {}, set()
 
@@ -51,7 +51,7 @@ def kept_tensors(model, batch):
     return list(kept.values()), kept_parameters
 
 
-def test_preserve_keeps_of_the_base_stream_the_inputs_of_w21_alone(base):
+def test_preserve_keeps_only_the_inputs_of_w21_of_the_base_stream(base):
     model = model_of(base, "preserve", {})
     kept, parameters = kept_tensors(model, some_batch(model.spec, 2, 32))
     layers = model.spec.num_layers
@@ -79,7 +79,7 @@ def flops(model, batch):
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def test_the_backward_pass_computes_for_the_expansion_alone(base):
+def test_the_backward_pass_computes_only_for_the_expansion(base):
     batch = some_batch(base("stories260K").spec, 2, 128)
     _, fft = flops(unwidened(base("stories260K")), batch)
     _, preserve = flops(model_of(base, "preserve", {}), batch)

@@ -1,4 +1,4 @@
-"""The expansion on disk: what was written is what a run reads, and nothing else is taken for it."""
+"""The expansion on disk: a run reads exactly what was written, and refuses anything else."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
     assert "\n" not in str(refusal.value)
 
 
-def test_changed_weights_are_found_by_whoever_has_the_file_in_its_share(base, folder, tmp_path, monkeypatch):
+def test_changed_weights_are_found_by_the_rank_that_checks_the_file(base, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
     upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
     expansion = open_expansion(tmp_path / "spread")
@@ -193,7 +193,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_holds_something_else_is_left_alone(base, tmp_path):
+def test_a_folder_that_is_not_an_expansion_is_not_overwritten(base, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="exists and holds no expansion; name another place"):
         upscale(ADAPT, base("llama"), tmp_path, SEED)

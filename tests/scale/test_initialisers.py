@@ -16,7 +16,7 @@ def weight_of(shape, seed=0):
 
 
 def up_to_sign(rows, others):
-    """Each row beside the same row of the other, turned to point the same way."""
+    """`rows` with the sign of each row chosen to match the same row of `others`."""
     signs = (rows * others).sum(1, keepdim=True).sign()
     return rows, signs * others
 

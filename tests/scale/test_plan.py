@@ -98,7 +98,7 @@ def test_a_size_named_as_near_is_itself_accepted(ratio, kv_heads, added, inner, 
         named = [int(size) for size in re.search(r"nearest that (?:do|can): ([\d, ]+)$", message).group(1).split(", ")]
         assert named
         for size in named:
-            # The refused setting mended, what is wrong with another one may still be found.
+            # With this setting corrected, another one may still be refused.
             heads, width = (added, size) if "intermediate_size" in message else (size, inner)
             try:
                 attempt(heads, width)

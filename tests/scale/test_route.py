@@ -1,4 +1,4 @@
-"""SCALE-Route against a slow, literal transcription of the paper's Eq. 5, which runs the two models apart."""
+"""SCALE-Route against a slow, literal transcription of the paper's Eq. 5, which runs the two models separately."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_gradient_passes_through_the_choice(base):
     assert not preserved_tokens(z_a, z_a, 0.5, SINGLE).requires_grad
 
 
-def test_the_thresholds_ends_send_every_token_one_way(base):
+def test_extreme_thresholds_send_all_tokens_on_one_path(base):
     route, preserve, adapt = three_models(base("llama"), modules="attention")
     tokens = some_tokens(route.spec, 2, 24)
     route.output.threshold = 1.0

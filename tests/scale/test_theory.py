@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def base_streams(model, tokens, path="model"):
-    """The base stream behind every layer and behind the last norm, and its logits."""
+    """The base stream after every layer and after the final norm, and the logits."""
     streams = []
     hooks = [layer.register_forward_hook(lambda _, __, out: streams.append(out[0])) for layer in model.layers]
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_proposition_3_3_more_preservation_layers_shift_the_base_less(base):
 
 
 def perturb_w12(model, noise, seed):
-    """Every W12 drawn anew; the same for the same layer, seed and noise in any model."""
+    """Draws every W12 at random; the same layer, seed and noise give the same values in any model."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("expansion_to_base" in name)
         if parameter.requires_grad:
@@ -134,7 +134,7 @@ def test_lemma_d_8_preserved_logits_give_no_gradient_to_w12(base, variant):
 
 
 @pytest.mark.parametrize("threshold", [-1.0, 1.0])
-def test_route_sends_preserved_tokens_the_bits_of_the_base(base, threshold):
+def test_preserved_tokens_of_route_are_bit_identical_to_the_base(base, threshold):
     """Z_p within Route is the base model's, whatever is trained."""
     tokens = some_tokens(base("llama").spec, 2, 32)
     model = widened(base("llama"), scale_settings("route", router_threshold=threshold), noise=0.1)

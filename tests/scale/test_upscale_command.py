@@ -70,37 +70,37 @@ def run_here(monkeypatch, capsys):
 
 
 def test_the_first_run_writes_and_the_second_skips(config, tmp_path, run_here):
-    code, said = run_upscale(config())
-    assert code == 0, said
-    assert "wrote the initial expansion to" in said.splitlines()[-1]
+    code, output = run_upscale(config())
+    assert code == 0, output
+    assert "wrote the initial expansion to" in output.splitlines()[-1]
     manifest = tmp_path / "run" / "upscaled" / MANIFEST
     assert "embedding.expansion.weight" in open_expansion(manifest.parent).names
     written = manifest.stat().st_mtime_ns
-    code, said = run_here(config())
+    code, output = run_here(config())
     assert code == 0
-    assert "is there already" in said
-    code, said = run_here(config(seed=99))
+    assert "is there already" in output
+    code, output = run_here(config(seed=99))
     assert code == 1
-    assert "made with another seed" in said
+    assert "made with another seed" in output
     assert manifest.stat().st_mtime_ns == written
 
 
-def test_an_expansion_to_train_on_is_not_made_anew(config, tmp_path, run_here):
-    code, said = run_here(config(upscaled=str(tmp_path / "elsewhere")))
+def test_a_missing_expansion_to_continue_from_is_refused(config, tmp_path, run_here):
+    code, output = run_here(config(upscaled=str(tmp_path / "elsewhere")))
     assert code == 2
-    assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in said
+    assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in output
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_bit_that_fell_over_on_disk_is_not_skipped_over(config, tmp_path, run_here):
+def test_a_flipped_bit_on_disk_is_detected(config, tmp_path, run_here):
     run_here(config())
     weights = tmp_path / "run" / "upscaled" / "expansion-00001.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    code, said = run_here(config())
+    code, output = run_here(config())
     assert code == 1
-    assert "expansion-00001.safetensors: damaged" in said
+    assert "expansion-00001.safetensors: damaged" in output
 
 
 METHOD_OF_THREE_HEADS = {
@@ -118,15 +118,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_users_fault_is_one_line_and_leaves_nothing(config, tmp_path, run_here, fault):
     changes, expected, message = FAULTS[fault]
-    code, said = run_here(config(**changes))
+    code, output = run_here(config(**changes))
     assert code == expected
-    assert message in said
-    assert len(said.splitlines()) == 1
+    assert message in output
+    assert len(output.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
 def test_full_fine_tuning_has_nothing_to_upscale(config, tmp_path, run_here):
-    code, said = run_here(config(method={"name": "fft"}))
+    code, output = run_here(config(method={"name": "fft"}))
     assert code == 0
-    assert "nothing to upscale" in said
+    assert "nothing to upscale" in output
     assert not (tmp_path / "run").exists()

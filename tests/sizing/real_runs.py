@@ -1,4 +1,4 @@
-"""Real steps under real DeepSpeed, with everything they hold and send counted."""
+"""Real steps under real DeepSpeed that count what they hold and send."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training.runs import start_deepspeed, write_config
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 COMMUNICATION = {"communication_data_type": "fp32"}
 BUCKETS = {"overlap_comm": False, "reduce_bucket_size": 4096}
-# So tight that parameters come and go within a model of a few hundred thousand.
+# Limits so tight that a model of a few hundred thousand parameters is gathered and released in parts.
 TIGHT = {
     "stage3_param_persistence_threshold": 20,
     "stage3_prefetch_bucket_size": 3000,
@@ -110,7 +110,7 @@ def _steps(config: RunConfig) -> dict[str, Any]:
 
 
 def held_bytes(engine: Any) -> Counter[str]:
-    """What DeepSpeed's own objects hold, by kind; the Adam moments aside."""
+    """What DeepSpeed's own objects hold, by kind, without the Adam moments."""
     optimizer = engine._engine.optimizer
     parameters = list(engine.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -120,7 +120,7 @@ def held_bytes(engine: Any) -> Counter[str]:
             gradients += optimizer.fp32_groups_gradients_flat
         case "DeepSpeedZeroOptimizer":
             weights, masters = parameters, optimizer.single_partition_of_fp32_groups
-            gradients += [one for group in optimizer.averaged_gradients.values() if group for one in group]
+            gradients += [gradient for group in optimizer.averaged_gradients.values() for gradient in group or ()]
         case "DeepSpeedZeroOptimizer_Stage3":
             weights = [parameter.ds_tensor for parameter in parameters]
             weights += [parameter.data for parameter in parameters if parameter.ds_persist]
@@ -135,6 +135,6 @@ def _adam_states(optimizer: Any) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of tensors, each element once however many views there are of it."""
+    """The bytes of tensors; several views of one storage count once."""
     spans = {(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors}
     return sum(length for _, length in spans)

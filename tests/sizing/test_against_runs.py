@@ -33,7 +33,7 @@ CASES = [
 ]
 COLLECTIVES = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base", "all-reduce": "allreduce"}
 CLOSE = 0.05
-CLOSE_GATHERS = 0.15  # of ZeRO-3: a formula stands for DeepSpeed's prefetcher
+CLOSE_GATHERS = 0.15  # ZeRO-3's gathers: a formula instead of DeepSpeed's prefetcher
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,14 @@ def case(request, runs):
 
 
 @pytest.mark.parametrize("kind", ["weights", "gradients", "optimizer"])
-def test_what_every_rank_holds(case, kind):
+def test_held_bytes_of_every_rank(case, kind):
     estimate, _, ranks = case
     for rank in ranks:
         assert rank["held"][kind] > 0
         assert getattr(estimate.memory, kind) == pytest.approx(rank["held"][kind], rel=CLOSE)
 
 
-def test_the_optimizer_covers_what_trains_and_nothing_else(case):
+def test_optimizer_states_exist_for_trained_parameters_only(case):
     _, estimator, ranks = case
     if estimator.config.parallel.tp_size == 1:
         held = sum(rank["held"]["adam_elements"] for rank in ranks)
@@ -76,7 +76,7 @@ def test_the_optimizer_covers_what_trains_and_nothing_else(case):
 
 
 def test_what_a_step_sends(case):
-    """Payloads by collective and group size; the few bytes of the gradient norm and the loss aside."""
+    """Payloads by collective and group size; without the few bytes of the gradient norm and the loss."""
     estimate, _, ranks = case
     expected: Counter[tuple[str, int]] = Counter()
     for traffic in estimate.traffic:

@@ -1,4 +1,4 @@
-"""How large a checkpoint will be, beside real ones."""
+"""The forecast of a checkpoint's size, compared with real checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def tokens(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_checkpoint_is_as_large_as_was_said(zero, tokens, tmp_path):
-    """Within a tenth: the forecast leaves out random states, names and padding, which weigh in so small a model."""
+def test_a_checkpoint_is_as_large_as_forecast(zero, tokens, tmp_path):
+    """Within a tenth: the forecast leaves out random states, names and padding, which matter in so small a model."""
     path = make_run(tmp_path, tokens, zero=zero, method__expansion=WIDE, schedule__steps=1)
     config = load_config(path)
     assert run_ranks(train, 2, path) == [0, 0]

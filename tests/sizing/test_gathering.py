@@ -1,4 +1,4 @@
-"""The formula of ZeRO-3's gathering where arithmetic gives the answer; test_against_runs.py compares it with runs."""
+"""The formula for ZeRO-3's gathers in cases with a known answer; test_against_runs.py compares it with real runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_upper_segments_are_those_that_stay():
     assert estimate_gathering(THERE_AND_BACK, replace(TIGHT, max_reuse_distance=70)).gathered == 65 + 10 + 20
 
 
-def test_what_prefetching_has_room_for_stays():
+def test_what_fits_into_max_live_parameters_stays_gathered():
     prefetching = replace(TIGHT, prefetch_bucket_size=1)
     assert estimate_gathering(THERE_AND_BACK, prefetching) == Gathering(65, 65)
     assert estimate_gathering(THERE_AND_BACK, replace(prefetching, max_live_parameters=35)) == Gathering(95, 65)
@@ -48,7 +48,7 @@ def test_small_parameters_are_never_gathered():
 
 
 @pytest.mark.parametrize(("reuse", "gathered"), [(0, 6 * 40), (20, 4 * 40), (40, 2 * 40)])
-def test_uses_in_a_row_share_what_the_reuse_distance_spans(reuse, gathered):
+def test_consecutive_uses_within_the_reuse_distance_gather_once(reuse, gathered):
     """Route's two forward calls, both again when recomputed, and two uses in the backward pass."""
     segments = [Segment((40,), (2,), forward_calls=2, recomputed=True), Segment((500,), (0,))]
     assert estimate_gathering(segments, replace(TIGHT, max_reuse_distance=reuse)).gathered == 500 + gathered
@@ -67,7 +67,7 @@ segments = st.lists(
 
 
 @given(segments, st.integers(0, 200), st.integers(0, 500), st.integers(0, 500), st.integers(0, 50))
-def test_what_is_used_is_gathered_and_no_use_gathers_twice(segments, prefetch, live, reuse, threshold):
+def test_each_parameter_is_gathered_at_least_once_and_at_most_once_per_use(segments, prefetch, live, reuse, threshold):
     result = estimate_gathering(segments, GatherSettings(prefetch, threshold, live, reuse))
     once = most = largest = 0
     for segment in segments:

@@ -1,4 +1,4 @@
-"""Methods that train equally many parameters: the size that is found is the best there is, and can be trained with."""
+"""Methods with equally many trained parameters: the size that is found is the best one, and can be trained."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_widths_grow_in_the_papers_ratio(run):
     assert Matcher(run_with_lora, read_spec(LLAMA_1B)).family("adapt").of_size(256).l_fp == 3
 
 
-def test_what_the_run_says_of_its_method_is_kept(run):
+def test_other_settings_of_the_method_are_kept(run):
     spec = read_spec(STORIES)
     config = run(method__norm="base", method__collaborative_modules="both", method__l_fp=2)
     preserve, route = (match.settings for match in Matcher(config, spec).match(["preserve", "route"]))
@@ -68,7 +68,7 @@ def test_what_the_run_says_of_its_method_is_kept(run):
     assert lora.scale == 2 and lora.target_modules == ("query", "down")
 
 
-def test_the_sections_can_be_trained_with_on_several_ranks(run):
+def test_the_sections_can_be_trained_on_several_ranks(run):
     tp_size = 4
     config = run(parallel__tp_size=tp_size)
     matches = Matcher(config, read_spec(STORIES)).match(["lora", "llama_pro", "route"], 100_000)
@@ -87,7 +87,7 @@ def test_the_command_line():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("#")] == ["# lora", "# route"]
-    assert [one["method"]["name"] for one in yaml.safe_load_all(done.stdout)] == ["lora", "scale"]
+    assert [document["method"]["name"] for document in yaml.safe_load_all(done.stdout)] == ["lora", "scale"]
     refused = subprocess.run([*command, "--target", "0"], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == "error: --target: expected a number above 0, found 0"

@@ -1,4 +1,4 @@
-"""MFU: the peak of a device, and what of a model's operations is held against it."""
+"""MFU: the peak of a device, and which of a model's operations count."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ PRESERVE = {
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_gpus_are_known_by_their_names_and_no_other_gets_a_figure(name, tflops):
+def test_known_gpus_have_a_peak_and_others_have_none(name, tflops):
     assert dense_tflops(name) == tflops
 
 
-def test_a_peak_is_the_settings_else_unknown_on_a_cpu(tmp_path):
+def test_the_peak_of_a_cpu_is_the_setting_or_unknown(tmp_path):
     cpu = torch.device("cpu")
     assert peak_flops(load_config(write_config(tmp_path, tmp_path)), torch.bfloat16, cpu) is None
-    told = load_config(write_config(tmp_path, tmp_path, metrics__peak_tflops=0.5))
-    assert peak_flops(told, torch.float32, cpu) == 5e11
+    config = load_config(write_config(tmp_path, tmp_path, metrics__peak_tflops=0.5))
+    assert peak_flops(config, torch.float32, cpu) == 5e11
 
 
 def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
@@ -57,10 +57,11 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     with torch.device("meta"):
         model = Decoder(spec)
         flops = count_flops(model, 32)
-    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)  # the embedding is the output's too
+    # The embedding is tied to the output projection, so it counts as a matrix.
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
     assert flops.matrix == 6 * matrices
     full, preserve = rate(method={"name": "fft"}), rate(method=PRESERVE)
     assert full == pytest.approx(flops.total / 1e12)
-    assert preserve < full  # at the same speed: the base, most of the model, is passed through forwards only
+    assert preserve < full  # most of the model is the base, which has no backward pass for its weights
     assert rate(method=PRESERVE, activation_checkpointing="all") == preserve
     assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None

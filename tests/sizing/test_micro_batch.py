@@ -67,7 +67,7 @@ def saved_bytes_of_rank(config):
 
 @pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
 def test_sequence_parallel_ranks_save_less(config_of, method):
-    """Of what norms save, half on two ranks: their input in fp32, the normalised one in bf16, and one number a token.
+    """Norms save half as much on two ranks: their input in fp32, the normalised one in bf16, and one number per token.
 
     Frozen gains need no normalised input, and Preserve's base stream nothing at all.
     """
@@ -85,7 +85,7 @@ def test_sequence_parallel_ranks_save_less(config_of, method):
         assert whole[0] - split[0] == saved_by_norms // 2
 
 
-def test_positions_that_ranks_cannot_share_are_refused(config_of):
+def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
     config = config_of("adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30)
     with pytest.raises(LayoutError, match=r"data.sequence_length: 30 .* parallel.tp_size 4"):
         estimated(config)
@@ -93,7 +93,7 @@ def test_positions_that_ranks_cannot_share_are_refused(config_of):
 
 @pytest.mark.parametrize("checkpointing", ["none", "collaborative", "all"])
 @pytest.mark.parametrize("method", ["adapt", "route", "fft"])
-def test_the_largest_moment_is_that_of_a_real_pass(config_of, method, checkpointing):
+def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
     config = config_of(method, activation_checkpointing=checkpointing)
     model, batch = real_model(config, DTYPE), real_batch(config)
     for parameter in model.parameters():
@@ -107,14 +107,14 @@ def test_the_largest_moment_is_that_of_a_real_pass(config_of, method, checkpoint
 
 
 def test_checkpointing_keeps_less_and_recomputes_more(config_of):
-    none, every = (estimated(config_of("adapt", activation_checkpointing=one)) for one in ("none", "all"))
-    assert every.activation_bytes < none.activation_bytes / 2
-    assert every.temporary_bytes > none.temporary_bytes
+    none, checkpointed = (estimated(config_of("adapt", activation_checkpointing=mode)) for mode in ("none", "all"))
+    assert checkpointed.activation_bytes < none.activation_bytes / 2
+    assert checkpointed.temporary_bytes > none.temporary_bytes
     assert [segment.recomputed for segment in none.segments] == [False] * 7
-    assert [segment.recomputed for segment in every.segments] == [False, *[True] * 5, False]
+    assert [segment.recomputed for segment in checkpointed.segments] == [False, *[True] * 5, False]
 
 
-def test_live_memory_counts_storages_once_and_lets_them_go():
+def test_live_memory_counts_each_storage_once_until_it_is_freed():
     before = torch.ones(100)
     with LiveMemory(before) as live:
         first = torch.ones(1000)

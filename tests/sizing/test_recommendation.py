@@ -1,4 +1,4 @@
-"""What is recommended, and the command that says it, for the sizes that the method was made for."""
+"""Recommended layouts for the model sizes that the method was made for, and the command that prints them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def states_gib(base: str, gpus: int, choice: Choice) -> float:
 
 
 def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
-    """Beside 80 GiB: 2.2 N bytes replicated; over 64 ranks a few GiB; over 8 tensor-parallel ranks some twenty."""
+    """Of 80 GiB: 2.2 N bytes replicated do not fit; 64 ZeRO-3 ranks need a few GiB, 8 tensor-parallel ranks over 20."""
     choices = {stage: Choice(stage, 1, "none") for stage in (1, 3)}
     assert states_gib("llama-3.1-70b", 64, choices[1]) > 150
     assert 3 < states_gib("llama-3.1-70b", 64, choices[3]) < 6
@@ -70,17 +70,17 @@ def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
     assert "ZeRO-1 x tp 1 would need" in recommended.reason
 
 
-def test_a_1b_base_is_replicated_and_what_it_saves_is_said():
+def test_a_1b_base_is_replicated_and_the_reason_names_what_that_saves():
     estimates = [estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2, 3)]
     recommended = recommend(estimates, Cluster(8))
     assert recommended.choice == Choice(1, 1, "none")
     assert "ZeRO-3 would send" in recommended.reason
     gathers = {
-        one.choice.zero_stage: next(traffic.payload_bytes for traffic in one.traffic if traffic.purpose == GATHER)
-        for one in estimates
+        estimate.choice.zero_stage: next(sent.payload_bytes for sent in estimate.traffic if sent.purpose == GATHER)
+        for estimate in estimates
     }
     assert gathers[1] == gathers[2]
-    # 32 micro-batches gather the whole model, and its lower half again: that is past DeepSpeed's reuse distance of 1e9.
+    # 32 micro-batches gather the whole model, and the lower half twice: it is beyond DeepSpeed's reuse distance of 1e9.
     whole = estimator("llama-3.2-1b", 8).parameters.total * 2
     assert 32 * whole < gathers[3] < 1.5 * 32 * whole
 
@@ -97,7 +97,7 @@ def test_only_messages_between_nodes_cross_the_network():
     one_node, many = (estimator("llama-3.2-1b", gpus).estimate(Choice(3, 1, "none")) for gpus in (8, 256))
     assert one_node.between_bytes == 0 < one_node.inside_bytes
     assert many.between_bytes > 0
-    # Of a ring over nodes of eight, one edge in eight leaves the node.
+    # In a ring over nodes of eight, one edge in eight leaves the node.
     assert many.between_bytes == pytest.approx(many.inside_bytes / 7)
     assert many.compute_s == pytest.approx(one_node.compute_s / 32)
     halved = estimator("llama-3.2-1b", 8).estimate(Choice(1, 2, "none"))
@@ -109,14 +109,14 @@ def one_node_weights() -> int:
     return estimator("llama-3.2-1b", 8).estimate(Choice(1, 1, "none")).memory.weights
 
 
-def test_nothing_fits_is_said_with_what_is_needed():
+def test_the_reason_names_the_needed_memory_where_nothing_fits():
     estimates = [estimator("llama-3.1-70b", 64).estimate(Choice(1, 1, "none"))]
     recommended = recommend(estimates, Cluster(64))
     assert recommended.choice is None
     assert recommended.reason.startswith("nothing fits: ZeRO-1 x tp 1 needs")
 
 
-def test_a_batch_that_cannot_be_spread_is_refused():
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused():
     with pytest.raises(LayoutError, match="global_batch_size"):
         estimator("llama-3.2-1b", 512).estimate(Choice(1, 1, "none"))
 

@@ -173,7 +173,7 @@ def test_another_base_on_one_node(tmp_path):
     save_file({name: tensor * 1.001 for name, tensor in weights.items()}, file, metadata={"format": "pt"})
     config = configured(tmp_path, base="base")
     message = refusal(config, 3, own_folder, tmp_path)
-    assert "base/model.safetensors: n2 sees another one than n1" in message
+    assert "base/model.safetensors: differs between n2 and n1" in message
     assert "tokenizer.json" not in message
 
 

@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_and_the_next_attempt_goes_on(tokens, tmp_path):
     _, refusal = second.communicate()
     assert second.returncode == FOLDER_TAKEN
     [line] = [line for line in refusal.splitlines() if "error" in line]
-    assert "is at the stage training in this folder, and one run folder takes one job" in line
+    assert "is at the stage training in this folder, which only one job may use" in line
 
     ranks = [child for child in psutil.Process(first.pid).children() if "RANK" in child.environ()]
     doomed = next(rank for rank in ranks if rank.environ()["RANK"] == "1")

@@ -125,11 +125,11 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(copies, resumed,
     assert other == (step, [])
     if name in ELSEWHERE:
         assert (step, len(said)) == (4, 1)
-        assert "latest names no checkpoint; step_00000004 is tried" in said[0]
+        assert "latest names no checkpoint; trying step_00000004" in said[0]
     else:
         assert (step, len(said)) == (2, 1)
         assert DAMAGE[name][1] in said[0]
-        assert said[0].endswith("it is set aside as step_00000004.damaged, and the one before is tried")
+        assert said[0].endswith("renamed to step_00000004.damaged, trying the one before")
         assert (checkpoints / f"{NEWEST}.damaged").is_dir()
         assert not (checkpoints / NEWEST).exists()
     assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
@@ -147,7 +147,7 @@ def test_the_run_ends_as_if_nothing_had_happened(finished, copies, resumed):
 def test_a_run_that_lost_all_of_them_does_not_begin_anew(resumed, attempt):
     first, second = resumed[attempt]
     assert first.startswith("CheckpointError: ")
-    assert "checkpoints: no checkpoint is whole; those that are dam" in first
+    assert "checkpoints: no checkpoint is whole; the damaged ones" in first
     assert second == "exit 1"
 
 
@@ -157,4 +157,4 @@ def test_what_is_no_damage_stays_an_error(copies, resumed):
         first, second = resumed[name]
         assert first.startswith("CheckpointError: ") and message in first
         assert second == "exit 1"
-        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was set aside"
+        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was renamed"

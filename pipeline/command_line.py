@@ -1,4 +1,4 @@
-"""Runs a tool's `main`: a user's fault is one line and a non-zero exit code, a bug is a traceback."""
+"""Runs a tool's `main`: a user's fault ends in one line and a non-zero exit code, a bug in a traceback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    except Exception:  # noqa: BLE001  # the interpreter's own code, 1, stands for a user's fault
+    except Exception:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
         traceback.print_exc()
         code = INTERNAL_FAULT
     sys.exit(code)

@@ -9,11 +9,11 @@ from __future__ import annotations
 # `slurm/common.sh` acts on these codes, and docs/clusters.md lists them. A signal ends a process with 128 + its number.
 
 FINISHED = 0
-"""All is done."""
+"""Finished."""
 USER_ERROR = 1
 """A fault that the user must correct; the same command would fail again."""
 CONFIG_ERROR = 2
-"""The same, in the configuration or on the command line."""
+"""A user error in the configuration or on the command line."""
 LOST_RANK = 69
 """A rank died or hangs (`sysexits.h`: unavailable)."""
 INTERNAL_FAULT = 70
@@ -23,10 +23,10 @@ SLURM_FAULT = 71
 FOLDER_TAKEN = 73
 """Another job works in the run folder (`sysexits.h`: cannot create)."""
 PASSING_FAULT = 74
-"""A disk that is full or fails, or an allocation that does not measure up: may be gone the next time (`sysexits.h`: an
-input or output error)."""
+"""A transient fault: a full or failing disk, or an allocation that fails the preflight (`sysexits.h`: input/output
+error)."""
 RESUME_LATER = 75
-"""Saved, to be resumed later (`sysexits.h`: a temporary failure)."""
+"""Saved, to be resumed later (`sysexits.h`: temporary failure)."""
 INTERRUPTED = 130
 """Ctrl-C."""
 
@@ -67,27 +67,27 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; an older one may be whole."""
+    """A checkpoint whose bytes differ from those that were written; an older one may be whole."""
 
 
 class CheckpointStorageError(CheckpointError):
-    """A checkpoint that cannot be written or read now; its content may be sound."""
+    """A checkpoint that cannot be written or read now; its content may be intact."""
 
     exit_code = PASSING_FAULT
 
 
 class RunFolderError(UserError):
-    """The folder of a run or a study that is missing, or does not hold what was expected."""
+    """The folder of a run or a study that is missing or incomplete."""
 
 
 class FolderTakenError(RunFolderError):
-    """A run folder in which another job is at work."""
+    """A run folder that another job is using."""
 
     exit_code = FOLDER_TAKEN
 
 
 class LayoutError(UserError):
-    """Sizes that do not divide over the ranks, or a world that is not the one that was asked for."""
+    """Sizes that do not divide over the ranks, or an unexpected world size."""
 
 
 class PreflightError(UserError):
@@ -95,13 +95,13 @@ class PreflightError(UserError):
 
 
 class PassingPreflightError(PreflightError):
-    """The same, where another attempt may find better nodes, or these nodes in a better state."""
+    """A preflight error that another attempt may not meet, on other nodes or later."""
 
     exit_code = PASSING_FAULT
 
 
 class RendezvousError(UserError):
-    """Ranks that could not meet. Another attempt, at another port, may succeed, and the exit code says so."""
+    """Ranks that could not connect. Another attempt, at another port, may succeed."""
 
     exit_code = LOST_RANK
 
@@ -111,7 +111,7 @@ class PreservationError(UserError):
 
 
 class DivergenceError(UserError):
-    """Training that diverged: rollbacks did not help, or too many steps had no finite figures."""
+    """Training that diverged: rollbacks did not help, or too many steps were not finite."""
 
 
 class ForgettingError(UserError):
@@ -131,7 +131,7 @@ class StudyError(UserError):
 
 
 class ConversionError(UserError):
-    """An exported model that cannot be made, or that differs from the model it was made of."""
+    """A model that cannot be exported, or an export that differs from its source."""
 
 
 def exit_code_of(error: BaseException) -> int:

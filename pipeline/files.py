@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under a temporary name, flushed to the disk, then renamed."""
+"""Files and folders that are complete or absent: written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def free_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to fill; it becomes `path` when the block succeeds, and is removed when it fails.
+    """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
 
     `scratch`: another folder of the same file system for the unfinished file; default: that of `path`.
     """
@@ -74,7 +74,7 @@ def write_json(path: Path, value: object) -> None:
 
 @contextlib.contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it replaces `path` when the block succeeds."""
+    """A temporary folder to fill, which replaces `path` when the block succeeds."""
     partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

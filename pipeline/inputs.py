@@ -1,4 +1,4 @@
-"""What a run reads, checked before any rank holds anything; nothing here needs the other ranks."""
+"""What a run reads, checked before any rank allocates memory. Nothing here communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _logger = log.get_logger(__name__)
 
 
 class Samples(NamedTuple):
-    """What a run learns from, and what it is tested on. Each rank opens its own: they hold mapped files."""
+    """The training and held-out samples of a run. Each rank opens its own, because they hold memory-mapped files."""
 
     training: TrainingSamples
     heldout: dict[str, HeldoutSamples]
 
 
 class Inputs(NamedTuple):
-    """What rank 0 found in the files that a run names; picklable, for all ranks.
+    """What rank 0 read from the files of a run, picklable so that it can be broadcast.
 
     Attributes:
         starts_at_base: whether the model's logits must equal the base's before the first step.
-        finished: whether an earlier attempt came to the run's end. Then nothing beyond the corpora was checked.
+        finished: whether an earlier attempt finished the run. Then nothing after the corpora was checked.
     """
 
     config: RunConfig
@@ -49,10 +49,10 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """Reads and checks everything that a run names, except for the weights and checkpoints themselves.
+    """Reads and checks everything that a run names, except for weights and checkpoints.
 
     Raises:
-        UserError: the first fault that was found; see the functions below.
+        UserError: the first fault; see the functions below.
     """
     layout, deepspeed_config = open_layout(config, world_size)
     base = open_base(config.base)
@@ -67,12 +67,11 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
 
 
 def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:
-    """How the ranks are arranged, and what DeepSpeed is told.
+    """The layout of the ranks, and the DeepSpeed configuration.
 
     Raises:
         LayoutError: the ranks, or the batch, do not divide.
-        ConfigError: the DeepSpeed file is missing or asks for what does not work, or a rank to be traced does not
-            exist.
+        ConfigError: the DeepSpeed file is missing or unsupported, or a rank to be traced does not exist.
     """
     layout = Layout(world_size, config.parallel.tp_size)
     accumulation_steps(config.schedule, layout.dp_size)
@@ -85,7 +84,7 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
 
 
 def check_context(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where samples are longer than what the base was made for."""
+    """Raises ConfigError where samples are longer than the base's context."""
     longest = spec.max_position_embeddings
     if config.data.sequence_length > longest:
         raise ConfigError(
@@ -95,21 +94,23 @@ def check_context(config: RunConfig, spec: DecoderSpec) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Raises BaseModelError where some ids have no row in the embedding: tensor-parallel ranks would silently read such
-    a token as zeros, and a GPU alone would stop at it."""
+    """Raises BaseModelError where some ids have no row in the embedding.
+
+    Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
+    """
     if tokenizer.vocab_size > spec.vocab_size:
         raise BaseModelError(
             f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or take the "
-            "tokens beyond out of the tokenizer"
+            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
+            "tokens beyond from the tokenizer"
         )
 
 
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
-    """The corpora of a run whose base has the tokenizer of that fingerprint; None takes any.
+    """The corpora of a run whose base has the tokenizer of that fingerprint; None accepts any.
 
     Raises:
-        DataError: one is missing, unfinished, damaged, of another tokenizer, or all are used up before the last step.
+        DataError: a corpus is missing, unfinished, damaged or of another tokenizer, or all end before the last step.
     """
     training = TrainingSamples(config.data, seed=config.seed, tokenizer_fingerprint=tokenizer_fingerprint)
     needed = config.schedule.steps * config.schedule.global_batch_size
@@ -123,17 +124,17 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
 
 
 def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
-    """Raises what building the model would, without any memory or message."""
+    """Raises what building the model would, without memory or communication."""
     check_sequence_length(config.data.sequence_length, tp)
     with torch.device("meta"):
         training_method(config).build(spec, tp, config.activation_checkpointing)
 
 
 def is_finished(config: RunConfig, base: BaseFolder) -> bool:
-    """Whether an earlier attempt came to the run's end; logs it if so.
+    """Whether an earlier attempt finished the run; logs it if so.
 
     Raises:
-        CheckpointError: it did, but with another base or method than the configuration now has.
+        CheckpointError: it did, but with another base or method than the configuration has now.
     """
     found = candidates(config.folder / "checkpoints") if (config.folder / TRAINING).exists() else []
     if not found:
@@ -141,7 +142,7 @@ def is_finished(config: RunConfig, base: BaseFolder) -> bool:
     try:
         manifest = load_manifest(found[0])
     except DamagedCheckpointError:
-        return False  # resuming says so, and takes the one before
+        return False  # resuming reports it, and takes the one before
     if manifest.position.step < config.schedule.steps:
         return False
     check_same_model(manifest, found[0], base.hashes(), config.method)

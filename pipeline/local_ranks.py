@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine, forwards signals to all, and leaves none behind."""
+"""Starts one process per rank on this machine, forwards signals to them, and ends all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = log.get_logger(__name__)
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port that the system gives to no other program during the block.
+    """A free port that the system assigns to no other program during the block.
 
     It is bound without listening: a program that listens with SO_REUSEADDR, as torch's store does, can still use it.
     """
@@ -37,8 +37,8 @@ def reserved_port() -> Iterator[int]:
 def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
     """Runs `command` as `count` ranks and returns their highest exit code, as srun does.
 
-    When one has ended, the others have `grace_s` to end too; then they are killed, stopped ones included. A signal for
-    this process goes to all of them. A rank that a signal ended counts as 128 + its number.
+    After the first rank has ended, the others have `grace_s` seconds before they are killed, stopped ones included.
+    Signals to this process are forwarded to all ranks. A rank that a signal ended counts as 128 + the signal's number.
     """
     with ExitStack() as started:
         port = started.enter_context(reserved_port())

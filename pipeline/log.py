@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class _Where(logging.Filter):
-    """Puts `rank@node` on every record, and drops what ranks other than 0 say below WARNING."""
+    """Adds `rank@node` to every record, and drops records below WARNING on ranks other than 0."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ def configure(level: int = logging.INFO) -> None:
 _logger = get_logger(__name__)
 
 
-class ProgressBar(tqdm):  # type: ignore[type-arg]  # it counts, and iterates over nothing
-    """A bar on a terminal, now and then a line in a log; see `progress_bar`."""
+class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
+    """A bar on a terminal, occasional lines in a log; see `progress_bar`."""
 
     monitor_interval = 0  # no thread of its own
 
@@ -79,7 +79,7 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # it counts, and iterates ov
 
 
 class _LogLines:
-    """A file for tqdm, whose every drawing becomes a record of the log."""
+    """A file for tqdm that logs each drawing as a record."""
 
     def write(self, drawing: str) -> None:
         if line := drawing.strip():
@@ -99,16 +99,16 @@ def progress_bar(
     scaled: bool = True,
     time_left: bool = True,
 ) -> ProgressBar:
-    """How far long work is, for a `with`: `update` it by what was done, or `move_to` what is done now.
+    """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
-    On a terminal the bar appears after a second and vanishes at the end. Elsewhere the log has a line each `every_s`,
-    by default 30 s. So work that is soon done shows nothing.
+    On a terminal the bar appears after a second and disappears at the end. Otherwise a line is logged every `every_s`
+    seconds, by default 30. So short work shows nothing.
 
     Args:
-        unit: follows a number: "B", " windows".
-        done: what was done earlier; it does not count for the speed.
-        scaled: numbers have SI prefixes: 4.00M.
-        time_left: from the speed so far; without it, the caller can put a better estimate into the postfix.
+        unit: suffix of numbers: "B", " windows".
+        done: what was done earlier, which does not count for the speed.
+        scaled: whether numbers get SI prefixes: 4.00M.
+        time_left: whether to show it, from the speed so far; without it, the postfix can hold a better estimate.
     """
     terminal = sys.stderr.isatty()
     every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s
@@ -129,7 +129,7 @@ def progress_bar(
 
 
 def counted(items: Iterable[_T], what: str, total: int, unit: str) -> Iterator[_T]:
-    """The `items`, of which there are `total`, under a bar."""
+    """Yields the `total` items of `items` and shows a progress bar."""
     with progress_bar(what, total, unit) as bar:
         for item in items:
             yield item

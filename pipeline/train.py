@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
 
-With --dry-run one process, on any machine, prints the run's plan and what would stop it instead, and exits with 0 only
-where nothing would:
+With --dry-run a single process, on any machine, prints the run's plan and what would prevent it, and exits with 0 only
+if nothing would:
 
     python -m pipeline.train --dry-run --gpus 16 configs/demo.yaml
 
-Training resumes from the run's newest checkpoint, and does nothing where the run is finished. A signal (SIGTERM,
-SIGUSR1, Ctrl-C) makes it save once more and exit with code 75.
+Training resumes from the run's newest checkpoint, and does nothing if the run is finished. On a signal (SIGTERM,
+SIGUSR1, Ctrl-C) it saves and exits with code 75.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
     add_cluster_options(planned)
-    planned.add_argument("--base-config", type=Path, help="the base's config.json, where its folder is not here")
+    planned.add_argument(
+        "--base-config", type=Path, help="the base's config.json, if its folder is not on this machine"
+    )
     planned.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     if arguments.dry_run:

@@ -104,6 +104,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """Removes handlers that a test's command line or library adds: their stream is the test's captured stderr."""
+    loggers = [logging.getLogger(), logging.getLogger("pipeline")]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
     """Skips where Slurm cannot run; the reason is repeated at the end of the summary."""

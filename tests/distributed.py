@@ -82,7 +82,7 @@ def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
             try:
                 moment, succeeded, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                moment, succeeded, result = time.monotonic(), False, "died without a word"
+                moment, succeeded, result = time.monotonic(), False, "died without a result"
             pipe.close()
             if succeeded:
                 results[rank] = result

@@ -51,7 +51,7 @@ def test_the_traceback_of_a_rank_is_reported():
 
 
 def test_a_killed_rank_is_reported():
-    with pytest.raises(RankError, match=r"rank 0 died without a word"):
+    with pytest.raises(RankError, match=r"rank 0 died without a result"):
         run_ranks(die_on_one, 2, 0)
 
 

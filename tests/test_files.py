@@ -1,4 +1,4 @@
-"""Folders are whole or not there, and names that strangers' files give lead nowhere but to their own folder."""
+"""Folders are complete or absent, and names from untrusted files cannot leave their folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_kill_at_any_instant_leaves_the_old_folder_or_the_new(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../up", "a/b", "a/..", "a\\b", "a\0b"])
-def test_a_name_that_leads_elsewhere_is_refused(name: str):
+def test_a_name_with_a_path_is_refused(name: str):
     assert not is_plain_name(name)
 
 

@@ -37,7 +37,7 @@ def test_a_log_has_a_plain_line_each_time(at_once, caplog, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_has_a_bar_that_vanishes(at_once, monkeypatch, caplog):
+def test_a_bar_on_a_terminal_disappears(at_once, monkeypatch, caplog):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     before = threading.active_count()
@@ -49,7 +49,7 @@ def test_a_terminal_has_a_bar_that_vanishes(at_once, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_a_bar_goes_back_and_shows_what_must_be_seen(caplog):
+def test_a_bar_goes_back_and_shows_what_is_forced(caplog):
     bar = progress_bar("training", 300, " steps", done=2, every_s=1000, scaled=False, time_left=False)
     with caplog.at_level(logging.INFO, "pipeline"), bar:
         bar.move_to(3, "loss 2.5", show=True)

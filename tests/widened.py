@@ -26,7 +26,7 @@ SEED = 7
 
 
 def scale_settings(variant: str, **changes: Any) -> ScaleMethod:
-    """Settings that fit every model of `bases.CONFIGS`; `l_fp` 1 where the variant wants one."""
+    """Settings that fit every model of `bases.CONFIGS`; `l_fp` is 1 if the variant needs it."""
     l_fp = {} if variant == "preserve" else {"l_fp": 1}
     widths = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
     return ScaleMethod.model_validate({"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes})

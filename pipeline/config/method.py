@@ -53,7 +53,7 @@ class ScaleMethod(Section):
     def _l_fp_belongs_to_the_variant(self) -> ScaleMethod:
         if self.variant == "preserve" and self.l_fp is not None:
             raise ValueError(
-                "l_fp has no meaning for variant preserve, where every layer is a preservation layer; remove it"
+                "l_fp does not apply to variant preserve, where every layer is a preservation layer; remove it"
             )
         if self.variant != "preserve" and self.l_fp is None:
             raise ValueError(f"variant {self.variant} needs l_fp, the number of lower layers without W12")
@@ -75,19 +75,19 @@ class Freeze(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (LoRA) beside frozen linear maps: Y = W X + (alpha / rank) · B A X, where B starts at zero."""
+    """Low-rank adapters (LoRA) of frozen linear maps: Y = W X + (alpha / rank) · B A X, where B starts at zero."""
 
     name: Literal["lora"]
     rank: PositiveInt
     """rows of A, columns of B"""
-    alpha: PositiveFloat | None = Field(default=None, description="default: the rank, so that B A X counts as it is")
+    alpha: PositiveFloat | None = Field(default=None, description="default: the rank, so that B A X is not scaled")
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = Field(
-        default=None, description="the maps that get one, in every layer; default: all that the base has"
+        default=None, description="the linear maps with an adapter, in every layer; default: all of the base's"
     )
 
     @property
     def scale(self) -> float:
-        """What B A X is multiplied with."""
+        """The factor on B A X."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 

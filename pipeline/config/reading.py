@@ -1,4 +1,4 @@
-"""Reading a YAML file into checked settings: base class and types of all sections, and errors in one line."""
+"""Reads YAML into checked settings: the base class and types of all sections, and errors in one line."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
     """`values` as a section of the class `kind`.
 
     Raises:
-        ConfigError: all faults with their dotted paths, in one line; `source` is where the values come from,
-            and `listed_in` the page with every setting.
+        ConfigError: all faults with their dotted paths, in one line; `source` is the origin of the values, and
+            `listed_in` the page that documents every setting.
     """
     try:
         return kind.model_validate(values)
@@ -61,7 +61,7 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    # pydantic names the member of a tagged union in the path (method.scale.l_fp); users never wrote that word.
+    # pydantic puts the tag of a union into the path (method.scale.l_fp), which is not in the user's file.
     parts = [str(part) for part in location]
     parts = [part for before, part in zip(["", *parts], parts, strict=False) if before != "method"]
     return ".".join(parts) or "the configuration"

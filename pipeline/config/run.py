@@ -1,6 +1,6 @@
-"""The run configuration: one YAML file a run, checked whole before anything starts.
+"""The run configuration: one YAML file per run, checked as a whole before anything starts.
 
-Unknown keys are refused, and every fault is reported at once with its dotted path.
+Unknown keys are refused, and all faults are reported together with their dotted paths.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ class Corpus(Section):
 
     input: Annotated[list[str], Field(min_length=1)]
     """files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; or folders saved by datasets"""
-    heldout_input: list[str] = Field(default=[], description="files of their own for the held-out part")
-    heldout_fraction: Fraction = Field(
-        default=0.0, description="else this share of the documents, chosen by their hash"
-    )
+    heldout_input: list[str] = Field(default=[], description="separate files for the held-out part")
+    heldout_fraction: Fraction = Field(default=0.0, description="or this share of the documents, chosen by their hash")
     text_key: str = "text"
     """the field or column that holds the text"""
     prompt_key: str | None = Field(
-        default=None, description="that of a prompt before it, which is read but never predicted: loss on answers only"
+        default=None,
+        description="that of a prompt before the text, which is read but never predicted: loss on answers only",
     )
     role: Role = Field(default="new", description="replay: the base model's own domain")
     weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
-    epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after so many passes")
-    token_budget: PositiveInt | None = Field(default=None, description="or after so many tokens")
+    epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after this many passes")
+    token_budget: PositiveInt | None = Field(default=None, description="or after this many tokens")
 
     @model_validator(mode="after")
     def _one_limit_one_heldout(self) -> Corpus:
@@ -55,7 +54,7 @@ class Corpus(Section):
         return self
 
 
-# A corpus is a folder beside the others, and `<name>.heldout` is the held-out part of `<name>`.
+# A name is a folder of `data.folder`, where `<name>.heldout` is the held-out part of `<name>`.
 CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
@@ -65,7 +64,7 @@ class Data(Section):
     folder: Path
     """where the token corpora lie"""
     sequence_length: PositiveInt
-    """tokens a sample; at most the base's context"""
+    """tokens per sample; at most the base's context"""
     corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
     """by name"""
     replay_fraction: Fraction = 0.0
@@ -88,15 +87,15 @@ class Metrics(Section):
 
     peak_tflops: PositiveFloat | None = Field(
         default=None,
-        description="of one device, dense, in the precision of the run: what MFU is a share of; default: NVIDIA's "
-        "figure for 16 bits, where the GPU is a known one. Without either there is no MFU",
+        description="of one device, dense, in the precision of the run: the reference of MFU; default: NVIDIA's figure "
+        "for 16 bits if the GPU is known. Without either there is no MFU",
     )
     log_every_s: PositiveFloat = 10.0
-    """seconds between two progress lines in a log, at least"""
+    """minimum seconds between two progress lines in a log"""
 
 
 class Profile(Section):
-    """Which steps torch.profiler traces, into `<folder>/profile`; other steps are unaffected."""
+    """Steps that torch.profiler traces into `<folder>/profile`; other steps are unaffected."""
 
     steps: tuple[PositiveInt, PositiveInt] | None = Field(
         default=None, description="the first and the last, counted from 1; default: none"
@@ -106,7 +105,7 @@ class Profile(Section):
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
         if self.steps is not None and self.steps[0] > self.steps[1]:
-            raise ValueError(f"steps: the last, {self.steps[1]}, comes before the first, {self.steps[0]}")
+            raise ValueError(f"steps: the last, {self.steps[1]}, is before the first, {self.steps[0]}")
         return self
 
 
@@ -114,7 +113,7 @@ class WandbTracker(Section):
     """Weights & Biases. Needs `pip install 'scale-cpt[wandb]'`."""
 
     project: str
-    """in which the run appears"""
+    """the project of the run"""
     entity: str | None = Field(default=None, description="user or team; default: the logged-in user's")
     mode: Literal["online", "offline"] = "online"
     """offline: into `<folder>/wandb`, for `wandb sync`; needs no network"""
@@ -126,11 +125,11 @@ class MlflowTracker(Section):
     tracking_uri: str
     """a server, or a database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
     experiment: str = "scale-cpt"
-    """in which the run appears; created where it does not exist"""
+    """the experiment of the run; created if it does not exist"""
 
 
 class TrackerSettings(Section):
-    """Experiment trackers that get the figures of every step too (docs/metrics.md)."""
+    """Experiment trackers, which also get the figures of every step (docs/metrics.md)."""
 
     wandb: WandbTracker | None = Field(default=None, description="Weights & Biases; default: off")
     mlflow: MlflowTracker | None = Field(default=None, description="MLflow; default: off")
@@ -147,18 +146,18 @@ class Preflight(Section):
     """false: no checks"""
     min_gb_per_s: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
-        description="of the slowest all-reduce, by what a rank sends; 0.5 on GPUs, 0.001 on CPUs",
+        description="limit for the slowest all-reduce, as sent by a rank; default: 0.5 on GPUs, 0.001 on CPUs",
     )
     slow_factor: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="how many times as long as the others' a rank's matrix product may take; 1.5 on GPUs, 20 on CPUs, "
-        "whose cores may be shared",
+        description="how many times as long as the others' a rank's matrix product may take; default: 1.5 on GPUs, "
+        "20 on CPUs, whose cores may be shared",
     )
     disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
-    """room that is asked for beyond the checkpoints themselves"""
+    """additional free space that is required, as a share of the checkpoints"""
 
     def min_gb_per_s_on(self, device_type: str) -> float:
-        """The floor on `cuda` or `cpu`."""
+        """The lower limit on `cuda` or `cpu`."""
         return _MIN_GB_PER_S[device_type] if self.min_gb_per_s is None else self.min_gb_per_s
 
     def slow_factor_on(self, device_type: str) -> float:
@@ -167,22 +166,22 @@ class Preflight(Section):
 
 
 class Stability(Section):
-    """What is done about bad steps, and when a run is given up (docs/stability.md)."""
+    """The handling of bad steps, and when a run is ended as diverged (docs/stability.md)."""
 
     max_skipped_steps: NonNegativeInt = 20
     """over the whole run: steps with NaN or infinity, and steps skipped after a rollback"""
     loss_increase: PositiveFloat | None = Field(
-        default=1.0, description="a spike: so many nats a token above the running median; null: never"
+        default=1.0, description="a spike: this many nats per token above the running median; null: never"
     )
     gradient_norm_factor: Annotated[float, Field(gt=1)] | None = Field(
-        default=10.0, description="or so many times its running median, and clipped; null: never"
+        default=10.0, description="or this many times its running median, and clipped; null: never"
     )
     window: Annotated[int, Field(ge=2)] = 128
-    """steps that the median is taken over; before there are as many, nothing is a spike"""
+    """steps of the running median; there is no spike before as many steps"""
     spike_steps: PositiveInt = 3
-    """in a row, until the run goes back to the last checkpoint before them and skips them"""
+    """in a row, after which the run rolls back to the last checkpoint before them and skips them"""
     max_rollbacks: NonNegativeInt = 3
-    """over the whole run"""
+    """over the whole run, before it ends as diverged"""
 
 
 class Forgetting(Section):
@@ -192,25 +191,25 @@ class Forgetting(Section):
         default=None, description="of held-out perplexity over step 0's, as a fraction"
     )
     max_kl_from_base: PositiveFloat | None = Field(
-        default=None, description="nats a token, on the probe batch of the diagnostics"
+        default=None, description="nats per token, on the probe batch of the diagnostics"
     )
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
-    """beyond either: log a warning; save and end; or multiply the learning rate, for the rest of the run"""
+    """beyond either limit: log a warning, save and end, or multiply the learning rate for the rest of the run"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """each time, where the action is lower_learning_rate"""
+    """factor of lower_learning_rate, each time"""
 
 
 class Watchdog(Section):
-    """When a run with lost or hung ranks ends itself, to be restarted."""
+    """When a run with lost or hung ranks ends, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
     """interval of each rank's heartbeats"""
     dead_after_s: PositiveFloat = 60.0
-    """a rank without a heartbeat for so long is lost; a process that ends is noticed at once"""
+    """a rank without a heartbeat for this long is lost; the end of a process is noticed immediately"""
     hung_after_s: PositiveFloat = 600.0
-    """no phase of a step (data, forward, backward, step) takes longer on every rank"""
+    """a run hangs if every rank is longer than this in a phase of a step (data, forward, backward, step)"""
     slow_after_s: PositiveFloat = 1800.0
-    """the same for the start, a validation and a save"""
+    """the same for the start, validation and saving"""
 
 
 class Schedule(Section):
@@ -219,11 +218,11 @@ class Schedule(Section):
     steps: PositiveInt
     """optimizer steps"""
     global_batch_size: PositiveInt
-    """sequences a step"""
+    """sequences per step"""
     micro_batch_size: PositiveInt
-    """sequences a rank holds at a time; with the data-parallel size it divides global_batch_size"""
+    """sequences that a rank processes at a time; times the data-parallel size it divides global_batch_size"""
     learning_rate: PositiveFloat
-    """the highest"""
+    """the peak"""
     decay: Literal["linear", "cosine", "wsd"] = "linear"
     """after the warm-up"""
     warmup_fraction: Fraction = 0.06
@@ -240,7 +239,7 @@ class Schedule(Section):
 
 
 class Parallel(Section):
-    """How the ranks are arranged; the data-parallel size is what is left."""
+    """The layout of the ranks; the data-parallel size is the world size divided by tp_size."""
 
     tp_size: PositiveInt = 1
     """ranks that share each layer; best within a node"""
@@ -250,10 +249,10 @@ class Parallel(Section):
 
 
 class Validation(Section):
-    """Held-out perplexity during the run, one figure a corpus that has a held-out part."""
+    """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
-    """also at the beginning and the end"""
+    """also at the start and the end"""
     max_sequences: PositiveInt = 64
     """of each held-out part"""
 
@@ -264,7 +263,7 @@ class Checkpoints(Section):
     every_steps: PositiveInt = 500
     """also at the end and on a signal"""
     keep_last: PositiveInt = 2
-    """how many are kept"""
+    """how many of the newest are kept"""
     keep_every_steps: PositiveInt | None = Field(default=None, description="its multiples are never deleted")
     asynchronous: bool = Field(default=False, description="continue training while a copy in host memory is written")
 
@@ -276,14 +275,14 @@ class Checkpoints(Section):
 
 
 class RunConfig(Section):
-    """Everything that a run is made of."""
+    """All settings of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """of letters, digits, dots, dashes"""
+    """letters, digits, dots, dashes, underscores"""
     folder: Path
-    """everything that the run writes"""
+    """the run folder, which holds everything that the run writes"""
     seed: NonNegativeInt = 1234
-    """of the data order and of random initial blocks"""
+    """seed of the data order and of random initial blocks"""
     base: Path
     """a Hugging Face folder with safetensors"""
     upscaled: Path | None = Field(
@@ -293,17 +292,17 @@ class RunConfig(Section):
     method: Method
     """what trains"""
     data: Data
-    """what is read"""
+    """corpora and samples"""
     schedule: Schedule
-    """how long and how fast"""
+    """steps, batch and learning rate"""
     parallel: Parallel = Parallel()
-    """how the ranks are arranged"""
+    """layout of the ranks"""
     validation: Validation = Validation()
     """held-out scores during the run"""
     checkpoints: Checkpoints = Checkpoints()
     """when to save"""
     stability: Stability = Stability()
-    """what is done about bad steps"""
+    """handling of bad steps"""
     forgetting: Forgetting = Forgetting()
     """how much may be lost"""
     preflight: Preflight = Preflight()
@@ -311,11 +310,11 @@ class RunConfig(Section):
     watchdog: Watchdog = Watchdog()
     """when lost or hung ranks end the run"""
     metrics: Metrics = Metrics()
-    """how speed is reported"""
+    """MFU and progress lines"""
     profile: Profile = Profile()
     """which steps are traced"""
     observers: TrackerSettings = TrackerSettings()
-    """trackers that get the figures too"""
+    """experiment trackers"""
     deepspeed: Path
     """a file of ds_configs/: ZeRO and precision"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
@@ -328,10 +327,10 @@ class RunConfig(Section):
 
 
 def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Checks `values`.
+    """The configuration in `values`.
 
     Raises:
-        ConfigError: with every fault and its dotted path, in one line; `source` says where they came from.
+        ConfigError: all faults with their dotted paths, in one line; `source` is the origin of the values.
     """
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
@@ -346,7 +345,7 @@ def load_config(path: Path) -> RunConfig:
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:
-    """The rate of the optimizer step that follows `step` steps already taken.
+    """The learning rate of the optimizer step after `step` steps.
 
     It rises linearly over the first `warmup_fraction` of the steps, then falls to `final_learning_rate_fraction` of the
     peak: along a line, along half a cosine, or (wsd) along a line over the last `decay_fraction` of the steps only.

@@ -1,1 +1,1 @@
-"""What keeps a job alive: checks before the first step, and a watchdog over the ranks."""
+"""Checks of the allocation before the first step, and a watchdog over the ranks."""

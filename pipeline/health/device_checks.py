@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 def refuse_faults(findings: Sequence[Finding]) -> None:
     """Raises PreflightError with every fault of `findings`, and the Slurm option that excludes the broken nodes.
 
-    It is a PassingPreflightError where every fault may pass.
+    It is a PassingPreflightError if all faults are `passing`.
     """
     faults = [fault for finding in findings for fault in finding.faults]
     if not faults:
@@ -57,7 +57,7 @@ def refuse_faults(findings: Sequence[Finding]) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The node of every rank, by rank, under Slurm's name for it; and which rank this is."""
+    """The node of every rank, by rank, under its Slurm name; and this rank's number."""
 
     nodes: tuple[str, ...]
     rank: int
@@ -93,7 +93,7 @@ def gather_ranks() -> Ranks:
 
 
 def describe_ranks(ranks: Ranks) -> Finding:
-    """How many ranks there are on how many nodes. That none is missing was checked when they joined."""
+    """The number of ranks per node."""
     counts = Counter(ranks.nodes)
     most, least = max(counts.values()), min(counts.values())
     shares = f"{most} on each of" if most == least else f"{least} to {most} on each of"
@@ -133,9 +133,9 @@ def _job_limits() -> list[int]:
 
 
 # --- Matrix products: correct on every rank, and about equally fast -------------------------------------------------
-# The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n, so that
-# the result is known without computing it, and bf16 and fp16 can hold every partial sum over an aligned run of
-# products: the products must be exact in any dtype, however a kernel splits the sum.
+# The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n. So the
+# result is known in advance, and bf16 and fp16 represent every partial sum over an aligned run of products: the result
+# must be exact in any dtype, however a kernel splits the sum.
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
@@ -143,7 +143,7 @@ _SCALES = 16
 
 
 class Product(NamedTuple):
-    """The matrix products of a rank: what was wrong, if anything, and the median of their seconds."""
+    """The matrix products of a rank: the fault, if any, and the median time in seconds."""
 
     wrong: str | None
     seconds: float
@@ -159,7 +159,7 @@ def sylvester(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
-    """Multiplies a few times and compares every element with its known value."""
+    """Multiplies several times and compares every element with its known value."""
     size = SIZE[device.type]
     hadamard = sylvester(size, dtype, device)
     scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
@@ -181,7 +181,7 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
 
 
 def check_products(ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_factor: float) -> Finding:
-    """Multiplies on all ranks at once; every rank must call it."""
+    """Runs the products on all ranks at the same time; every rank must call it."""
     products: list[Product] = [Product(None, 0.0)] * len(ranks.nodes)
     dist.all_gather_object(products, measure_product(dtype, device))
     if device.type == "cuda":
@@ -240,14 +240,14 @@ _DISTINCT = 13
 
 
 class Link(NamedTuple):
-    """The all-reduce of a rank's group: what was wrong, if anything, and what each rank of a ring sends per second."""
+    """The all-reduce of a rank's group: the fault, if any, and what each rank of a ring sends per second."""
 
     wrong: str | None
     gb_per_s: float
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """Sums a known tensor over `group` a few times; each of its ranks must call it."""
+    """Sums a known tensor over `group` several times; each of its ranks must call it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     pattern = torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
     expected = pattern * (size * (size + 1) // 2)
@@ -276,7 +276,7 @@ def check_all_reduce(
     device: torch.device,
     min_gb_per_s: float,
 ) -> Finding:
-    """Measures all groups of one `kind` at once, as training uses them; `members` are the ranks of each.
+    """Measures all groups of a `kind` at the same time, as training uses them; `members` are the ranks of each.
 
     Every rank must call it.
     """
@@ -303,7 +303,7 @@ def judge_all_reduce(
             faults.append(
                 Fault(
                     f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s); check "
-                    "the network between these nodes, and at NETWORK_INTERFACE in slurm/site.env",
+                    "the network between these nodes, and NETWORK_INTERFACE in slurm/site.env",
                     passing=True,
                 )
             )

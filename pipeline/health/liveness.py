@@ -1,4 +1,4 @@
-"""What each rank is doing: its phase, for the watchdog and the metrics, and which rank is lost, hung or at fault."""
+"""The phase of each rank, for the watchdog and the metrics, and which rank is lost, hung or at fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.errors import LOST_RANK
 
 Phase = Literal["start", "data", "forward", "backward", "step", "communication", "validation", "checkpoint", "other"]
 SLOW: tuple[Phase, ...] = ("start", "validation", "checkpoint")
-"""Phases with much input or output, which may take longer than any part of a step."""
+"""I/O-bound phases, which may take longer than any part of a step."""
 
 
 class PhaseState(NamedTuple):
@@ -36,7 +36,7 @@ class Phases:
 
     Time outside of all phases is "other", or "start" before the first step. An inner phase interrupts the outer one, so
     every second counts once. On a GPU a change of phase records a CUDA event instead of the host's clock, which runs
-    ahead of the GPU. The events are read after the step, when the loss has been waited for anyway.
+    ahead of the GPU. The events are read after the step, when the host has waited for the loss anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """The block is `phase`. After an exception the phase stays: it tells where the exception arose."""
+        """The block is `phase`. After an exception the phase stays, to show where the exception was raised."""
         outer = self.state.phase
         self._enter(phase)
         with record_function(phase):  # names it in a trace
@@ -55,13 +55,13 @@ class Phases:
         self._enter(outer)
 
     def finished(self, step: int) -> None:
-        """`step` steps are finished, or restored, and the GPU was waited for."""
+        """`step` steps are finished or restored, and the GPU is synchronized."""
         self.state = self.state._replace(step=step)
         self._enter("other")
         self._add_up()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase since the last call. On a GPU, call it when the GPU was waited for."""
+        """The seconds of each phase since the last call. On a GPU, call it after a synchronization."""
         self._marks.append((self.state.phase, self._now()))
         self._add_up()
         spent, self._spent = self._spent, defaultdict(float)
@@ -90,7 +90,7 @@ class Phases:
         return float(begin.elapsed_time(end)) / 1000
 
 
-# --- Which rank is lost, hung or at fault, judged from the ranks' reports without a common clock --------------------
+# --- Which rank is lost, hung or at fault, judged from the ranks' reports without a common clock ---------------------
 
 _GRACE_S = 3.0
 """Within this time, a fault that all ranks agreed on ends them all."""
@@ -126,9 +126,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run cannot go on, and the rank at fault if it is one.
+    """Why the run cannot continue, and the rank at fault if there is one.
 
-    Ranks that learn of the fault by themselves have `grace_s` to end by themselves.
+    Ranks that detect the fault themselves have `grace_s` to end by themselves.
     """
 
     text: str
@@ -151,7 +151,7 @@ class Limits:
 
 
 class RankHealth:
-    """What this rank knows of `ranks`; `now` is always `time.monotonic()` here."""
+    """What this rank knows about `ranks`; `now` is always `time.monotonic()`."""
 
     def __init__(self, ranks: Iterable[int], limits: Limits, now: float) -> None:
         self._limits = limits
@@ -184,11 +184,11 @@ class RankHealth:
         self._verdict = self._verdict or verdict
 
     def extend_deadline(self, pause_s: float) -> None:
-        """Allows `pause_s` more: this process was stopped itself and could not listen."""
+        """Extends all deadlines by `pause_s`: this process was stopped itself and could not listen."""
         self._heard = {rank: heard + pause_s for rank, heard in self._heard.items()}
 
     def judge(self, now: float) -> Verdict | None:
-        """Why the run must end, or None while all is well."""
+        """Why the run must end; None if it need not."""
         if self._verdict is None:
             self._verdict = self._find_lost(now) or self._find_hung()
         return self._verdict
@@ -219,7 +219,7 @@ class RankHealth:
 
 
 def find_hung(reports: dict[int, RankReport]) -> list[int]:
-    """The ranks for which the others wait: those with the fewest phases, else those that do not wait, else none.
+    """The ranks that the others wait for: those with the fewest phases, else those that do not wait, else none.
 
     All ranks run the same program, so the one with the fewest changes of phase is the one that hangs.
     """
@@ -234,7 +234,7 @@ def find_hung(reports: dict[int, RankReport]) -> list[int]:
 
 
 def _describe(reports: dict[int, RankReport]) -> str:
-    """Where the ranks are; ranks at the same point share an entry."""
+    """The points that the ranks are at; ranks at the same point share an entry."""
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for rank, report in reports.items():
         ranks_at[f"{report.progress}, at {report.at}"].append(rank)
@@ -247,7 +247,7 @@ def _describe(reports: dict[int, RankReport]) -> str:
 
 
 def heartbeat(report: RankReport) -> dict[str, Any]:
-    """The message of a rank that is alive."""
+    """The periodic message of a rank."""
     return {"report": asdict(report)}
 
 
@@ -257,5 +257,5 @@ def report_exit() -> dict[str, Any]:
 
 
 def report_failure(text: str, exit_code: int) -> dict[str, Any]:
-    """The message of a rank that ends by a fault of its own."""
+    """The message of a rank that ends because of its own fault."""
     return {"failed": text, "exit_code": exit_code}

@@ -1,4 +1,4 @@
-"""All checks of an allocation before the first step: devices, links, memory, disk, and equal files on all nodes.
+"""All checks of an allocation before the first step: devices, links, memory, disk, and identical files on all nodes.
 
 The functions named `judge_...` are pure; the others must be called by every rank.
 """
@@ -106,14 +106,14 @@ def _needs(config: RunConfig, deepspeed_config: DeepSpeedConfig, base: BaseFolde
 
 
 class Need(NamedTuple):
-    """Bytes that a rank will hold: on its GPU, and in host memory. Without GPUs all is in host memory."""
+    """Bytes that a rank will hold on its GPU and in host memory; without GPUs all is in host memory."""
 
     device: int
     host: int
 
 
 class Room(NamedTuple):
-    """Bytes that a rank finds: free on its GPU, usable there at best, and its share of the node's free memory."""
+    """Bytes available to a rank: free on its GPU, usable there at most, and its share of the node's free memory."""
 
     free: int
     usable: int
@@ -179,14 +179,14 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f}"
 
 
-# --- Disk: room for the checkpoints, in a folder that every node writes to and all see alike ------------------------
+# --- Disk: room for the checkpoints, in a folder that all nodes share ------------------------------------------------
 
 PATIENCE_S = 10.0
-"""How long a network file system may take to show one node what another has written."""
+"""How long a network file system may take to show a node the files of another."""
 
 
 class FolderAccess(NamedTuple):
-    """A node's access to the folder: why it cannot write, how many bytes are free, and the file that it wrote."""
+    """A node's access to the folder: why it cannot write, the free bytes, and the name of the file that it wrote."""
 
     fault: str | None
     free_bytes: int
@@ -196,7 +196,7 @@ class FolderAccess(NamedTuple):
 def check_disk(folder: Path, needed_bytes: int, ranks: Ranks) -> Finding:
     """Writes a small file from every node, and waits until every node sees the files of the others.
 
-    `needed_bytes` is what `folder` will hold in all. The free room is from statvfs, which respects quotas on some file
+    `needed_bytes` is the total that `folder` will hold. Free space is statvfs's, which respects quotas on some file
     systems only.
     """
     own = _write_probe(folder) if ranks.is_first_on_node else None
@@ -207,7 +207,7 @@ def check_disk(folder: Path, needed_bytes: int, ranks: Ranks) -> Finding:
     writes = own is not None and own.fault is None
     dist.all_gather_object(unseen, run_on_all_ranks(lambda: _unseen(folder, names) if writes else []))
     if own is not None:
-        with contextlib.suppress(OSError):  # a folder that cannot be written has its fault already
+        with contextlib.suppress(OSError):  # reported already
             (folder / own.written).unlink(missing_ok=True)
     held = broadcast_from_rank0(lambda: held_bytes(folder))
     return judge_disk(folder, folders, unseen, held, needed_bytes, ranks)
@@ -223,7 +223,7 @@ def judge_disk(
 ) -> Finding:
     """Judges the nodes' access, by rank, where `held_bytes` of the `needed_bytes` are already written.
 
-    For a run that has already saved, a full disk may pass: others filled it and may make room.
+    If the run has already saved, a full disk is a passing fault: other users filled it and may make room.
     """
     faults, passing = [], held_bytes > 0
     more_bytes = max(0, needed_bytes - held_bytes)
@@ -263,7 +263,7 @@ def _write_probe(folder: Path) -> FolderAccess:
 
 
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
-    """Those of `names` that do not appear within PATIENCE_S."""
+    """Those of `names` that are still missing after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while missing := [name for name in names if not (folder / name).exists()]:
         if time.monotonic() > deadline:
@@ -272,14 +272,14 @@ def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
     return missing
 
 
-# --- Equal files on all nodes: base, tokenizer, initial expansion, corpora, configuration ---------------------------
+# --- Identical files on all nodes: base, tokenizer, initial expansion, corpora, configuration ------------------------
 # Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes blocks spread
 # evenly over every file, including its header and its end. That detects another model, another version, and a file that
 # was cut short or half copied; not a flipped byte between the blocks. Every byte is hashed later, on one node's files.
 
 BLOCK_BYTES = 4096
 BLOCKS = 512
-"""Of all weight files together; at least two of each."""
+"""Over all weight files; at least two in each."""
 
 Digests = Mapping[str, str]
 
@@ -330,7 +330,7 @@ def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
     reference_node, reference = next(iter(by_node.items()))
     faults = tuple(
         Fault(
-            f"{name}: {node} sees another one than {reference_node}; every node must read the same: copy it there "
+            f"{name}: differs between {node} and {reference_node}; every node must read the same file: copy it there "
             "again, or use a file system that all nodes share"
         )
         for node, own in by_node.items()

@@ -1,8 +1,8 @@
 """Ends a run within seconds when a rank is lost, hangs or fails, with one line that names the rank.
 
 Each rank has a thread that sends heartbeats to rank 0 and receives rank 0's. Rank 0 judges all ranks; the others judge
-rank 0. The messages are lines of JSON over TCP and not collectives, which may be what hangs; torch's own watchdogs only
-time out, and do not say which rank is missing: docs/adr/0010-a-side-channel-of-lines.md.
+rank 0. The messages are lines of JSON over TCP, because a collective may be what hangs. torch's own watchdogs only time
+out, without the name of the missing rank: docs/adr/0010-a-side-channel-of-lines.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.log import node
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 
 LAST_ACTS_S = 5.0
-"""For writing the stacks and the log, on a disk that may hang too."""
+"""Limit for writing the stacks and the log, since the disk may hang too."""
 CONNECT_S = 30.0
 _WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/", "/pipeline/parallel/ranks.py")
 _logger = log.get_logger(__name__)
@@ -53,16 +53,16 @@ _LONGEST_LINE = 2**16
 
 Message = dict[str, Any]
 OnMessage = Callable[[int, Message], None]
-"""Takes a rank and its message."""
+"""Called with a rank and its message."""
 OnDisconnect = Callable[[int], None]
-"""Takes the rank whose connection broke."""
+"""Called with the rank whose connection broke."""
 
 
 class Watchdog:
     """While it is entered, this rank is watched. Every rank must enter it.
 
     When a rank is lost, hangs or fails, every other rank logs one line, writes the stacks of its threads into `stacks`
-    and exits at once with the verdict's exit code. The lowest rank that is not at fault first calls `on_verdict`.
+    and exits immediately with the verdict's exit code. The lowest rank not at fault calls `on_verdict` before.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Watchdog:
     ) -> None:
         self._beat_every_s = limits.beat_every_s
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # Only rank 0, which sees all ranks, can distinguish those that hang from those that wait.
+        # Only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones.
         phase_limits = (limits.hung_after_s, limits.slow_after_s) if self._rank == 0 else (math.inf, math.inf)
         self._limits = Limits(limits.dead_after_s, *phase_limits)
         self._phases = phases
@@ -84,7 +84,7 @@ class Watchdog:
         self._last_message: Message | None = None
 
     def __enter__(self) -> Watchdog:
-        """Raises LayoutError where a rank cannot reach rank 0."""
+        """Raises LayoutError if a rank cannot reach rank 0."""
         self._channel = connect()
         watched = range(self._world_size) if self._rank == 0 else [0]
         self._health = RankHealth(watched, self._limits, time.monotonic())
@@ -101,7 +101,7 @@ class Watchdog:
             self._send_last(report_exit())
             return
         if lost_a_peer(error):
-            # The thread learns which rank it was and ends this process. If it does not, the exception is reported.
+            # The watchdog's thread will name that rank and end this process. Otherwise, the exception is reported.
             time.sleep(self._limits.dead_after_s + 2 * self._beat_every_s + LAST_ACTS_S)
         self._send_last(report_failure(in_one_line(error), exit_code_of(error)))
 
@@ -130,7 +130,7 @@ class Watchdog:
         await self._channel.close()
 
     async def _pause(self) -> None:
-        """Waits until the next heartbeat, or until there is something to act on."""
+        """Waits until the next heartbeat is due, or a message must be acted on."""
         began = time.monotonic()
         await self._woken(self._beat_every_s)
         overslept = time.monotonic() - began - self._beat_every_s
@@ -194,7 +194,7 @@ class Watchdog:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an exception may only be the consequence of another rank's end, or of a message that never came."""
+    """Whether an exception may be only the consequence of another rank's end, or of a message that never came."""
     if isinstance(error, torch.distributed.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed"))
@@ -209,11 +209,11 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
     return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})", waits
 
 
-# --- The channel: every rank holds a connection to rank 0, so that the loss of a process is noticed at once ---------
+# --- The channel: each rank is connected to rank 0, so that the loss of a process is noticed immediately -------------
 
 
 class Channel(Protocol):
-    """One rank's end. Only the thread of one event loop may use it."""
+    """A rank's end of the channel. Only the thread of its event loop may use it."""
 
     async def open(self, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
         """Starts to receive messages."""
@@ -222,11 +222,11 @@ class Channel(Protocol):
         """Sends a message: rank 0 to all others, they to rank 0."""
 
     async def close(self) -> None:
-        """Sends what is left and closes the connections."""
+        """Sends pending messages and closes the connections."""
 
 
 def connect() -> Channel:
-    """This rank's end; every rank must call it.
+    """This rank's end of the channel; every rank must call it.
 
     Raises:
         LayoutError: a rank cannot reach rank 0.
@@ -255,14 +255,14 @@ def _call(address: str, port: int, rank: int, token: str) -> socket.socket:
         caller.sendall(_line({"rank": rank, "token": token}))
     except OSError as error:
         raise LayoutError(
-            f"{node()} cannot reach rank 0 at {address}, port {port} ({error}), though the ranks have met; "
+            f"{node()} cannot reach rank 0 at {address}, port {port} ({error}), although the process group connected; "
             "open net.ipv4.ip_local_port_range between the nodes, which gloo and NCCL need too"
         ) from None
     return caller
 
 
 class Hub:
-    """Rank 0's end."""
+    """Rank 0's end of the channel."""
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
@@ -296,7 +296,7 @@ class Hub:
 
 
 class Spoke:
-    """The end of every other rank."""
+    """The end of the channel on every other rank."""
 
     def __init__(self, caller: socket.socket) -> None:
         self._caller = caller
@@ -321,7 +321,7 @@ class Spoke:
 
 
 async def _read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None when the other end is gone, or sent no message."""
+    """The next message; None if the connection is closed or the line is no message."""
     try:
         message = json.loads(await reader.readline())
     except (OSError, ValueError):  # cut off, an endless line, or no JSON

@@ -13,7 +13,7 @@ from pipeline.training.observer import Observer, RunContext
 
 
 def make_observers(context: RunContext) -> list[Observer]:
-    """The observers that the run's configuration asks for: those that measure first, then those that write.
+    """The observers of the run's configuration: those that measure first, then those that write.
 
     Every rank must call it.
 

@@ -1,4 +1,4 @@
-"""How far a model has moved from its base: cheap figures at every validation, on one probe batch.
+"""Drift of a model from its base: cheap figures at every validation, on a single probe batch.
 
 Per layer: the cosine of the base stream to the same stream with every W12, adapter and added layer masked, and the norm
 of each kind of block; and the KL divergence of the model from its base.
@@ -23,7 +23,7 @@ from pipeline.training.observer import Observer, RunContext, ValidationEvent
 
 
 def make_diagnostics(context: RunContext) -> Diagnostics:
-    """On the first held-out samples of the base's own domain, or, where the run has none, on a training batch."""
+    """Diagnostics on the first held-out samples of the base's own domain, or without any on a training batch."""
     config, heldout = context.inputs.config, context.heldout
     replayed = [name for name in heldout if config.data.corpora[name].role == "replay"]
     if not replayed:
@@ -35,7 +35,7 @@ def make_diagnostics(context: RunContext) -> Diagnostics:
 
 
 class Diagnostics(Observer):
-    """Measures a model on `probe`. Measures nothing where the base itself trains, so that there is no reference."""
+    """Measures a model on `probe`; nothing if the base itself trains, because then there is no reference."""
 
     def __init__(self, engine: Engine, probe: MicroBatch, probe_name: str) -> None:
         self.engine = engine
@@ -67,9 +67,9 @@ class Diagnostics(Observer):
 
 @contextmanager
 def base_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
-    """Collects the last base stream of each layer, bottom up: [B, S, D], or this rank's positions of it.
+    """Collects the last base stream of each layer, bottom up: [B, S, D], or [B, S / tp_size, D] (sequence parallel).
 
-    Under Route it is the adapted path's.
+    For Route it is that of the adapted path.
     """
     streams: dict[int, Tensor] = {}
 
@@ -92,7 +92,7 @@ def base_streams(layers: nn.ModuleList) -> Iterator[list[Tensor]]:
 def mean_cosine(x: Tensor, reference: Tensor, tp: TensorParallel) -> float:
     """The mean over tokens of cos(x, reference); 1 for an unchanged base stream.
 
-    x, reference: [B, S, D], or with sequence parallelism this rank's positions of them.
+    x, reference: [B, S, D]; with sequence parallelism this rank's positions, [B, S / tp_size, D].
     """
     mean = F.cosine_similarity(x.float(), reference.float(), dim=-1).mean()
     if tp.sequence_parallel:

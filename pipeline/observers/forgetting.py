@@ -1,4 +1,4 @@
-"""The forgetting budget: how much of the base's own domain is lost, and what happens beyond the limit."""
+"""The forgetting budget: how much of the base's own domain may be lost, and the action beyond the limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
     position = event.position
     if budget.action == "lower_learning_rate":
         position = position.changed(learning_rate_factor=position.learning_rate_factor * budget.learning_rate_factor)
-        beyond[0] += f"; from here on the learning rate is the schedule's times {position.learning_rate_factor:g}"
+        beyond[0] += f"; from now on the learning rate is the schedule's times {position.learning_rate_factor:g}"
         event.position = position
     warn_on_rank0(_logger, "step %d: %s", position.step, beyond[0])
     if budget.action == "stop":

@@ -1,7 +1,7 @@
 """The figures of every step, in TensorBoard's format and in metrics.jsonl.
 
-A run that resumes from step k, or goes back to it, drops what was written after k: each step has one line. A full disk
-loses nothing: TensorBoard's own writer is a thread that ends for good at the first full disk, so it is not used.
+A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line. A
+full disk loses nothing. TensorBoard's own writer is not used: its thread ends for good at the first full disk.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _step_of(line: bytes) -> float:
 
 
 class AppendedFile:
-    """Appends pieces to `path`, each whole or not at all; what cannot be written is retried with the next piece."""
+    """Appends pieces to `path`, each whole or not at all; after a fault it retries with the next piece."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,7 +116,7 @@ class AppendedFile:
             raise
 
     def close(self) -> None:
-        """Tries a last time to write the held pieces."""
+        """Tries once more to write the held pieces."""
         self.append()
         if self._held:
             _logger.error("%s: the last %d pieces are lost", self.path, len(self._held))

@@ -19,7 +19,7 @@ from pipeline.training.observer import Observer, RunContext, StepEvent
 PROFILE = "profile"
 """The folder of the traces, in the run folder."""
 MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_", "restarts")
-"""Prefixes of measured figures, the only ones in which equal runs differ."""
+"""Prefixes of measured figures, the only ones in which identical runs differ."""
 _GIB = 2**30
 _logger = log.get_logger(__name__)
 
@@ -29,7 +29,7 @@ class PerformanceMetrics(Observer):
 
     Attributes:
         phases: of this rank's main thread.
-        mfu_per_token_rate: the MFU of one token a second on one device; None where its peak is unknown.
+        mfu_per_token_rate: the MFU at one token per second and device; None if the peak is unknown.
         restarts: how often training restarted so far.
     """
 
@@ -45,7 +45,7 @@ class PerformanceMetrics(Observer):
             event.figures["tokens_per_second_per_gpu"] = rate
             if self.mfu_per_token_rate is not None:
                 event.figures["mfu"] = rate * self.mfu_per_token_rate
-        # Since the previous step. The GPU has finished its work here, because the loss was read.
+        # Since the previous step. The GPU has finished its work, because the loss was read.
         event.figures.update({f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()})
         event.figures.update(peak_memory_gib(self.device))
         event.figures["restarts"] = self.restarts
@@ -63,7 +63,7 @@ def make_performance_metrics(context: RunContext) -> PerformanceMetrics:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """The peak memory of this process so far: on a GPU of its tensors and of torch's cache, else of the host."""
+    """The peak memory of this process: on a GPU of its tensors and of torch's cache, else of the host."""
     if device.type == "cuda":
         return {
             "memory_peak_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
@@ -124,6 +124,6 @@ class Profiler(Observer):
             return
         try:
             self._profile.stop()
-        except (OSError, RuntimeError) as error:  # a disk without room for a trace must not end the run
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
             _logger.error("%s: this trace could not be written: %s", self._folder, error)
         self._profile = None

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, now and then a line in a log."""
+"""The progress of a run: a bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.training.observer import Observer, StepEvent
 
 
 class ProgressDisplay(Observer):
-    """Shows the step, its figures and the time left; in a log the first step, the last, and one every `every_s`."""
+    """Shows the step, its figures and the time left; a log gets the first step, the last, and one every `every_s`."""
 
     def __init__(self, step: int, steps: int, every_s: float) -> None:
         self._steps = steps
@@ -27,7 +27,7 @@ class ProgressDisplay(Observer):
 
 
 def worded(figures: Mapping[str, float]) -> list[str]:
-    """The figures that a person watches, in words, as far as they are known."""
+    """The most important figures as text, as far as they are known."""
     words = {
         "loss": "loss {:.4f}",
         "learning_rate": "learning rate {:.2e}",

@@ -1,10 +1,10 @@
-"""Experiment trackers: the figures of each step go to Weights & Biases or MLflow, too.
+"""Experiment trackers: log the figures of each step to Weights & Biases or MLflow too.
 
-A tracker must not cost a run: a missing package is refused before the first step, any later fault is one error line,
-and the run goes on without the tracker until it is started again. `metrics.jsonl` has every figure in any case.
+A tracker must not end a run: a missing package is refused before the first step, any later fault is one error line,
+and the attempt continues without the tracker. `metrics.jsonl` always has every figure.
 
-Every attempt at a run logs into the same tracked run, whose id is recorded in the run folder. Both services only
-append: after a rollback, or from a checkpoint, a step may be there twice, and the later value is the valid one.
+All attempts at a run log into the same tracked run, whose id is recorded in the run folder. Both services only append:
+a step that is computed again, after a rollback or a restart, is there twice, and the later value is valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _logger = log.get_logger(__name__)
 
 
 class Tracker(Observer, ABC):
-    """One tracked run. `service` is for messages and names the file with the tracked run's id."""
+    """A tracked run. `service` is for messages and names the file with the tracked run's id."""
 
     service: str
 
@@ -51,9 +51,9 @@ class Tracker(Observer, ABC):
             call()
         except MissingPackageError:
             raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, it must not end the training
+        except Exception as error:  # noqa: BLE001  # no fault of a tracker may end training
             self._failed = True
-            _logger.error("%s: %s; this attempt goes on without it", self.service, in_one_line(error))
+            _logger.error("%s: %s; this attempt continues without it", self.service, in_one_line(error))
 
     def _recorded_id(self) -> str | None:
         return self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None
@@ -74,7 +74,7 @@ class Tracker(Observer, ABC):
 
 
 class Wandb(Tracker):
-    """Weights & Biases. The x axis is our `step`: W&B drops what is logged for a step of its own that is past."""
+    """Weights & Biases. The x axis is our `step`: W&B drops values for earlier values of its own step."""
 
     service = "wandb"
 
@@ -84,9 +84,10 @@ class Wandb(Tracker):
 
     def _start(self, config: RunConfig) -> None:
         try:
-            from wandb import Settings, init
+            from wandb import Settings, init, teardown
         except ImportError:
             raise missing_package("observers.wandb", "wandb") from None
+        self._teardown = teardown
         self._run = init(
             project=self._settings.project,
             entity=self._settings.entity,
@@ -107,7 +108,10 @@ class Wandb(Tracker):
         self._run.log({"step": step, **figures})
 
     def _finish(self, *, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
+        exit_code = 0 if finished else 1
+        self._run.finish(exit_code=exit_code)
+        # `finish` does not wait until W&B's own process has written the last figures to the offline file.
+        self._teardown(exit_code=exit_code)
 
 
 class Mlflow(Tracker):
@@ -120,7 +124,7 @@ class Mlflow(Tracker):
         super().__init__(config)
 
     def _start(self, config: RunConfig) -> None:
-        # By default MLflow tries an unreachable server for minutes, in which all ranks would wait.
+        # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         try:
@@ -133,7 +137,7 @@ class Mlflow(Tracker):
         if (recorded := self._recorded_id()) is not None:
             self._run_id = recorded
             self._client.update_run(recorded, status="RUNNING")
-            return  # its parameters cannot be changed
+            return  # MLflow does not allow changes of parameters
         experiment = self._client.get_experiment_by_name(self._settings.experiment)
         experiment_id = experiment.experiment_id if experiment else None
         run = self._client.create_run(
@@ -169,7 +173,7 @@ def make_trackers(config: RunConfig) -> list[Observer]:
 
 
 def missing_package(setting: str, extra: str) -> MissingPackageError:
-    """The refusal where `setting` needs what is not installed."""
+    """The error for a `setting` whose package is not installed."""
     return MissingPackageError(
         f"{setting}: the package is not installed; pip install 'scale-cpt[{extra}]', or remove the section"
     )

@@ -1,1 +1,1 @@
-"""The folder of a run: its lock, its attempts, its state and its metrics. Loads no torch."""
+"""The folder of a run: its lock, attempts, status and metrics. Imports no torch."""

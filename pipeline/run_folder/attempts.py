@@ -28,12 +28,12 @@ from pipeline.run_folder.lock import LockOwner, RunLock
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
 _RESUMABLE = "tokenize"
-"""The stage that resumes where it was stopped, without a checkpoint that would show it."""
+"""The stage that resumes where it was stopped, but writes no checkpoint."""
 _CHECKPOINT = re.compile(r"step_(\d+)$")
 
 
 class StageStart(BaseModel):
-    """A serial stage starts in the process `by`. For training, the lock names the process."""
+    """A serial stage starts in the process `by`. Training's process is in the lock instead."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -91,7 +91,7 @@ class Attempt(BaseModel):
 
     @property
     def series(self) -> str:
-        """The part of the name that all attempts of one job, or of one call of a script, share."""
+        """The part of the name that all attempts of a job, or of a call of a script, share."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -157,7 +157,7 @@ def record_end(
     stage: str = "train",
     retry: Decision | None = None,
 ) -> None:
-    """Records how `stage` ended in this attempt. Without an `error`, the one recorded before stays."""
+    """Records how `stage` ended in this attempt. Without an `error`, the error recorded before stays."""
     own = this_attempt()
     before = next((attempt.ended for attempt in read_attempts(folder) if attempt.name == own), None)
     if error is None and before is not None and exit_code != FINISHED:
@@ -179,7 +179,7 @@ def record_end(
 def read_attempts(folder: Path) -> list[Attempt]:
     """The attempts at the run in `folder`, the one with the newest line last.
 
-    Lines that a kill cut short are left out, and so are attempts that were refused because another job was at work.
+    It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
     """
     attempts: dict[str, Attempt] = {}
     try:
@@ -212,7 +212,7 @@ def count_restarts(attempts: Iterable[Attempt], *starting: str) -> int:
 def newest_checkpoint_step(folder: Path) -> int:
     """The step of the checkpoint from which the run in `folder` would resume; 0 if there is none.
 
-    Checkpoints after the one that `latest` names were voided by a rollback.
+    Checkpoints after the one in `latest` were voided by a rollback.
     """
     checkpoints = folder / "checkpoints"
     found = (_CHECKPOINT.search(path.parent.name) for path in checkpoints.glob("step_*/manifest.json"))
@@ -227,13 +227,13 @@ def newest_checkpoint_step(folder: Path) -> int:
 def _append(folder: Path, record: BaseModel) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One write to a file opened for appending: lines of several processes do not mix.
+        # A single write to a file opened for appending: lines of several processes do not mix.
         with (folder / NAME).open("a+b", buffering=0) as file:
             cut_short = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
             file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
             os.fsync(file.fileno())
     except OSError as error:
-        # The record is for people: a full disk must not end the work.
+        # A full disk must not end the work.
         _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
 
 
@@ -250,8 +250,8 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
     """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
 
     A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
-    attempt that saved and stopped counts like a failed one, so a stage that never fits into a job's time is given up.
-    Only tokenizing that was told to stop always counts as progress.
+    attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
+    Only tokenizing that was stopped by a signal always counts as progress.
     """
     own = Attempt(name=this_attempt())
     series = [attempt for attempt in read_attempts(folder) if attempt.series == own.series]
@@ -281,7 +281,7 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
 
 
 def idle_attempts(attempts: list[Attempt], newest: int) -> int:
-    """How many of the last attempts in a row brought no newer checkpoint; `newest` is the newest one's step."""
+    """How many attempts in a row, up to the last, brought no newer checkpoint; `newest` is the newest's step."""
     idle, reached = 0, 0
     for attempt, following in zip_longest(attempts, attempts[1:]):
         began = reached if attempt.started is None else attempt.started.checkpoint_step
@@ -297,9 +297,9 @@ def idle_attempts(attempts: list[Attempt], newest: int) -> int:
 
 @contextmanager
 def stage_of(config: Path | None, stage: str, *, alone: bool = False) -> Iterator[None]:
-    """The block is a serial stage of the run that `config` describes; without a `config` it belongs to no run.
+    """Runs the block as a serial stage of the run that `config` describes; without `config` it is of no run.
 
-    Its start and end are recorded if a script started it (it sets ATTEMPT). `alone`: takes the lock of the stage.
+    Its start and end are recorded if a script, which sets ATTEMPT, started it. `alone`: takes the lock of the stage.
 
     Raises:
         ConfigError: the configuration does not describe a run.

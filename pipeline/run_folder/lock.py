@@ -1,8 +1,8 @@
-"""A lock for one process per run folder, or per stage of it, on shared file systems where flock is unreliable.
+"""A lock for a single process per run folder, or per stage, on shared file systems where flock is unreliable.
 
-The lock is a file that is created exclusively and names its owner, who touches it every few seconds. Another process
-takes it over when it is not touched for a while, or when the owner is known to be gone. Lock libraries know neither
-shared file systems nor Slurm, which can tell whether a requeued job's processes have ended:
+The lock is a file that is created exclusively and names its owner, which touches it every few seconds. Another process
+takes it over if it has not been touched for a while, or if the owner is known to be gone. Lock libraries do not know
+shared file systems or Slurm, which knows whether a requeued job's processes have ended:
 docs/adr/0011-one-job-a-run-folder.md.
 """
 
@@ -101,7 +101,7 @@ class LockOwner:
         if (self.boot, self.processes) == (now.boot, now.processes):
             return _started(self.pid) != self.process_started
         if self.job is None or self.cluster != (now.cluster or _cluster_of_this_host()):
-            return False  # another cluster may have a job of the same number
+            return False  # another cluster may have a job of the same id
         if self.is_earlier_start(now):
             # Slurm restarts a job after its processes ended, or after it lost contact with their node.
             return not _has_lost_contact(self.node)
@@ -219,15 +219,15 @@ class RunLock:
             time.sleep(min(1.0, self._stale_after_s / 10))
         if seen != first or seen == _MISSING:
             if seen[1] is None and self._create():
-                return  # its owner released it just now
+                return  # its owner has just released it
             raise self._refusal(seen[1])
         _logger.warning("%s: taken over from %s, which is gone", self._path, first[1] or "an unknown process")
         with published_file(self._path) as file:
             self._fill(file)
-            # Just before the rename: asking Slurm and writing take time, in which another may have taken it over.
+            # Just before the rename: another process may have taken it over meanwhile.
             if (seen := self._read()) != first:
                 raise self._refusal(seen[1])
-        # Two that find the same dead owner at the same moment both write; the later one gets it.
+        # If two processes find the same dead owner at the same moment, both write; the later one gets the lock.
         time.sleep(SETTLE_S)
         if (winner := read_lock_owner(self._path)) != self._own:
             raise self._refusal(winner)
@@ -235,7 +235,7 @@ class RunLock:
     def _read(self) -> tuple[int, LockOwner | None]:
         """When the lock was last touched, and its owner; `_MISSING` if it is gone.
 
-        It is opened each time, because only that makes a network file system ask the server.
+        It is opened each time, because only then does a network file system ask its server.
         """
         try:
             with self._path.open("rb") as file:
@@ -247,10 +247,10 @@ class RunLock:
         stop = f"scancel {owner.job}" if owner and owner.job else "stop it"
         error = FolderTakenError(
             f"{self._path.parent}: {owner or 'another process'} is at the stage {self._stage} in this folder, "
-            f"and one run folder takes one job; wait for it, {stop}, or give this run a `folder` of its own"
+            f"which only one job may use; wait for it, {stop}, or give this run a `folder` of its own"
         )
         if owner is not None and owner.is_earlier_start(self._own):
-            error.exit_code = LOST_RANK  # on a node that Slurm lost contact with: the next attempt may find it ended
+            error.exit_code = LOST_RANK  # Slurm lost contact with its node; a later attempt may succeed
         return error
 
     def _touch(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading a run's metrics.jsonl, one line per step, also of a run that was killed; and means of figures."""
+"""Reads a run's metrics.jsonl, one line per step, even after a kill; means and spreads of figures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
-# Figures that follow from others of the same line, or belong to a layer, a probe or a phase and not to a corpus.
+# Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
 _NOT_OF_A_CORPUS = ("perplexity_growth", "forgetting", "seconds", "kl_from_base", "base_stream_cosine")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; infinite if a value is, as the perplexity of a run that diverged."""
+    """The arithmetic mean; infinite if a value is, such as the perplexity of a run that diverged."""
     return fmean(values) if all(map(math.isfinite, values)) else math.inf
 
 
@@ -37,7 +37,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, none if there is no file; unfinished lines of killed processes are left out.
+    """The lines of a metrics.jsonl, none if there is no file, without the unfinished lines of killed processes.
 
     Raises:
         RunFolderError: the file cannot be read.

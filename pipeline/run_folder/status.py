@@ -28,7 +28,7 @@ State = Literal["running", "waiting", "stopped", "done", "failed", "not started"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at this moment; None stands for what its folder does not tell.
+    """A run at this moment; None where its folder does not have the value.
 
     Attributes:
         why: the reason for the state, for messages.
@@ -63,7 +63,7 @@ def read_status(folder: Path) -> RunStatus:
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder}: no such run folder; expected what a configuration names as its `folder`, "
-            "which its first stage makes when its job starts (is it queued? squeue --me)"
+            "which its first stage creates when its job starts (is it queued? squeue --me)"
         )
     attempts = read_attempts(folder)
     start = next((attempt.started for attempt in reversed(attempts) if attempt.started), None)
@@ -138,9 +138,9 @@ def _stage_owner(attempts: list[Attempt], stage: str) -> LockOwner | None:
 def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
     """The state that follows from the end of the last attempt."""
     if ended.exit_code == FINISHED:
-        return (
-            ("done", "all steps are done") if trained else ("waiting", f"{ended.stage} is done, the next stage follows")
-        )
+        if trained:
+            return "done", "all steps are done"
+        return "waiting", f"{ended.stage} is done, the next stage follows"
     if ended.exit_code == RESUME_LATER:
         if ended.retry is not None and not ended.retry.again:
             return "failed", f"{ended.stage}: saved, and given up ({ended.retry.why})"
@@ -152,7 +152,7 @@ def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
 
 
 def _is_alive(folder: Path, owner: LockOwner) -> bool:
-    """Whether the owner of the lock is at work, as far as it can be told from here."""
+    """Whether the owner of the lock is running, as far as this process can determine."""
     if owner.is_gone(LockOwner.this_process()):
         return False
     try:
@@ -170,7 +170,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def as_text(status: RunStatus) -> str:
-    """Aligned lines, one fact each; unknown facts are left out."""
+    """Aligned lines, one per known fact."""
     facts = {
         "run": status.folder,
         "state": f"{status.state}: {status.why}",

@@ -1,4 +1,4 @@
-"""The micro-batches of one rank: which samples a step reads follows from its number alone.
+"""The micro-batches of a rank; the samples of a step depend on its number alone.
 
 Every rank of a tensor-parallel group reads the same samples.
 """
@@ -27,7 +27,7 @@ class MicroBatch(NamedTuple):
 
 
 class TrainingBatches:
-    """The micro-batches of one rank, on its device."""
+    """The micro-batches of a rank, on its device."""
 
     def __init__(
         self, samples: TrainingSamples, config: RunConfig, layout: Layout, rank: int, device: torch.device
@@ -39,7 +39,7 @@ class TrainingBatches:
         self.device = device
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """Those that this rank accumulates for the optimizer step that follows `step` steps."""
+        """The micro-batches that this rank accumulates for the optimizer step after `step` steps."""
         batch_size = self.schedule.global_batch_size
         for indices in rank_indices(
             step * batch_size,
@@ -61,7 +61,7 @@ def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device
         values = torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
         if device.type != "cuda":
             return values.to(device)
-        # From pinned memory: a copy from other memory makes the host wait until the GPU has come to it.
+        # From pinned memory: otherwise the host would wait until the GPU has reached the copy.
         return values.pin_memory().to(device, non_blocking=True)
 
     return MicroBatch(

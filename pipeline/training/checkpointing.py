@@ -1,7 +1,7 @@
-"""Saves and resumes a run. A checkpoint is whole or not there, and a full disk costs no step.
+"""Saves and resumes a run. A checkpoint is complete or absent, and a full disk does not end training.
 
-A checkpoint is written to a hidden folder and renamed when every file of every rank is on the disk and hashed. Only
-then does `latest` name it, and only after that are older ones removed. A run killed at any moment finds a whole one.
+A checkpoint is written to a hidden folder and renamed when all files of all ranks are on the disk and hashed. Then
+`latest` is set to it, and then older ones are removed. So a run that is killed at any moment leaves a complete one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Checkpoints:
         asynchronous: bool = False,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> None:
-        """Every rank must make one. `asynchronous`: `save` returns when the state is copied to the host's memory.
+        """Every rank must construct it. `asynchronous`: `save` returns when the state is copied to host memory.
 
         `timeout` is how long the first rank to finish writing waits for the last.
         """
@@ -65,15 +65,15 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self.failed_saves = 0
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A group of its own: messages of the thread that saves must not mix with those of the training.
+        # A separate group: messages of the saving thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._background = Background()
 
     def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
         """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's folder.
 
-        An asynchronous one is whole when `finish`, or the next `save`, returns. A full or failing disk leaves what was
-        there and counts in `failed_saves`; the `last` save is waited for and must succeed.
+        An asynchronous one is complete when `finish`, or the next `save`, returns. On a full or failing disk the
+        earlier checkpoints stay and `failed_saves` counts; the `last` save is waited for and must succeed.
 
         Raises:
             CheckpointStorageError: the last could not be written; on rank 0, and SystemExit on the others.
@@ -98,28 +98,28 @@ class Checkpoints:
                 before = folders.named_checkpoint(self.folder)
                 raise_on_all_ranks(
                     CheckpointStorageError(
-                        f"{final}: the last checkpoint could not be written, the line above says why; the one before "
-                        f"is {before.name if before else 'not there'}. Make room and start again"
+                        f"{final}: the last checkpoint could not be written, the line above has the cause; the newest "
+                        f"is {before.name if before else 'none'}. Make room and start again"
                     )
                 )
         return final
 
     def finish(self) -> None:
-        """Waits until a save in the background is whole or has failed; every rank must call it before it leaves."""
+        """Waits until a background save is complete or has failed; every rank must call it before it exits."""
         self._background.finish()
 
     def figures(self) -> dict[str, float]:
-        """The figures of the saves: nothing as long as all succeed."""
+        """The figures to log; none while all saves succeed."""
         return {"failed_saves": self.failed_saves} if self.failed_saves else {}
 
     def resume(self, engine: Engine, before: int | None = None) -> Position | None:
-        """Restores `engine` from the newest whole checkpoint, of whatever layout; every rank must call it.
+        """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call it.
 
-        The first choice is the one that `latest` names, or, if given, the newest of fewer than `before` steps. A
-        damaged one is renamed and the one before it is tried. None where nothing was saved yet.
+        It tries the checkpoint that `latest` names, or with `before` the newest of fewer than `before` steps. A
+        damaged one is renamed and the one before it is tried. Returns None if nothing was saved yet.
 
         Raises:
-            CheckpointError: a checkpoint belongs to another base or run, or there were some and none is whole.
+            CheckpointError: a checkpoint belongs to another base or run, or all of them are damaged.
         """
         damaged: tuple[Path, str] | None = None
         while checkpoint := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
@@ -131,15 +131,13 @@ class Checkpoints:
             damaged = checkpoint, damages[0]
         return None
 
-    # --- Saving --------------------------------------------------------------------------------------------------
-
     def _complete(self, final: Path, files: StateFiles, position: Position) -> None:
-        """Makes a checkpoint of the files of all ranks: on the disk, hashed, named. A thread may do it."""
+        """Writes, hashes and publishes the files of all ranks as a checkpoint, possibly on a background thread."""
         own: dict[str, FileRecord] = {}
 
         def write_and_hash() -> None:
             files.write()
-            for path in files.paths:  # by the rank that wrote it: its node still has it in memory
+            for path in files.paths:  # hashed by its writer, whose node still has it in the page cache
                 own[path.name] = FileRecord(bytes=path.stat().st_size, sha256=file_hash(path))
 
         faults = self._disk_faults(write_and_hash)
@@ -150,7 +148,7 @@ class Checkpoints:
             self._give_up(final, files, faults)
 
     def _publish(self, final: Path, position: Position, written: dict[str, FileRecord]) -> None:
-        """Writes the manifest, gives the checkpoint its name, and removes those that it supersedes."""
+        """Writes the manifest, renames the folder, and removes the checkpoints that it supersedes."""
         unfinished = folders.unfinished(final)
         Manifest(
             run=self.run,
@@ -166,7 +164,7 @@ class Checkpoints:
         _logger.info("saved %s", final)
 
     def _give_up(self, final: Path, files: StateFiles, faults: list[str]) -> None:
-        """Removes what a failed save has written, and says so."""
+        """Removes the files of a failed save, and logs its cause."""
         self.failed_saves += 1
         needed = sum(all_gathered(files.bytes, self._group))
         if self.rank == 0:
@@ -189,26 +187,24 @@ class Checkpoints:
             fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
         return [text for text in all_gathered(fault, self._group) if text is not None]
 
-    # --- Resuming ------------------------------------------------------------------------------------------------
-
     def _next_candidate(self, before: int | None, damaged: tuple[Path, str] | None) -> Path | None:
         """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
         named = folders.named_checkpoint(self.folder)
         if damaged is not None:
             checkpoint, damage = damaged
             aside = folders.set_aside(checkpoint)
-            _logger.warning("%s; it is set aside as %s, and the one before is tried", damage, aside.name)
+            _logger.warning("%s; renamed to %s, trying the one before", damage, aside.name)
         found = folders.candidates(self.folder)
         if before is not None:
             found = [checkpoint for checkpoint in found if folders.step_of(checkpoint) < before]
         elif not found and (named is not None or folders.holds_damaged(self.folder)):
             raise CheckpointError(
-                f"{self.folder}: no checkpoint is whole; those that are damaged end in {folders.DAMAGED}. Copy a whole "
-                "one back, or remove the folder to begin the run anew"
+                f"{self.folder}: no checkpoint is whole; the damaged ones end in {folders.DAMAGED}. Copy a whole one "
+                "back, or remove the folder to start the run from step 0"
             )
         elif found and damaged is None and found[0] != named:
-            called = "no checkpoint" if named is None else f"{named.name}, which is not there"
-            _logger.warning("%s names %s; %s is tried", self.folder / folders.LATEST, called, found[0].name)
+            called = "no checkpoint" if named is None else f"{named.name}, which does not exist"
+            _logger.warning("%s names %s; trying %s", self.folder / folders.LATEST, called, found[0].name)
         return found[0] if found else None
 
     def _examine(self, checkpoint: Path) -> tuple[Manifest | None, str]:
@@ -223,10 +219,10 @@ class Checkpoints:
         return manifest, ""
 
     def _restore(self, engine: Engine, checkpoint: Path, manifest: Manifest) -> None:
-        _logger.info("resumes from %s", checkpoint)
+        _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
-        # A rank that the checkpoint does not know takes the random state of one that it does.
+        # With more ranks than at the save, the additional ones take the random states of others.
         writer = self.rank % manifest.layout.world_size
 
         def read() -> dict[str, Tensor]:
@@ -255,11 +251,11 @@ def _random_state() -> dict[str, Tensor]:
 
 
 class StateFiles:
-    """The files of tensors that a rank puts into a checkpoint: written at once, or `copied` to the host first.
+    """A rank's files of a checkpoint: written immediately, or with `copied` kept as copies in host memory.
 
     Attributes:
-        bytes: of the tensors that were added, each memory once.
-        paths: of the files.
+        bytes: size of the tensors that were added; shared memory counts once.
+        paths: the files.
     """
 
     def __init__(self, *, copied: bool) -> None:
@@ -270,7 +266,7 @@ class StateFiles:
         self._fault: OSError | None = None
 
     def add(self, path: Path, value: Any) -> None:  # noqa: ANN401
-        """Writes `value` to the file `path`, or keeps a copy for `write`: the tensors in it may change at once.
+        """Writes `value` to the file `path`, or keeps a copy for `write`; its tensors may change afterwards.
 
         A fault is raised by `write` instead: DeepSpeed, which calls this, could not continue after one.
         """
@@ -299,7 +295,7 @@ class StateFiles:
 
 
 def _copy_to_host(value: Any) -> Any:  # noqa: ANN401
-    """`value` with copies of its tensors in the host's memory; one tensor under two names stays one."""
+    """`value` with copies of its tensors in host memory; a tensor under two names is copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copied(leaf: Any) -> Any:  # noqa: ANN401
@@ -314,14 +310,14 @@ def _copy_to_host(value: Any) -> Any:  # noqa: ANN401
 
 
 class Background:
-    """Does one piece of work at a time, on a thread of its own."""
+    """Runs one function at a time on a background thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begins `work`; what was begun before must be finished."""
+        """Starts `work`; `finish` must have been called since the previous one."""
 
         def guarded() -> None:
             try:
@@ -329,12 +325,12 @@ class Background:
             except BaseException as fault:  # noqa: BLE001  # `finish` raises it on the main thread
                 self._fault = fault
 
-        # A daemon: a run that fails elsewhere must not wait for a thread that waits for another rank.
+        # A daemon: a process that fails must not wait for a thread that waits for another rank.
         self._thread = threading.Thread(target=guarded, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits for the work, and raises what it raised."""
+        """Waits for the work, and raises its exception if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

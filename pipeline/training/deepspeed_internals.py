@@ -1,7 +1,7 @@
-"""What the pipeline knows of DeepSpeed's insides; no other module reads or sets what DeepSpeed does not document.
+"""All uses of DeepSpeed's undocumented attributes; no other module reads or sets them.
 
-Last tried with the DeepSpeed of `TRIED_VERSION`. `tests/training/test_deepspeed_internals.py` checks that each
-attribute used here exists; the other tests of this room and of `conversion` check that it still means the same.
+Last tested with DeepSpeed `TRIED_VERSION`. `tests/training/test_deepspeed_internals.py` checks that each
+attribute used here exists; the tests of training and conversion check that it still means the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 def init_distributed(backend: str, timeout: timedelta) -> None:
     """Joins the ranks that the environment describes."""
     if backend == "gloo":
-        # Else its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
+        # Otherwise its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
@@ -49,7 +49,7 @@ def init_distributed(backend: str, timeout: timedelta) -> None:
 def partitioning_context(
     config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> AbstractContextManager[Any]:
-    """While it is entered, ZeRO-3 partitions each parameter as it is made, so that no rank ever holds a whole shard.
+    """Within it, ZeRO-3 partitions each parameter on creation, so that no rank ever holds a whole shard.
 
     Call `attach_zero_partitions` afterwards.
     """
@@ -59,7 +59,7 @@ def partitioning_context(
         data_parallel_group=groups.get_data_parallel_group(),
         config_dict_or_path=deepspeed_config.merged(config.schedule, groups.layout),
         mpu=groups,
-        mem_efficient_linear=False,  # else it would replace torch's linear map for good
+        mem_efficient_linear=False,  # otherwise it would replace torch's linear map permanently
     )
     return context
 
@@ -82,9 +82,8 @@ def attach_zero_partitions(model: nn.Module) -> None:
             parameter.zero_partition = ZeroPartition(values, first, min(values.ds_numel, shard_size - first))
 
 
-# --- Weights and optimizer state, set from a checkpoint of any layout ------------------------------------------------
-# Every rank reads, tensor by tensor, what its own optimizer holds. A checkpoint of the same layout comes back to the
-# bit.
+# --- Weights and optimizer state from a checkpoint of any layout -----------------------------------------------------
+# Every rank reads, tensor by tensor, what its own optimizer holds. In the same layout the state is restored exactly.
 
 
 @torch.no_grad()
@@ -110,13 +109,13 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
 
 @torch.no_grad()
 def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
-    """Gives the restored weights to the model, on all ranks, and tells the engine that it stands after `step` steps."""
+    """Copies the restored weights into the model and sets the engine's step count; every rank must call it."""
     engine.global_steps = step
     optimizer = engine.optimizer
     if not _is_zero3(optimizer):
         optimizer.update_lp_params()
         return
-    # Small parameters are kept whole on every rank; the epilogue gathers them anew from what is set here.
+    # Every rank keeps small parameters whole; the epilogue gathers them again from the partitions set here.
     optimizer.checkpoint_event_prologue()
     for _, piece in _master_pieces(model, optimizer):
         partition = zero_partition_of(piece.parameter)
@@ -156,7 +155,7 @@ def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401
 
 
 def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece:  # noqa: ANN401
-    """ZeRO-3 cuts every parameter in equal pieces, the last of which end in padding."""
+    """ZeRO-3 cuts every parameter into equal pieces, the last of which are padded."""
     group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
     flat = optimizer.fp32_partitioned_groups_flat[group]
     if flat is None or flat.numel() < start + length:
@@ -167,7 +166,7 @@ def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece:  #
 
 
 def _piece(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece | None:  # noqa: ANN401
-    """ZeRO-1 and 2 join the parameters of a group and cut once: a rank may hold nothing of many of them."""
+    """ZeRO-1 and 2 concatenate the parameters of a group and cut the result: a rank may hold none of a parameter."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
@@ -190,7 +189,7 @@ def held_optimizer_elements(engine: Any) -> int:  # noqa: ANN401
 
 
 def save(engine: Any, folder: Path, write: WriteFile) -> None:  # noqa: ANN401
-    """Hands the files of the trained parameters and their optimizer state, to lie in `folder`, to `write`."""
+    """Passes the files of trained parameters and optimizer state, with paths in `folder`, to `write`."""
     # DeepSpeed would add a script that assembles a model without its frozen parameters.
     engine._copy_recovery_script = lambda save_path: None
     engine.checkpoint_engine = _CheckpointFiles(write)
@@ -198,7 +197,7 @@ def save(engine: Any, folder: Path, write: WriteFile) -> None:  # noqa: ANN401
 
 
 class _CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """Takes DeepSpeed's files to our `write`."""
+    """Passes DeepSpeed's files to `write`."""
 
     def __init__(self, write: WriteFile) -> None:
         super().__init__()

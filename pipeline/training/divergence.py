@@ -1,6 +1,6 @@
-"""When training diverges: what counts as a spike, how many steps may be skipped, and the report of a run that ends.
+"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is ended.
 
-Everything here follows from the run's position, so that a resumed run decides as one that never stopped.
+All decisions follow from the run's position, so a resumed run makes the same ones as a run that never stopped.
 """
 
 from __future__ import annotations

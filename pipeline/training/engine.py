@@ -1,4 +1,4 @@
-"""The model as DeepSpeed trains it: built, stepped, evaluated, saved and restored."""
+"""The model under DeepSpeed: build, step, evaluate, save and restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pipeline.training.deepspeed_internals import WriteFile
 def build_model(
     config: RunConfig, base: BaseFolder, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> Decoder:
-    """The run's model, its values not yet set; every rank must call it, and none ever holds more than it will train."""
+    """The run's model with unset values; every rank must call it, and holds at most the shard that it will train."""
     partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
     with default_dtype(deepspeed_config.dtype), partitioning:
         model = methods.build_model(config, base, groups.tensor_parallel)
@@ -52,13 +52,13 @@ class Engine:
         model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
         trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
         routed: whether the model chooses a path per token.
-        tensor_parallel: this rank's place among its tensor-parallel neighbours.
+        tensor_parallel: this rank's place in its tensor-parallel group.
     """
 
     def __init__(
         self, model: Decoder, config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
     ) -> None:
-        """Hands `model` to DeepSpeed; every rank must.
+        """Wraps `model` in DeepSpeed's engine; every rank must call it.
 
         Raises:
             ConfigError: DeepSpeed refuses its JSON file.
@@ -85,23 +85,23 @@ class Engine:
         deepspeed_internals.attach_zero_partitions(self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
-        """The nll of the targets of a micro-batch."""
+        """The negative log likelihoods (nll) of the targets of a micro-batch."""
         return Losses(*self._engine(*batch))
 
     def backward(self, nll_sum: Tensor) -> None:
-        """Adds the gradient of a micro-batch.
+        """Adds the gradient of a micro-batch. nll_sum: scalar.
 
         DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient of a step is that of
         the summed nll over `global_batch_size · sequence_length`, however the batch is spread.
 
-        A loss that is not finite may have a finite gradient. It is made NaN here: DeepSpeed finds that in the norm, on
-        all ranks alike, before it changes any weight.
+        A loss that is not finite may have a finite gradient. It is made NaN here: DeepSpeed finds that in the
+        norm, on every rank, before it changes any weight.
         """
         finite = torch.where(nll_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(nll_sum * finite / self._tokens_per_micro_batch)
 
     def step(self, learning_rate: float) -> None:
-        """Counts a micro-batch, and after the last one of a step updates the weights, if the gradient is finite."""
+        """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is finite."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -121,17 +121,17 @@ class Engine:
 
     @torch.no_grad()
     def hidden_states(self, batch: MicroBatch, path: LogitsPath) -> HiddenStates:
-        """The normalised hidden states along `path`, a row a token."""
+        """The normalised hidden states along `path`, one row per token: [B·S, ...]."""
         return self.model.hidden_states(batch.tokens, batch.positions, batch.document_ids, path=path)
 
     @torch.no_grad()
     def logit_chunks(self, *hidden: HiddenStates) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's columns of the logits of each of `hidden`, some tokens at a time: [n, columns] in fp32.
+        """This rank's columns of the logits of each of `hidden`, in chunks of n tokens: [n, columns] in fp32.
 
-        Every rank must go through all of them. Logits of a whole batch would not fit on a GPU.
+        Every rank must exhaust it. The logits of a whole batch would not fit on a GPU.
         """
         output = self.model.output
-        # ZeRO-3 gathers a module's parameters around its forward, and this is not one.
+        # ZeRO-3 gathers parameters only around a module's forward, which this is not.
         with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
             for rows in output.chunks(len(hidden[0].x)):
                 yield tuple(output.logits(states.rows(rows))[:, : output.columns] for states in hidden)
@@ -154,7 +154,7 @@ class Engine:
     @torch.no_grad()
     def squared_norms(self) -> dict[str, float]:
         """The sum of squares of every trained parameter, over all ranks; every rank must call it."""
-        # Offloaded parameters lie on the host, others of the same model do not.
+        # Only some of a model's parameters may be offloaded to the host.
         shares = {
             name: self._share_of_square(parameter).to(self._engine.device)
             for name, parameter in named_trained_parameters(self.model)
@@ -162,7 +162,7 @@ class Engine:
         return dict(zip(shares, summed(torch.stack(list(shares.values()))).tolist(), strict=True))
 
     def _share_of_square(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's share, so that the shares of all ranks sum to the square of the whole parameter."""
+        """This rank's share of the sum of squares: the shares of all ranks add up to that of the whole parameter."""
         replicas = partition_of(parameter).replicas(self.tensor_parallel.size)
         held = zero_partition_of(parameter)
         if held is None:
@@ -170,16 +170,16 @@ class Engine:
         return held.values[: held.length].double().square().sum() / replicas
 
     def save(self, folder: Path, write: WriteFile) -> None:
-        """Hands DeepSpeed's files of the trained parameters and their optimizer state, to lie in `folder`, to `write`.
+        """Passes DeepSpeed's files of trained parameters and optimizer state, with paths in `folder`, to `write`.
 
         Every rank must call it.
         """
         deepspeed_internals.save(self._engine, folder, write)
 
     def restore(self, folder: Path) -> None:
-        """Sets what this rank's optimizer holds from the files of a checkpoint, at whatever layout; no collective.
+        """Loads this rank's optimizer state from the files of a checkpoint of any layout; no collective.
 
-        The base must be in place already. Learning rates and weight decay stay as the configuration has them.
+        The base must be loaded before. Learning rates and weight decay stay as configured.
 
         Raises:
             CheckpointError: the files are damaged, or hold other parameters than the model trains.
@@ -189,14 +189,14 @@ class Engine:
         )
 
     def publish_restored(self, step: int) -> None:
-        """Brings the model, on all ranks, to what `restore` has set: the state after `step` steps."""
+        """Copies what `restore` loaded into the model, the state after `step` steps; every rank must call it."""
         deepspeed_internals.publish(self._engine, self.model, step)
 
 
 def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     """AdamW over the trained parameters alone; vectors (gains, biases) do not decay."""
     trained = [parameter for _, parameter in named_trained_parameters(model)]
-    # By the whole shapes: what ZeRO-3 has partitioned is flat.
+    # By the full shapes: ZeRO-3's partitions are flat.
     matrices = [parameter for parameter in trained if len(full_shape_of(parameter)) > 1]
     vectors = [parameter for parameter in trained if len(full_shape_of(parameter)) <= 1]
     groups = [

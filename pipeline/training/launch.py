@@ -1,4 +1,4 @@
-"""How a process finds its place among the ranks, joins them, hears signals that ask it to stop, and leaves.
+"""Launch: a process's rank from its environment, the process group, signals that ask for a stop, and the exit.
 
 `read_launch` only reads an environment and checks it; `initialise` acts on the result.
 """
@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch
 
 # Imported before there is a process group: its functions take the default group of their import as a default argument,
-# and a group that is still referred to after `finish` keeps gloo's threads, which now and then abort the process.
+# and a group that is still referenced after `finish` keeps gloo's threads, which sometimes abort the process.
 import torch.distributed.nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -50,7 +50,7 @@ Resolve = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place: what torch and DeepSpeed read from the environment."""
+    """A process's place among the ranks: what torch and DeepSpeed read from the environment."""
 
     rank: int
     local_rank: int
@@ -80,7 +80,7 @@ def resolve(name: str) -> str:
 
 
 def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> Launch:
-    """Finds this process's place in what torchrun, srun or mpirun put into `environment`; alone where none did.
+    """This process's place from the variables of torchrun, srun or mpirun; a world of one without them.
 
     Raises:
         LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
@@ -93,7 +93,7 @@ def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> L
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         raise LayoutError(
-            f"{' and '.join(missing)} not set, and {world_size} processes need a place to meet; start them with "
+            f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start them with "
             "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
         )
     launch = Launch(rank, local_rank, world_size, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
@@ -173,7 +173,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
 
     Raises:
         LayoutError: the node has fewer GPUs than ranks.
-        RendezvousError: the place to meet is taken, or cannot be reached.
+        RendezvousError: the rendezvous port is taken, or cannot be reached.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
@@ -192,7 +192,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
         raise RendezvousError(
             f"rank {launch.rank} on {socket.gethostname()} could not meet the others at "
             f"{launch.master_addr}:{launch.master_port} ({str(error).splitlines()[0]}); another program may use that "
-            "port: a job that is queued again takes another one, or set MASTER_PORT"
+            "port: a requeued job takes another one, or set MASTER_PORT"
         ) from None
     return device
 
@@ -216,7 +216,7 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
 def set_collective_timeout(limits: Watchdog) -> timedelta:
     """Sets and returns how long a collective over all ranks may take: longer than the watchdog allows any phase.
 
-    The watchdog is to say which rank is missing, before gloo or NCCL end the processes that wait for it.
+    So the watchdog names the missing rank before gloo or NCCL end the processes that wait for it.
     """
     timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
     _set_pg_timeout(timeout)
@@ -224,7 +224,7 @@ def set_collective_timeout(limits: Watchdog) -> timedelta:
 
 
 def finish() -> None:
-    """Leaves the ranks; a process that ends without it may abort."""
+    """Leaves the process group; a process that ends without it may abort."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -232,7 +232,7 @@ def finish() -> None:
 def leave_after(program: Callable[[], None]) -> NoReturn:
     """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up.
 
-    DeepSpeed never lets go of its process groups, and their threads now and then abort a process during that clean-up
+    DeepSpeed never releases its process groups, whose threads sometimes abort a process during that clean-up
     ("terminate called without an active exception"): a finished run would count as failed.
     """
     try:
@@ -250,7 +250,7 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
 class StopSignals:
     """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at every step.
 
-    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process at once.
+    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process immediately.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -260,7 +260,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
-        # Python calls no handler while the main thread waits in a collective, but it writes the number here at once.
+        # Python runs no handler while the main thread waits in a collective, but writes the number here immediately.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

@@ -25,14 +25,13 @@ from pipeline.training.observer import Observers, StepEvent, ValidationEvent
 from pipeline.training.validation import HeldoutScore, Validation
 
 ATTEMPTS = 2
-"""How often a step is computed. A fault of the hardware may pass, and the second result is then that of an undisturbed
-run; a fault of the data does not."""
+"""How often a step is computed at most: a transient hardware fault is gone the second time, a fault in the data not."""
 _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """The parts of a run that is about to begin or to resume."""
+    """The parts of a run that is about to start or to resume."""
 
     config: RunConfig
     engine: Engine
@@ -44,7 +43,7 @@ class Trainer:
 
 
 class Outcome(NamedTuple):
-    """How far the loop came. `scores` are those of the last validation; `finished` is false after a signal."""
+    """Where the loop ended. `scores` are those of the last validation; `finished` is false after a signal."""
 
     position: Position
     scores: dict[str, HeldoutScore]
@@ -55,7 +54,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     """Trains from `position` to the last step, or to the step during which a signal came, which it then saves.
 
     Raises:
-        UserError: training diverged, forgot too much, or could not save its end; on rank 0, SystemExit on the others.
+        UserError: training diverged or forgot too much, or the last save failed; on rank 0, SystemExit on the others.
     """
     config, schedule, phases, observers = trainer.config, trainer.config.schedule, trainer.phases, trainer.observers
     phases.finished(position.step)
@@ -95,7 +94,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
 
 
 def validate_ends(trainer: Trainer, position: Position) -> tuple[Position, dict[str, HeldoutScore]]:
-    """Scores the model before its first step, from where forgetting is measured, or where no step is left."""
+    """Scores the model before its first step (the reference for forgetting), or where no step is left."""
     if position.step not in (0, trainer.config.schedule.steps):
         return position, {}
     with trainer.phases("validation"):
@@ -107,7 +106,7 @@ def validate_ends(trainer: Trainer, position: Position) -> tuple[Position, dict[
 
 
 def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
-    """The scores by their names in TensorBoard."""
+    """The scores by their names in metrics.jsonl."""
     return {f"{figure}/{name}": value for name, score in scores.items() for figure, value in score.figures().items()}
 
 
@@ -116,15 +115,12 @@ def tokens_per_step(config: RunConfig) -> int:
     return config.schedule.global_batch_size * config.data.sequence_length
 
 
-# --- One step: computed, computed once more if it gave no finite number, and then skipped ---------------------------
-
-
 class Step(NamedTuple):
     """The result of a step.
 
     Attributes:
         position: where the run stands after it.
-        figures: what there is to log of it; a step that was skipped has no loss.
+        figures: the values to log; a skipped step has no loss.
         seconds: how long it took; None where it was skipped.
         stop: whether any rank was asked to stop.
     """
@@ -136,7 +132,10 @@ class Step(NamedTuple):
 
 
 def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Step:
-    """Takes the step that follows `position`; every rank must call it, and all get the same result."""
+    """Takes the step after `position`; every rank must call it, and all get the same result.
+
+    A step whose loss or gradient is not finite is computed once more, then skipped.
+    """
     number = position.step + 1
     after = position.changed(step=number, tokens_seen=number * tokens_per_step(trainer.config))
     if number in position.skipped_steps:
@@ -144,7 +143,7 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
 
     started = time.perf_counter()
     rate = learning_rate(position.step, trainer.config.schedule) * position.learning_rate_factor
-    for attempt in range(ATTEMPTS):  # noqa: B007  # the last one counts
+    for attempt in range(ATTEMPTS):  # noqa: B007  # used below
         totals = _compute(trainer, position.step, rate, stop=signals.received is not None)
         if trainer.engine.step_applied:
             break
@@ -166,7 +165,7 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
 
 
 def _skipped(after: Position, *, stop: bool) -> Step:
-    warn_on_rank0(_logger, "step %d: skipped; its samples change nothing", after.step)
+    warn_on_rank0(_logger, "step %d: skipped; no weight was changed", after.step)
     figures = {"skipped_steps": float(sum(step <= after.step for step in after.skipped_steps))}
     if after.rollbacks:
         figures["rollbacks"] = after.rollbacks
@@ -174,7 +173,7 @@ def _skipped(after: Position, *, stop: bool) -> Step:
 
 
 def _compute(trainer: Trainer, index: int, rate: float, *, stop: bool) -> StepTotals:
-    """Computes the step that follows `index` steps once; it changes the weights if the gradient is finite."""
+    """Computes the step after `index` steps once; it changes the weights if the gradient is finite."""
     engine, phases, sums = trainer.engine, trainer.phases, StepSums(trainer.batches.device)
     batches = iter(trainer.batches.of_step(index))
     while True:
@@ -208,14 +207,14 @@ class StepSums:
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
 
     def add(self, nll_sum: Tensor, targets: Tensor, preserved: Tensor) -> None:
-        """Counts one micro-batch. targets, preserved: [B, S]."""
+        """Adds a micro-batch. nll_sum: scalar; targets, preserved: [B, S]."""
         predicted = targets != IGNORED
         self._sums[0] += nll_sum.detach()
         self._sums[1] += predicted.sum()
         self._sums[2] += (preserved & predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
-        """The step's totals; every rank must call it, and all get the same."""
+        """The step's totals; every rank must call it, and all get the same result."""
         if engine.tensor_parallel.rank != 0:
             self._sums.zero_()  # tensor-parallel neighbours read the same tokens
         self._sums[3] = float(stop)
@@ -229,7 +228,7 @@ def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord])
     Every rank must call it.
 
     Raises:
-        DivergenceError: it has rolled back too often, or there is no checkpoint to restore; on rank 0.
+        DivergenceError: too many rollbacks, or no checkpoint to restore; on rank 0, SystemExit on the others.
     """
     config, skipped = trainer.config, steps_to_skip(spike)
     found = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
@@ -239,9 +238,9 @@ def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord])
     earlier = trainer.checkpoints.resume(trainer.engine, before=skipped.start)
     if earlier is None:
         end_diverged(config, position, f"{found}, and no checkpoint lies before it")
-    message = "%s; rolls back to step %d and skips steps %d to %d"
+    message = "%s; rolling back to step %d and skipping steps %d to %d"
     warn_on_rank0(_logger, message, found, earlier.step, skipped[0], skipped[-1])
-    # The counts and the skipped steps belong to the run; the rest is as it was at the checkpoint.
+    # The counts and the skipped steps are the whole run's; everything else is the checkpoint's.
     after = earlier.skipping(*position.skipped_steps, *skipped).changed(
         rollbacks=position.rollbacks + 1,
         recomputed_steps=position.recomputed_steps,

@@ -1,4 +1,4 @@
-"""The observer interface: the events of the training loop, and the base class of what watches them.
+"""The observer interface: the events of the training loop, and the base class of their observers.
 
 An observer that measures exists on every rank and may use collectives, because all ranks reach the same events in the
 same order. An observer that writes exists on rank 0 alone. An observer may add figures to an event; those after it in
@@ -25,12 +25,12 @@ from pipeline.training.validation import HeldoutScore
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A step that is done, and validated if a validation was due, but not yet saved. Step 0 is the untrained model.
+    """A finished step, after its validation if it has one, and before its save. Step 0 is the untrained model.
 
     Attributes:
         tokens: how many tokens the step had, over all ranks.
         seconds: how long it took; None for step 0 and where its samples were skipped.
-        figures: what is known of it, by the names that they have in TensorBoard.
+        figures: the values to log, by their names in metrics.jsonl.
     """
 
     step: int
@@ -56,29 +56,29 @@ class ValidationEvent:
 
 
 class Observer:
-    """Is called at every event of a run; a subclass overrides those that it needs."""
+    """Receives the events of a run; a subclass overrides the methods that it needs."""
 
     def on_step_begin(self, step: int) -> None:
-        """The step with this number, counted from 1, is about to be computed."""
+        """Step `step`, counted from 1, is about to be computed."""
 
     def on_step(self, event: StepEvent) -> None:
-        """A step is done."""
+        """A step is finished."""
 
     def on_validation(self, event: ValidationEvent) -> None:
         """The held-out parts were scored; `on_step` of the same step follows."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint was saved, or, if it is written in the background, copied."""
+        """A checkpoint was saved, or copied if it is written in the background."""
 
     def on_rollback(self, step: int) -> None:
-        """The run went back to its state after `step` steps: what was reported of later ones is void."""
+        """The run went back to its state after `step` steps: what was reported for later steps is void."""
 
     def on_end(self, *, finished: bool) -> None:
-        """The attempt ends, with the run's last step or before it. A crash may leave no time for this call."""
+        """The attempt ends, with the run's last step or before it. It may not be called after a crash."""
 
 
 class Observers(Observer):
-    """Several observers as one: each is called at every event, in order."""
+    """Passes every event to several observers, in order."""
 
     def __init__(self, members: Iterable[Observer]) -> None:
         self.members = tuple(members)
@@ -110,7 +110,7 @@ class Observers(Observer):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What observers are made of, when everything is loaded and the first step has not begun.
+    """What observers are constructed from, after everything is loaded and before the first step.
 
     Attributes:
         heldout: the held-out part of each corpus that has one.

@@ -37,7 +37,7 @@ from pipeline.training.observer import ObserverFactory, Observers, RunContext
 from pipeline.training.validation import Validation, check_preservation
 
 STACKS = "stacks"
-"""The folder in which the ranks of a run that was given up leave their threads' stacks."""
+"""The folder, in the run folder, of the stack traces that the watchdog writes when it ends a run."""
 _logger = log.get_logger(__name__)
 
 
@@ -59,7 +59,7 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
 
 
 def begin_attempt(config_path: Path, phases: Phases, lock: ExitStack) -> Inputs:
-    """On rank 0: takes the run's folder, until `lock` is closed, and reads and checks all that the run names."""
+    """On rank 0: locks the run folder until `lock` is closed, and reads and checks all files that the run names."""
     config = load_config(config_path)
     lock.enter_context(RunLock(config.folder))
     with _faults_on_record(config.folder, phases):
@@ -68,7 +68,7 @@ def begin_attempt(config_path: Path, phases: Phases, lock: ExitStack) -> Inputs:
 
 @contextmanager
 def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
-    """Notes in `folder` the fault that ends the block; ranks that only heard of it leave by SystemExit."""
+    """Records in `folder` the fault that ends the block. SystemExit, from another rank's fault, is not."""
     try:
         yield
     except Exception as error:
@@ -92,12 +92,12 @@ def attempt(
         try:
             outcome = train(trainer, position, signals)
         except (UserError, SystemExit):
-            trainer.checkpoints.finish()  # the next attempt is to find the one that is being written
+            trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
             trainer.observers.on_end(finished=False)
             raise
         trainer.observers.on_end(finished=outcome.finished)
         if not outcome.finished:
-            _logger.info("stopped by a signal at step %d; the same command goes on from there", outcome.position.step)
+            _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
             return RESUME_LATER
         summarise(trainer, outcome, difference)
         return FINISHED
@@ -106,7 +106,7 @@ def attempt(
 def prepare(
     inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory
 ) -> tuple[Trainer, Position, float | None]:
-    """Everything the loop drives, where it begins, and what the step-0 gate measured (None where it does not apply).
+    """The trainer, the position it starts from, and the step-0 gate's difference (None where the gate does not apply).
 
     Every rank must call it.
     """
@@ -120,7 +120,7 @@ def prepare(
     run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
     engine = Engine(model, config, inputs.deepspeed_config, groups)
     batches = TrainingBatches(samples.training, config, layout, rank, device)
-    # Before the checkpoint is read: the gate also finds a base or an expansion that was damaged on its way here.
+    # Before the checkpoint is read: the gate also detects a base or an expansion that was damaged in a copy.
     probe = next(batches.of_step(0))
     gated = engine.model.keeps_base and inputs.starts_at_base
     difference = check_preservation(engine, probe, config) if gated else None
@@ -144,7 +144,7 @@ def prepare(
 
 
 def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]:
-    """Opens the corpora on every rank, and shares among the ranks what reads every byte of a file.
+    """Opens the corpora on every rank, and divides the hashing of whole files among the ranks.
 
     Returns `inputs` with the hashes of the base, and this rank's corpora.
     """
@@ -162,7 +162,7 @@ def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]
 
 
 def load_model(inputs: Inputs, groups: ProcessGroups) -> Decoder:
-    """The model before its first step; each rank reads no more than it will hold."""
+    """The model before its first step; each rank reads only what it will hold."""
     started = time.perf_counter()
     config, base = inputs.config, inputs.base
     model = build_model(config, base, inputs.deepspeed_config, groups)
@@ -172,7 +172,7 @@ def load_model(inputs: Inputs, groups: ProcessGroups) -> Decoder:
 
 
 def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> None:
-    """Writes the run's figures to training.json; its presence says that the run is finished."""
+    """Writes the run's figures to training.json, whose presence marks the run as finished."""
     engine, folder = trainer.engine, trainer.config.folder
     optimizer_state_elements = engine.optimizer_state_elements()
     if dist.get_rank() != 0:

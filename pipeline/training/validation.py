@@ -1,6 +1,6 @@
-"""Held-out scores of perplexity, bits per byte and answers, and the step-0 gate that compares a model with its base.
+"""Held-out scores (perplexity, bits per byte, answers), and the step-0 gate that compares a model with its base.
 
-A score is the same to the last bit however the ranks are arranged.
+A score is identical to the last bit in every parallel layout.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """Means over answers. The model reads the true tokens before each one that it predicts.
+    """Means over answers; each token is predicted from the true tokens before it.
 
     Attributes:
-        first_token_accuracy: how often the first token of the answer is the most probable one of all ("hard").
-        first_token_probability: how probable it is ("soft").
-        exact_match: how often greedy decoding gives the answer, and ends it: neither less nor more.
+        first_token_accuracy: how often the answer's first token is the most probable of all ("hard").
+        first_token_probability: its mean probability ("soft").
+        exact_match: how often greedy decoding gives exactly the answer and its end.
     """
 
     first_token_accuracy: float
@@ -58,7 +58,7 @@ class HeldoutScore:
         return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
 
     def figures(self) -> dict[str, float]:
-        """The score by the names that training.json and TensorBoard have for its parts."""
+        """The parts of the score by their names in training.json and metrics.jsonl."""
         figures = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return figures | asdict(self.answers) if self.answers else figures
 
@@ -84,7 +84,7 @@ class Validation:
 
     def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
         count = min(self.max_sequences, len(samples))
-        # One row a sequence, each filled by one rank: the sum below runs in the same order at every layout.
+        # One row per sequence, each filled by one rank: the sum below has the same order in every layout.
         rows = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
         for first in range(0, count, self.micro_batch_size * self.dp_size):
             start = first + self.dp_rank * self.micro_batch_size
@@ -106,13 +106,14 @@ class Validation:
 
 
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:
-    """Per sequence: how many answers there are, how many of their first tokens greedy decoding would choose, the sum of
-    these tokens' probabilities, and how many whole answers it would choose.
+    """Per sequence: the number of answers, of first tokens that greedy decoding would choose, the sum of these tokens'
+    probabilities, and the number of whole answers that greedy decoding would give.
 
-    An answer that is cut by the sample's end counts by what the sample has of it. Raises ValueError if `losses` were
-    computed with gradients, and so lack the greedy choices.
+    targets, answer_starts: [B, S]. Returns float64 [B, 4]. An answer that the end of the sample cuts counts by its
+    part in the sample.
 
-    targets, answer_starts: [B, S]. Returns float64 [B, 4].
+    Raises:
+        ValueError: `losses` were computed with gradients, and so lack the greedy choices.
     """
     if losses.is_greedy_choice is None:
         raise ValueError("answers are scored where no gradient is computed")
@@ -136,7 +137,7 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
 
 def answer_score(sums: list[float]) -> AnswerScore | None:
-    """The score from `answer_sums` added up over all sequences; None where there is no answer."""
+    """The score from the sums of `answer_sums` over all sequences; None without any answer."""
     answers, *counts = sums
     return AnswerScore(*(count / answers for count in counts)) if answers else None
 

@@ -86,7 +86,7 @@ def test_of_ranks_in_one_phase_the_one_that_does_not_wait_is_named():
     assert text(health_of(WAITING, replace(WAITING, at="sleep (x.py:1)", waiting=False))).startswith("rank 1 on n1 (")
 
 
-def test_ranks_that_hang_alike_are_all_described():
+def test_ranks_that_hang_at_the_same_point_are_all_described():
     said = text(health_of(WAITING, WAITING))
     assert said.startswith("all ranks hang, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done")
 
@@ -111,7 +111,7 @@ def test_a_thousand_ranks_make_one_readable_line():
 
 @given(st.lists(st.builds(RankReport, st.just("n"), st.just(1), st.just("step"), st.just(math.inf),
                           st.integers(0, 3), st.just("f"), st.booleans()), min_size=1, max_size=6))  # fmt: skip
-def test_never_all_of_several_ranks_are_named(reports):
+def test_it_never_names_all_of_several_ranks(reports):
     found = find_hung(dict(enumerate(reports)))
     assert len(found) < len(reports) or len(reports) == 1
     if found and len(reports) > 1 and len({report.entered for report in reports}) > 1:

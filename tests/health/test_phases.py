@@ -43,7 +43,7 @@ def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phas
     assert end - begin <= sum(spent.values()) <= after - before
 
 
-def test_seconds_begin_anew_each_time_they_are_asked_for(phases):
+def test_each_call_of_seconds_starts_from_zero(phases):
     with phases("data"):
         time.sleep(0.02)
     assert phases.seconds()["data"] >= 0.02

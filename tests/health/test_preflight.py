@@ -1,4 +1,4 @@
-"""What is wrong with an allocation is found before the first step, said in one line, and by one rank."""
+"""Faults of an allocation are found before the first step and reported in one line by rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.training.runs import make_run, metrics, train_each, write_config
 
 
 def on_rank(config_path: Path, prepare: Callable[..., Any] | None = None, *arguments: Any) -> str | list[str]:
-    """Checks the allocation as a rank of a node of its own pair: the lines that it logs, or how it ends."""
+    """Checks the allocation on simulated nodes of two ranks; returns the logged lines, or how the rank ended."""
     rank = dist.get_rank()
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
     with lines_of("pipeline.health.preflight") as lines, prepared(prepare, *arguments):
@@ -55,7 +55,7 @@ def prepared(prepare: Callable[..., Any] | None, *arguments: Any) -> Iterator[No
 
 @contextmanager
 def lines_of(name: str) -> Iterator[list[str]]:
-    """What the logger `name` says."""
+    """Collects the messages of the logger `name`."""
     import logging
 
     lines: list[str] = []
@@ -71,13 +71,13 @@ def lines_of(name: str) -> Iterator[list[str]]:
 
 
 def configured(run: Path, **changes: Any) -> Path:
-    # How fast a machine is that others use as well is nobody's fault, except where a test looks at that.
+    # No limits on speed: a shared machine may be slow.
     unhurried = {"preflight__slow_factor": 1e6, "preflight__min_gb_per_s": 0}
     return write_config(run, run / "tokens", **{"zero": 2, "preflight__enabled": True, **unhurried, **changes})
 
 
 def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USER_ERROR) -> str:
-    """The one line; all ranks but the first must leave without a word."""
+    """The error line of rank 0; all other ranks must exit without a message."""
     first, *others = run_ranks(on_rank, world_size, config, *arguments)
     assert others == [f"silent exit {exit_code}"] * (world_size - 1)
     assert first.startswith("error: preflight: ")
@@ -97,15 +97,15 @@ def test_a_sound_allocation_is_described(tmp_path):
     assert re.search(r"needs [\d.]+ of [\d.]+ GiB of host memory", text)
     assert re.search(r"[\d.e+]+ GB free, checkpoints need [\d.e+-]+ GB more", text)
     assert (seconds := re.search(r"passed after ([\d.]+) s", text))
-    assert float(seconds[1]) < 120  # a second or two, where nobody else wants the machine
+    assert float(seconds[1]) < 120  # one or two seconds on an idle machine
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_it_can_be_left_out(tmp_path):
+def test_it_can_be_disabled(tmp_path):
     assert run_ranks(on_rank, 1, configured(tmp_path, preflight__enabled=False)) == [[]]
 
 
-def test_all_faults_are_said_at_once(tmp_path):
+def test_all_faults_are_reported_together(tmp_path):
     config = configured(tmp_path, preflight__min_gb_per_s=1e6)
     (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e15}}')
     message = refusal(config, 2)
@@ -116,7 +116,7 @@ def test_all_faults_are_said_at_once(tmp_path):
 
 
 def flip_a_bit() -> Callable[[], None] | None:
-    """On the last rank every matrix product comes out with one bit of one element flipped."""
+    """On the last rank every matrix product has a flipped bit in an element."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return None
     multiply = torch.mm
@@ -130,14 +130,14 @@ def flip_a_bit() -> Callable[[], None] | None:
     return lambda: setattr(torch, "mm", multiply)
 
 
-def test_a_rank_that_multiplies_wrong_is_named_and_so_is_its_node(tmp_path):
+def test_a_rank_with_a_wrong_product_is_named_with_its_node(tmp_path):
     message = refusal(configured(tmp_path), 3, flip_a_bit, exit_code=PASSING_FAULT)
     assert "rank 2 on n2: a matrix product has 1 wrong elements of 262144" in message
     assert message.endswith("--exclude=n2")
 
 
 def multiply_slowly() -> Callable[[], None] | None:
-    """The last rank works fifty times as long at every matrix product."""
+    """On the last rank every matrix product takes fifty times as long."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return None
     multiply = torch.mm
@@ -151,7 +151,7 @@ def multiply_slowly() -> Callable[[], None] | None:
     return lambda: setattr(torch, "mm", multiply)
 
 
-def test_a_rank_that_is_slow_is_named_and_so_is_its_node(tmp_path):
+def test_a_slow_rank_is_named_with_its_node(tmp_path):
     message = refusal(configured(tmp_path, preflight__slow_factor=3), 3, multiply_slowly, exit_code=PASSING_FAULT)
     assert re.search(
         r"rank 2 on n2: a matrix product takes [\d.]+ times as long as elsewhere, expected at most 3 ", message
@@ -160,7 +160,7 @@ def test_a_rank_that_is_slow_is_named_and_so_is_its_node(tmp_path):
 
 
 def own_folder(folder: Path) -> None:
-    """Each node works in a folder of its own, and so finds a base of its own."""
+    """Gives each node a separate working directory, and so a separate base."""
     disk.PATIENCE_S = 1.0
     os.chdir(folder / os.environ["SLURMD_NODENAME"])
 
@@ -173,7 +173,7 @@ def test_another_base_on_one_node(tmp_path):
     save_file({name: tensor * 1.001 for name, tensor in weights.items()}, file, metadata={"format": "pt"})
     config = configured(tmp_path, base="base")
     message = refusal(config, 3, own_folder, tmp_path)
-    assert "base/model.safetensors: n2 sees another one than n1" in message
+    assert "base/model.safetensors: differs between n2 and n1" in message
     assert "tokenizer.json" not in message
 
 
@@ -181,9 +181,9 @@ def test_a_node_that_lacks_the_tokenizer(tmp_path):
     for node in ("n1", "n2"):
         shutil.copytree(STORIES, tmp_path / node / "base")
     (tmp_path / "n2" / "base" / "tokenizer.json").unlink()
-    told = run_ranks(on_rank, 3, configured(tmp_path, base="base"), own_folder, tmp_path)
-    assert told[:2] == [f"silent exit {USER_ERROR}"] * 2
-    assert "base: expected tokenizer.json or tokenizer.model in this folder, found neither" in told[2]
+    ends = run_ranks(on_rank, 3, configured(tmp_path, base="base"), own_folder, tmp_path)
+    assert ends[:2] == [f"silent exit {USER_ERROR}"] * 2
+    assert "base: expected tokenizer.json or tokenizer.model in this folder, found neither" in ends[2]
 
 
 def test_a_folder_that_the_nodes_do_not_share(tmp_path):

@@ -26,7 +26,7 @@ from tests.distributed import processes
 from tests.waiting import PATIENCE_S, wait_until
 
 RANKS = 3
-# A busy machine holds a rank up for seconds: only what a scenario waits for comes soon.
+# A busy machine delays a rank for seconds: only the limit that a scenario waits for is short.
 PATIENT = Settings(beat_every_s=0.2, dead_after_s=300, hung_after_s=300, slow_after_s=300)
 SOON_DEAD = PATIENT.model_copy(update={"dead_after_s": 6})
 SOON_HUNG = PATIENT.model_copy(update={"hung_after_s": 5})
@@ -36,7 +36,7 @@ SAVE_S = 7.0
 class End(NamedTuple):
     code: int
     lines: list[str]
-    """what the rank wrote to stderr"""
+    """The rank's stderr."""
 
     @property
     def errors(self) -> list[str]:
@@ -47,7 +47,7 @@ class End(NamedTuple):
 def watched(
     scenario: Callable[[Phases], None], folder: Path, limits: Settings = PATIENT, stopped: int | None = None
 ) -> list[End]:
-    """Three ranks whose steps are `scenario`; one that is stopped is killed when the others have ended."""
+    """Runs `scenario` on three ranks; a stopped rank is killed after the others have ended."""
     return await_ends(start(scenario, folder, limits), folder, stopped)
 
 
@@ -93,7 +93,7 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
 
 
 def steps(phases: Phases, disturb: Callable[[], None], *, count: int = 8) -> None:
-    """Steps of a tenth of a second; `disturb` comes in the data of the third."""
+    """Steps of a tenth of a second; `disturb` is called in the data phase of the third."""
     for step in range(count):
         with phases("data"):
             if step == 2:
@@ -102,9 +102,6 @@ def steps(phases: Phases, disturb: Callable[[], None], *, count: int = 8) -> Non
         with phases("forward"):
             dist.all_reduce(torch.ones(1))
         phases.finished(step + 1)
-
-
-# --- scenarios -------------------------------------------------------------------------------------------------------
 
 
 def nothing(phases: Phases) -> None:
@@ -162,7 +159,7 @@ def agreed_fault(phases: Phases) -> None:
 
 
 def all_slow(phases: Phases) -> None:
-    """A save longer than any step may be, and then work again."""
+    """A save longer than a step may take, followed by steps."""
     with phases("checkpoint"):
         time.sleep(SAVE_S)
     steps(phases, lambda: None)

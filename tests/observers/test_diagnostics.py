@@ -33,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[int | 
     return {name: diagnostics(last_figures(config.parent)) for name, config in runs.items()}
 
 
-def test_the_base_stream_leaves_its_place_in_collaborative_layers_only(found):
+def test_the_base_stream_changes_in_collaborative_layers_only(found):
     cosines = [found[3][f"base_stream_cosine/layer_{layer:02d}"] for layer in range(LAYERS)]
     assert all(cosine == pytest.approx(1, abs=1e-6) for cosine in cosines[:L_FP])
     assert all(cosine < 1 - 1e-6 for cosine in cosines[L_FP:])
@@ -45,17 +45,17 @@ def test_w12_grows_in_collaborative_layers_only(found):
     assert all(found[3][name] > 0 for name in layers)
 
 
-def test_the_model_has_left_its_base(found):
+def test_the_model_differs_from_its_base(found):
     assert found[3]["kl_from_base/english"] > 0
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_every_zero_stage_tells_the_same(found, zero):
-    # Sums run in another order: fp32 rounding through a few steps.
+def test_every_zero_stage_gives_the_same_figures(found, zero):
+    # Sums have another order: fp32 rounding through a few steps.
     assert found[zero] == pytest.approx(found[3], rel=1e-3)
 
 
-def test_preserve_never_moves_the_base_stream(found):
+def test_preserve_never_changes_the_base_stream(found):
     figures = found["preserve"]
     assert all(
         figures[f"base_stream_cosine/layer_{layer:02d}"] == pytest.approx(1, abs=1e-6) for layer in range(LAYERS)

@@ -10,7 +10,7 @@ from pipeline.observers.diagnostics import kl_divergence, mean_cosine
 from pipeline.parallel.topology import SINGLE
 
 
-def test_kl_divergence_is_that_of_torch():
+def test_kl_divergence_equals_torchs():
     torch.manual_seed(0)
     model, base = torch.randn(7, 11), torch.randn(7, 11)
     expected = F.kl_div(model.log_softmax(-1), base.log_softmax(-1), log_target=True, reduction="sum")
@@ -18,7 +18,7 @@ def test_kl_divergence_is_that_of_torch():
     assert kl_divergence(base, base, SINGLE) == 0.0
 
 
-def test_cosine_tells_a_turned_stream_from_a_longer_one():
+def test_cosine_sees_a_rotation_but_no_scaling():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)
     assert mean_cosine(3 * x, x, SINGLE) == pytest.approx(1.0, abs=1e-6)

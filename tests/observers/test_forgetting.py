@@ -14,7 +14,7 @@ from pipeline.training.observer import ValidationEvent
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import losses, make_run, metrics, train, train_each
 
-# It learns Korean alone, and fast: English suffers at once.
+# It learns Korean only, and fast: English is forgotten immediately.
 SETTINGS: dict[str, Any] = {
     "schedule__steps": 4,
     "schedule__learning_rate": 2e-2,
@@ -59,7 +59,7 @@ def test_a_run_that_must_stop_saves_first(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("action", ["warn", "stop", "lower_learning_rate"])
-def test_what_follows(action):
+def test_the_configured_action(action):
     budget = Forgetting(max_increase=0.1, max_kl_from_base=0.2, action=action)
     within = {"forgetting/english": 0.1, "kl_from_base/english": 0.2, "perplexity/english": 9.0}
     beyond = [{"forgetting/english": 0.11}, {"forgetting/english": float("nan")}, {"kl_from_base/english": 0.3}]

@@ -17,7 +17,7 @@ def write(folder, resumed_from, values):
     metrics.on_end(finished=True)
 
 
-def test_steps_after_the_checkpoint_are_written_anew(tmp_path):
+def test_steps_after_the_checkpoint_are_written_again(tmp_path):
     write(tmp_path, 0, {0: 9.0, 1: 5.0, 2: 4.0, 3: 3.0})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
@@ -29,13 +29,13 @@ def test_steps_after_the_checkpoint_are_written_anew(tmp_path):
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
 
 
-def test_a_run_that_never_saved_begins_anew(tmp_path):
+def test_a_run_that_never_saved_starts_from_nothing(tmp_path):
     write(tmp_path, 0, {0: 9.0, 1: 5.0})
     write(tmp_path, 0, {0: 9.0, 1: 4.0})
     assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}, {"step": 1, "loss": 4.0}]
 
 
-def test_going_back_drops_what_came_after(tmp_path):
+def test_a_rollback_drops_later_lines(tmp_path):
     metrics = MetricsFiles(tmp_path, 0)
     for step in range(5):
         metrics.on_step(StepEvent(step, 0, None, {"loss": float(step)}))

@@ -24,7 +24,7 @@ ROUNDING_S = 1e-6
 
 
 def timed(config):
-    """Trains; returns the loop's time, at least and at most, what of it no line says yet, and the time of the steps."""
+    """Trains; returns bounds on the loop's time, its part that is in no line yet, and the time of the steps."""
     start_deepspeed()
     from pipeline.training.launch import StopSignals
     from pipeline.training.loop import train as train_loop
@@ -47,7 +47,7 @@ def lines_of(run):
 
 @pytest.fixture(scope="module")
 def observed(tokens, tmp_path_factory):
-    """A run with a peak, and what its first rank measured from outside."""
+    """A run with `peak_tflops`, and independent measurements on rank 0."""
     run = tmp_path_factory.mktemp("observed")
     config = make_run(run, tokens, metrics__peak_tflops=0.25, **EVENTS)
     return config, run_ranks(timed, 2, config)[0]
@@ -82,7 +82,7 @@ def test_every_figure_is_in_the_table(observed):
         assert any(re.fullmatch(pattern, name) for pattern in patterns), f"{name} is not in {TABLE.name}"
 
 
-def test_a_run_that_goes_on_counts_its_restarts(tokens, tmp_path):
+def test_a_resumed_run_counts_its_restarts(tokens, tmp_path):
     config = make_run(tmp_path, tokens, schedule__steps=3, zero=1)
     assert run_ranks(_two_attempts, 1, config) == [[75, 0]]
     assert [line["restarts"] for line in lines_of(tmp_path)] == [0, 0, 1, 1]

@@ -16,7 +16,7 @@ from tests.training.runs import make_run, metrics, train, train_each
 EVENTS = {"schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
 
 
-def test_a_trace_has_the_steps_that_were_asked_for_and_changes_no_figure(tokens, tmp_path):
+def test_a_trace_has_the_configured_steps_and_changes_no_figure(tokens, tmp_path):
     plain = make_run(tmp_path / "plain", tokens, **EVENTS)
     config = make_run(tmp_path / "traced", tokens, profile={"steps": [2, 3], "ranks": [1]}, **EVENTS)
     stopped = make_run(tmp_path / "stopped", tokens, profile={"steps": [1, 100]})
@@ -40,7 +40,7 @@ def _train(configs):
     return train_each(configs, stop_first=True)
 
 
-def test_a_rank_that_is_not_there_cannot_be_traced(tokens, tmp_path):
+def test_a_rank_that_does_not_exist_cannot_be_traced(tokens, tmp_path):
     config = make_run(tmp_path, tokens, profile={"steps": [1, 1], "ranks": [0, 1]})
     with pytest.raises(RankError, match=r"ConfigError: profile.ranks: rank 1 of 1 ranks"):
         run_ranks(train, 1, config)

@@ -133,7 +133,7 @@ def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog):
             tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 1.0}))
         tracker.on_end(finished=True)
     (line,) = error_lines(caplog)
-    assert line.startswith("wandb: ") and "goes on without it" in line
+    assert line.startswith("wandb: ") and "continues without it" in line
 
 
 def test_a_server_that_cannot_be_reached_costs_one_error_line(tmp_path, caplog, monkeypatch):

@@ -1,4 +1,4 @@
-"""Two processes and one run folder: one works, the other is told who does; who died is succeeded."""
+"""Two processes and one run folder: the second is refused with the name of the first, and a dead owner is replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with lock.RunLock(Path(sys.argv[1])):
 
 @contextmanager
 def holder(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which holds the folder."""
+    """Another process, which holds the lock."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)],
         env={**os.environ, **environment},
@@ -49,13 +49,13 @@ def holder(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def elsewhere(folder: Path) -> None:
-    """Makes the lock's holder one of another machine, of which nothing is known here."""
+    """Rewrites the lock so that its owner is on another machine, whose processes are unknown here."""
     path = lock_path(folder)
     os.utime(path, (1, 1))
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
 
 
-def test_the_second_is_refused_in_one_line_that_names_the_first(tmp_path):
+def test_the_second_process_is_refused_in_one_line_that_names_the_first(tmp_path):
     with holder(tmp_path, SLURM_JOB_ID="12", SLURMD_NODENAME="gpu7") as first:
         with pytest.raises(RunFolderError, match="scancel 12") as refused, RunLock(tmp_path):
             pass
@@ -64,7 +64,7 @@ def test_the_second_is_refused_in_one_line_that_names_the_first(tmp_path):
         assert "\n" not in said
 
 
-def test_who_left_in_good_order_leaves_no_lock(tmp_path):
+def test_a_normal_exit_removes_the_lock(tmp_path):
     with holder(tmp_path) as first:
         assert first.stdin is not None
         first.stdin.close()
@@ -74,7 +74,7 @@ def test_who_left_in_good_order_leaves_no_lock(tmp_path):
         assert lock_path(tmp_path).exists()
 
 
-def test_who_was_killed_on_this_machine_is_succeeded_at_once(tmp_path):
+def test_a_killed_owner_on_this_machine_is_replaced_immediately(tmp_path):
     with holder(tmp_path) as first:
         first.kill()
         first.wait()
@@ -87,7 +87,7 @@ def test_who_was_killed_on_this_machine_is_succeeded_at_once(tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Slurm's answers, by command; the true ones are seen in tests/slurm/test_lock.py."""
+    """Fakes Slurm's answers, by command; tests/slurm/test_lock.py tests the real ones."""
 
     def answers(**by_command: str) -> None:
         for command, answer in by_command.items():
@@ -107,13 +107,13 @@ def own():
 @pytest.mark.parametrize(
     ("state", "gone"), [("idle", True), ("mixed", True), ("down*", False), ("idle*", False), ("", False)]
 )
-def test_a_requeued_job_succeeds_itself_unless_slurm_lost_sight_of_its_node(own, slurm, state, gone):
+def test_a_requeued_job_replaces_its_earlier_start_unless_slurm_lost_contact_with_the_node(own, slurm, state, gone):
     slurm(sinfo=state)
     assert replace(own, boot="another", restart=1).is_gone(own) is gone
     assert not replace(own, boot="another").is_gone(own), "a rank of the same start on another node"
 
 
-def test_a_job_of_the_same_number_on_another_cluster_is_another_job(own, slurm):
+def test_a_job_with_the_same_id_on_another_cluster_is_another_job(own, slurm):
     slurm(sinfo="idle", squeue="")  # squeue knows no such job here
     elsewhere = replace(own, boot="another", cluster="b")
     assert not replace(elsewhere, restart=1).is_gone(own)
@@ -121,13 +121,13 @@ def test_a_job_of_the_same_number_on_another_cluster_is_another_job(own, slurm):
     assert replace(elsewhere, cluster="a", job="13").is_gone(own)
 
 
-def test_process_numbers_of_another_container_say_nothing(own):
+def test_pids_of_another_container_are_not_compared(own):
     dead = replace(own, job=None, process_started=own.process_started - 1)
     assert dead.is_gone(own)
     assert not replace(dead, processes="pid:[1]").is_gone(own)
 
 
-def test_who_finds_an_earlier_start_of_its_own_job_alive_tries_again_later(tmp_path, monkeypatch):
+def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     with holder(tmp_path, SLURM_RESTART_COUNT="1"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
@@ -136,7 +136,7 @@ def test_who_finds_an_earlier_start_of_its_own_job_alive_tries_again_later(tmp_p
         assert refused.value.exit_code == LOST_RANK
 
 
-def test_a_silent_holder_of_another_machine_is_succeeded_after_a_while(tmp_path):
+def test_a_silent_owner_on_another_machine_is_replaced_after_the_timeout(tmp_path):
     with holder(tmp_path) as first:
         first.kill()
         first.wait()
@@ -146,13 +146,13 @@ def test_a_silent_holder_of_another_machine_is_succeeded_after_a_while(tmp_path)
         assert 1.5 <= time.monotonic() - started < lock.STALE_AFTER_S
 
 
-def test_a_lock_that_its_maker_never_filled_is_taken_over(tmp_path):
+def test_an_empty_lock_is_taken_over(tmp_path):
     lock_path(tmp_path).touch()
     with RunLock(tmp_path, stale_after_s=0.5):
         assert read_lock_owner(lock_path(tmp_path)) is not None
 
 
-def test_who_was_stopped_and_lost_the_folder_ends_when_it_goes_on(tmp_path):
+def test_a_stopped_owner_that_lost_the_lock_ends_when_it_continues(tmp_path):
     with holder(tmp_path) as first:
         first.send_signal(signal.SIGSTOP)
         assert wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, every_s=0.01)
@@ -162,14 +162,14 @@ def test_who_was_stopped_and_lost_the_folder_ends_when_it_goes_on(tmp_path):
             assert first.wait() == LOST_RANK
 
 
-def test_a_process_number_that_is_used_again_is_another_process(tmp_path):
+def test_a_reused_pid_is_another_process(tmp_path):
     own = LockOwner.this_process()
     assert not own.is_gone(own)
     assert replace(own, process_started=own.process_started - 1).is_gone(own)
-    assert not replace(own, boot="another").is_gone(own), "nothing is known of another machine"
+    assert not replace(own, boot="another").is_gone(own), "the processes of another machine are unknown"
 
 
-def test_of_two_successors_of_one_dead_holder_one_is_refused(tmp_path):
+def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):
     with holder(tmp_path) as dead:
         dead.kill()
         dead.wait()
@@ -185,6 +185,6 @@ def test_of_two_successors_of_one_dead_holder_one_is_refused(tmp_path):
     ]
     time.sleep(0.5 + lock.SETTLE_S)
     outputs = [process.communicate() for process in both]
-    assert sorted(process.returncode for process in both) in ([0, 0], [0, 1])  # both, where one came after the other
+    assert sorted(process.returncode for process in both) in ([0, 0], [0, 1])  # [0, 0]: one ran after the other
     for process, (_, error) in zip(both, outputs, strict=True):
         assert process.returncode == 0 or "is at the stage training" in error

@@ -1,4 +1,4 @@
-"""A run is started again while that brings it further, and not for ever where it does not."""
+"""A run is restarted while it makes progress, and not forever without progress."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_without_progress_three_restarts_are_made(attempt):
 def test_a_newer_checkpoint_is_progress(attempt):
     saved = [None, None, None, 500, None, None, None, None]
     decisions = [attempt(f"7.{number}", saved=step) for number, step in enumerate(saved)]
-    assert [one.again for one in decisions] == [True] * 6 + [True, False]
+    assert [decision.again for decision in decisions] == [True] * 6 + [True, False]
     assert "4 attempt(s) in a row brought no newer checkpoint" in decisions[-1].why
 
 
-def test_attempts_that_never_came_to_train_count_too(attempt):
+def test_attempts_that_failed_before_training_count_too(attempt):
     assert [attempt(f"7.{number}", started=False).again for number in range(4)] == [True, True, True, False]
 
 
@@ -55,7 +55,7 @@ def test_another_job_has_its_own_count(attempt):
     assert attempt("8.0").again
 
 
-def test_progress_of_an_attempt_that_had_no_last_words_counts(attempt, config, monkeypatch):
+def test_progress_of_an_attempt_without_a_recorded_end_counts(attempt, config, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_start(config, 2, 0)
     assert attempt("7.1", saved=4, without_progress=0).again
@@ -63,7 +63,7 @@ def test_progress_of_an_attempt_that_had_no_last_words_counts(attempt, config, m
 
 def test_there_is_a_cap_on_all_restarts(attempt):
     decisions = [attempt(f"7.{number}", saved=number + 1, most=2) for number in range(3)]
-    assert [one.again for one in decisions] == [True, True, False]
+    assert [decision.again for decision in decisions] == [True, True, False]
 
 
 @pytest.mark.parametrize("code", [USER_ERROR, CONFIG_ERROR])
@@ -71,7 +71,7 @@ def test_a_users_fault_is_never_tried_again(attempt, code):
     assert not attempt("7.0", exit_code=code).again
 
 
-def test_what_the_run_said_of_its_end_outlives_what_the_script_saw(attempt, tmp_path, monkeypatch):
+def test_the_error_that_the_run_recorded_is_kept_when_the_script_records_the_end(attempt, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(tmp_path, exit_code=INTERNAL_FAULT, step=12, error="ValueError: boom")
     attempt("7.0", started=False, exit_code=137)
@@ -86,7 +86,7 @@ def test_a_line_cut_short_by_a_kill_hides_no_other(attempt, tmp_path):
     with (tmp_path / NAME).open("a") as file:
         file.write('{"attempt": "7.1", "jo')
     attempt("7.2")
-    assert [one.name for one in read_attempts(tmp_path)] == ["7.0", "7.2"]
+    assert [attempt.name for attempt in read_attempts(tmp_path)] == ["7.0", "7.2"]
 
 
 def test_every_record_is_one_line(attempt, tmp_path):
@@ -96,24 +96,24 @@ def test_every_record_is_one_line(attempt, tmp_path):
     assert len(lines) == 4 and all(lines)
 
 
-def test_a_save_on_the_way_is_progress_and_one_that_left_nothing_newer_is_none(attempt):
+def test_only_a_save_with_a_newer_checkpoint_is_progress(attempt):
     saved = [2, 4, 6, 8, None, None, None, None]
     decisions = [attempt(f"7.{number}", saved=step, exit_code=RESUME_LATER) for number, step in enumerate(saved)]
-    assert [one.again for one in decisions] == [True] * 7 + [False]
+    assert [decision.again for decision in decisions] == [True] * 7 + [False]
 
 
-def test_a_stage_that_never_fits_into_a_jobs_time_is_given_up(attempt):
+def test_a_stage_longer_than_a_jobs_time_limit_is_given_up(attempt):
     decisions = [attempt(f"7.{number}", stage="evaluate", started=False, exit_code=RESUME_LATER) for number in range(4)]
-    assert [one.again for one in decisions] == [True, True, True, False]
+    assert [decision.again for decision in decisions] == [True, True, True, False]
 
 
-def test_tokenizing_takes_as_many_turns_as_it_needs_but_not_as_many_faults(attempt):
+def test_tokenizing_may_be_stopped_any_number_of_times_but_may_not_fail_as_often(attempt):
     turn = {"stage": "tokenize", "started": False}
     assert all(attempt(f"7.{number}", exit_code=RESUME_LATER, **turn).again for number in range(6))
     assert [attempt(f"7.{number}", **turn).again for number in range(6, 10)] == [True, True, True, False]
 
 
-def test_requeue_of_a_serial_stage_are_no_attempts_without_progress(attempt, tmp_path, monkeypatch):
+def test_requeues_of_a_serial_stage_do_not_count_as_without_progress(attempt, tmp_path, monkeypatch):
     for number in range(5):
         monkeypatch.setenv("ATTEMPT", f"7.{number}")
         record_stage(tmp_path, "tokenize")

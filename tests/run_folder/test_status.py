@@ -1,4 +1,4 @@
-"""What is said of real run folders, in each state that a run can be in."""
+"""The status of real run folders, in each state of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROJECT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory):
-    """The folder of a run that was stopped after its first step and then went on to the end."""
+    """The folder of a run that was stopped after its first step and then finished."""
     folder = tmp_path_factory.mktemp("finished")
     config = make_run(folder, tokens, zero=1)
     assert run_ranks(_stopped, 2, config, "7.0") == [RESUME_LATER] * 2
@@ -80,7 +80,7 @@ def test_the_tool_prints_aligned_lines_or_json_and_loads_no_torch(finished):
     assert json.loads(as_json.stdout)["state"] == "done"
 
 
-def test_of_a_study_each_run_that_has_begun_has_a_line(finished, tmp_path):
+def test_each_started_run_of_a_study_has_a_line(finished, tmp_path):
     (tmp_path / "a.seed_1").symlink_to(finished[0])
     (tmp_path / "b.seed_1").mkdir()
     record_end(tmp_path / "b.seed_1", exit_code=USER_ERROR, error="no text")
@@ -92,7 +92,7 @@ def test_of_a_study_each_run_that_has_begun_has_a_line(finished, tmp_path):
         "b.seed_1  failed          train: no text",
     ]
     as_json = subprocess.run([*tool, "--json"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-    assert [one["state"] for one in json.loads(as_json)] == ["done", "failed"]
+    assert [run["state"] for run in json.loads(as_json)] == ["done", "failed"]
 
 
 @pytest.fixture
@@ -112,47 +112,47 @@ def test_a_run_whose_lock_is_held_is_running(run):
     assert read_status(run).state != "running"
 
 
-def test_a_fault_that_is_tried_again_waits_and_says_what_it_was(run):
+def test_a_run_to_be_retried_waits_and_has_its_fault(run):
     record_end(run, exit_code=LOST_RANK, step=3, error="rank 1 on n2 was lost")
-    assert read_status(run).state == "failed", "nobody said that it is tried again"
+    assert read_status(run).state == "failed", "no retry was recorded"
     decide(run, stage="train", exit_code=137, without_progress=3, most=100)
     status = read_status(run)
     assert (status.state, status.restarts) == ("waiting", 0)
     assert status.why == "train: rank 1 on n2 was lost (restart 1, 1 of at most 3 without progress)"
 
 
-def test_a_run_that_was_given_up_failed_and_says_why(run):
+def test_a_run_without_a_retry_has_failed_with_a_reason(run):
     decide(run, stage="convert", exit_code=137, without_progress=0, most=100)
     status = read_status(run)
     assert status.state == "failed"
     assert status.why.startswith("convert: exit code 137 (1 attempt(s) in a row brought no newer checkpoint")
 
 
-def test_an_attempt_without_last_words_failed(run):
+def test_an_attempt_without_a_recorded_end_failed(run):
     assert read_status(run).why.startswith("the last attempt left no reason")
 
 
 @pytest.fixture
 def squeue(tmp_path_factory, monkeypatch):
-    """A job's state as Slurm would tell it of job 7."""
+    """Sets the state that Slurm reports for job 7."""
     folder = tmp_path_factory.mktemp("bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
-    def tells(state: str) -> None:
+    def set_state(state: str) -> None:
         (folder / "squeue").write_text(f"#!/bin/sh\necho {state}\n", encoding="utf-8")
         (folder / "squeue").chmod(0o755)
 
-    return tells
+    return set_state
 
 
 def save(run: Path, step: int) -> None:
-    """The least of a checkpoint that counts as one."""
+    """The minimum of a complete checkpoint."""
     (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     (run / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
 
 
-def test_a_refused_job_leaves_the_run_to_the_one_that_works(run, monkeypatch):
+def test_a_refused_job_does_not_change_the_status(run, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "8.0")
     record_stage(run, "tokenize")
     record_end(run, stage="tokenize", exit_code=FINISHED)
@@ -167,7 +167,7 @@ def test_a_refused_job_leaves_the_run_to_the_one_that_works(run, monkeypatch):
     assert status.state == "failed" and status.why.startswith("train: saved, and given up (")
 
 
-def test_the_latest_line_counts_whoever_came_first(run, monkeypatch):
+def test_the_newest_line_decides_whichever_attempt_started_first(run, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "8.0")
     decide(run, stage="train", exit_code=USER_ERROR, without_progress=3, most=100)
     assert read_status(run).state == "failed"
@@ -190,7 +190,7 @@ def test_a_job_that_waits_is_queued_or_the_run_has_stopped(run, squeue, code):
     assert stopped.state == "stopped" and "job 7 is no longer queued" in stopped.why
 
 
-def test_a_failed_attempt_after_the_end_is_made_good_by_one_with_nothing_to_train(finished, monkeypatch):
+def test_a_failed_attempt_after_the_end_is_superseded_by_one_with_nothing_to_train(finished, monkeypatch):
     folder, _ = finished
     monkeypatch.setenv("ATTEMPT", "8.0")
     decide(folder, stage="train", exit_code=137, without_progress=3, most=100)
@@ -228,7 +228,7 @@ def described(tmp_path, monkeypatch):
     return path, tmp_path / "run"
 
 
-def test_a_serial_stage_is_on_record_while_it_works_and_after(described):
+def test_a_serial_stage_is_recorded_while_it_runs_and_after(described):
     config, folder = described
     with stage_of(config, "tokenize"):
         status = read_status(folder)
@@ -240,7 +240,7 @@ def test_a_serial_stage_is_on_record_while_it_works_and_after(described):
     )
 
 
-def test_a_serial_stage_that_failed_says_why(described):
+def test_a_failed_serial_stage_has_a_reason(described):
     config, folder = described
     with pytest.raises(DataError), stage_of(config, "tokenize"):
         raise DataError("corpus.jsonl: no such file")
@@ -293,6 +293,6 @@ def test_a_folder_without_attempts_has_not_started(tmp_path):
     assert "none yet" in as_text(status)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match="no such run folder"):
         read_status(tmp_path / "nowhere")

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.training.runs import prepared, start_deepspeed, train
 
 Fault = Callable[[Tensor], Tensor]
-"""What becomes of a micro-batch's summed nll."""
+"""Maps a micro-batch's summed nll to a faulty one."""
 
 
 class _NoGradient(torch.autograd.Function):
@@ -43,7 +43,7 @@ def infinite_loss(nll_sum: Tensor) -> Tensor:
 
 
 def bad_batch(nll_sum: Tensor) -> Tensor:
-    """As a batch of text that the model cannot predict."""
+    """A batch of text that the model cannot predict."""
     return nll_sum * 4
 
 
@@ -62,7 +62,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class Planned(NamedTuple):
-    """A fault of the last rank in every micro-batch of `step`, the first `times` that the step is computed.
+    """A fault on the last rank in every micro-batch of `step`, the first `times` that the step is computed.
 
     Not of step 1, whose batch is read before training to probe the model.
     """
@@ -73,14 +73,14 @@ class Planned(NamedTuple):
 
 
 def train_with(config: Path, *planned: Planned) -> int:
-    """Trains a run that meets these faults."""
-    meets = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    with _injected({fault.step: fault for fault in planned}) if meets else nullcontext():
+    """Trains a run with these faults."""
+    is_faulty = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with _injected({fault.step: fault for fault in planned}) if is_faulty else nullcontext():
         return train(config)
 
 
 def train_without(config: Path, *steps: int) -> None:
-    """Trains a run that skips `steps`, as if it had found that out before it began."""
+    """Trains a run that skips `steps` from the start."""
     start_deepspeed()
     from pipeline.training.launch import StopSignals
     from pipeline.training.loop import train as train_loop

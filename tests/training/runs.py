@@ -105,14 +105,11 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in steps]
 
 
-# --- what runs on a rank ---------------------------------------------------------------------------------------------
-
-
 def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs several jobs on the same ranks, for a start of ranks and DeepSpeed takes longer than a small run.
+    """Runs several jobs on the same ranks, because starting ranks and DeepSpeed takes longer than a small run.
 
-    Returns each job's result. In the place of one that ended in a UserError stands "<type>: <message>", and in that of
-    one that left because of another rank's error "exit <code>".
+    Returns the results: "<type>: <message>" for a job that ended in a UserError, and "exit <code>" for one that ended
+    because of another rank's error.
     """
     results: list[Any] = []
     for job in jobs:
@@ -129,7 +126,7 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
     """Trains on all ranks; returns the exit code.
 
     stop: the last rank gets SIGUSR1 during its first step.
-    kill_at: rank 0 is killed (SIGKILL) when its second checkpoint comes to that point.
+    kill_at: rank 0 is killed (SIGKILL) when its second save reaches that point.
     """
     start_deepspeed()
     from pipeline.observers import make_observers
@@ -152,7 +149,7 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
 def train_each(configs: Sequence[Path], *, stop_first: bool = False) -> list[int]:
     """Trains one run after the other in the same processes, which start only once; returns their exit codes.
 
-    stop_first: the first one is stopped in its first step.
+    stop_first: the first run is stopped in its first step.
     """
     return [train(config, stop=stop_first and number == 0) for number, config in enumerate(configs)]
 
@@ -181,7 +178,7 @@ def train_and_look(config: Path) -> dict[str, Any]:
 
 
 def prepared(config: Path) -> tuple[Any, Any, float | None]:
-    """What a run's loop drives, where it begins, and what its gate found."""
+    """The trainer, the position it starts from, and the result of the step-0 gate."""
     from pipeline.health.liveness import Phases
     from pipeline.inputs import read_inputs
     from pipeline.observers import make_observers
@@ -193,7 +190,7 @@ def prepared(config: Path) -> tuple[Any, Any, float | None]:
 
 
 def start_deepspeed() -> None:
-    """Joins DeepSpeed to the process group that the rank stands in."""
+    """Makes DeepSpeed use the rank's process group."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -210,7 +207,7 @@ KILL_POINTS = {
 
 
 def _kill_in_second_save(point: str) -> None:
-    """Puts a SIGKILL of this process in the place of a function that every save calls."""
+    """Replaces a function that every save calls by a SIGKILL of this process."""
     from pipeline.training.checkpointing import Checkpoints
 
     module_name, function = KILL_POINTS[point]

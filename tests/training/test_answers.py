@@ -1,4 +1,4 @@
-"""Loss on answers only, and how well answers are known, against transformers on the same tokens."""
+"""Loss on answers only, and scores of answers, compared with transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train
 
 IGNORED = -100
-# stories260K goes on with most of these as it learnt them; a few it must get wrong.
+# stories260K predicts most of these answers; some are wrong on purpose.
 PAIRS = [
     (f"Once upon a time, there was a {kind} {name}. The {name} was very", answer)
     for kind in ("little", "big")
@@ -40,7 +40,7 @@ BATCH = 8
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of runs on these pairs, as training and as held-out corpus."""
+    """The settings of runs on these pairs, as training and as held-out corpus."""
     folder = tmp_path_factory.mktemp("pairs")
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps({"question": q, "text": a}) + "\n" for q, a in PAIRS))
@@ -80,7 +80,7 @@ def by_transformers() -> dict[str, Any]:
 
 
 def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
-    """On a rank: the figures of the model before its first step, and the summed nll of one whole pass."""
+    """On a rank: the figures of the model before its first step, and the summed nll of an epoch."""
     start_deepspeed()
     trainer, *_ = prepared(config)
     (score,) = trainer.validation.run(trainer.engine).values()
@@ -145,7 +145,7 @@ ANSWERS = st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=5)
 
 
 @given(st.lists(st.booleans(), max_size=3), ANSWERS)
-def test_answers_are_counted_one_by_one(continued: list[bool], answers: list[list[bool]]):
+def test_each_answer_is_counted(continued: list[bool], answers: list[list[bool]]):
     """`continued` is the end of an answer that began in the sample before."""
     length = 40
     targets, starts = torch.full((1, length), IGNORED), torch.zeros(1, length, dtype=torch.bool)

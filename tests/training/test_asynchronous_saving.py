@@ -1,4 +1,4 @@
-"""A save that training does not wait for is as whole as any other."""
+"""Asynchronous saves: as complete as synchronous ones, and training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"schedule__steps": 3, "schedule__micro_batch_size": 4}
 ASYNCHRONOUS = {"checkpoints": {"every_steps": 1, "asynchronous": True}}
 
 
-def test_copies_do_not_follow_what_training_changes(tmp_path):
+def test_copies_are_independent_of_later_changes(tmp_path):
     weights = torch.arange(6.0)
     copies = StateFiles(copied=True)
     copies.add(tmp_path / "file.pt", {"a": weights, "again": weights, "views": [weights[2:4]], "step": 3})
@@ -43,7 +43,7 @@ def test_it_resumes_to_the_same_figures(tokens, tmp_path):
     waiting = make_run(tmp_path / "waiting", tokens, zero=3, **SETTINGS, checkpoints={"every_steps": 1})
     config = make_run(tmp_path / "run", tokens, zero=3, **SETTINGS, **ASYNCHRONOUS)
     slow = make_run(tmp_path / "slow", tokens, zero=1, **SETTINGS, **ASYNCHRONOUS)
-    with pytest.raises(RankError, match="died without a word"):
+    with pytest.raises(RankError, match="died without a result"):
         run_ranks(partial(train, kill_at="before the folder is renamed"), 2, config)
     assert len(losses(tmp_path / "run")) < 3
     jobs = [partial(train, waiting), partial(train, config), partial(_step_waits_for_no_disk, slow)]
@@ -56,7 +56,7 @@ def test_it_resumes_to_the_same_figures(tokens, tmp_path):
 
 
 def _step_waits_for_no_disk(config: Path) -> bool:
-    """Whether a save returns while the disk is at work, and `finish` when the checkpoint is whole."""
+    """Whether a save returns before its files are written, and `finish` after the checkpoint is complete."""
     start_deepspeed()
     from pipeline.checkpoint.folder import latest_checkpoint
     from pipeline.checkpoint.manifest import Position
@@ -71,7 +71,7 @@ def _step_waits_for_no_disk(config: Path) -> bool:
     write, returned = checkpointing.write_torch_file, threading.Event()
 
     def slowly(path, value):
-        returned.wait(PATIENCE_S)  # a save that waits for the disk is held up so long
+        returned.wait(PATIENCE_S)  # a save that waits for the disk takes this long
         write(path, value)
 
     with patch.object(checkpointing, "write_torch_file", slowly):

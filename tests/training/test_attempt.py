@@ -1,4 +1,4 @@
-"""A real run by its real launcher: two jobs at once, a rank that is killed, and on from there."""
+"""A real run with its real launcher: a second job, a killed rank, and the attempt that resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started(config: Path, attempt: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_killed_rank_is_named_and_the_next_attempt_goes_on(tokens, tmp_path):
+def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, schedule__steps=ENDLESS, checkpoints={"every_steps": 2})
     first = started(config, "7.0")
     assert wait_until(lambda: read_status(tmp_path).step >= 2 or first.poll() is not None)
@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_and_the_next_attempt_goes_on(tokens, tmp_path):
     _, refusal = second.communicate()
     assert second.returncode == FOLDER_TAKEN
     [line] = [line for line in refusal.splitlines() if "error" in line]
-    assert "is at the stage training in this folder, and one run folder takes one job" in line
+    assert "is at the stage training in this folder, which only one job may use" in line
 
     ranks = [child for child in psutil.Process(first.pid).children() if "RANK" in child.environ()]
     doomed = next(rank for rank in ranks if rank.environ()["RANK"] == "1")

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one line that names it, and leaves nothing half-written."""
+"""A user's faults end in one line that names them, and leave nothing half-written."""
 
 from __future__ import annotations
 

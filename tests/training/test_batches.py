@@ -1,4 +1,4 @@
-"""Which samples a step is made of, and what they become."""
+"""Which samples a step reads, and the batches made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happened to the newest checkpoint, a run resumes from the one before it, to the same end."""
+"""When the newest checkpoint is damaged, a run resumes from the one before it and ends with the same figures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def resumed(copies) -> dict[str, tuple[Any, Any]]:
-    """What each of the two ranks says when it resumes or trains each of the copies; "all lost" is tried twice."""
+    """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained twice."""
     configs = {name: run / "run.yaml" for name, run in copies.items()}
     jobs = {name: partial(_resume, configs[name]) for name in (*DAMAGE, *ELSEWHERE)}
     jobs |= {name: partial(train, configs[name]) for name in ("trained", "all lost", "other data", *NO_DAMAGE)}
@@ -105,7 +105,7 @@ def resumed(copies) -> dict[str, tuple[Any, Any]]:
 
 
 def _resume(config: Path) -> tuple[int, list[str]]:
-    """The step that the run resumes from, and what this rank warned of."""
+    """The step that the run resumes from, and this rank's warnings."""
     start_deepspeed()
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -119,24 +119,24 @@ def _resume(config: Path) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("name", [*DAMAGE, *ELSEWHERE])
-def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(copies, resumed, name):
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(copies, resumed, name):
     (step, said), other = resumed[name]
     checkpoints = copies[name] / "checkpoints"
     assert other == (step, [])
     if name in ELSEWHERE:
         assert (step, len(said)) == (4, 1)
-        assert "latest names no checkpoint; step_00000004 is tried" in said[0]
+        assert "latest names no checkpoint; trying step_00000004" in said[0]
     else:
         assert (step, len(said)) == (2, 1)
         assert DAMAGE[name][1] in said[0]
-        assert said[0].endswith("it is set aside as step_00000004.damaged, and the one before is tried")
+        assert said[0].endswith("renamed to step_00000004.damaged, trying the one before")
         assert (checkpoints / f"{NEWEST}.damaged").is_dir()
         assert not (checkpoints / NEWEST).exists()
     assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
     assert not list(checkpoints.glob(".*"))
 
 
-def test_the_run_ends_as_if_nothing_had_happened(finished, copies, resumed):
+def test_the_resumed_run_has_the_same_figures(finished, copies, resumed):
     assert resumed["trained"] == (0, 0)
     assert metrics(copies["trained"]) == metrics(finished)
     names = sorted(path.name for path in (copies["trained"] / "checkpoints").iterdir())
@@ -144,17 +144,17 @@ def test_the_run_ends_as_if_nothing_had_happened(finished, copies, resumed):
 
 
 @pytest.mark.parametrize("attempt", ["all lost", "all lost, again"])
-def test_a_run_that_lost_all_of_them_does_not_begin_anew(resumed, attempt):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(resumed, attempt):
     first, second = resumed[attempt]
     assert first.startswith("CheckpointError: ")
-    assert "checkpoints: no checkpoint is whole; those that are dam" in first
+    assert "checkpoints: no checkpoint is whole; the damaged ones" in first
     assert second == "exit 1"
 
 
-def test_what_is_no_damage_stays_an_error(copies, resumed):
+def test_a_fault_other_than_damage_is_an_error(copies, resumed):
     expected = {"other data": "another data"} | {name: message for name, (_, message) in NO_DAMAGE.items()}
     for name, message in expected.items():
         first, second = resumed[name]
         assert first.startswith("CheckpointError: ") and message in first
         assert second == "exit 1"
-        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was set aside"
+        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was renamed"

@@ -1,4 +1,4 @@
-"""Every attribute of DeepSpeed's insides that `pipeline.training.deepspeed_internals` uses is there."""
+"""Every attribute of DeepSpeed's insides that `pipeline.training.deepspeed_internals` uses exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.runs import in_turn, make_run, prepared, start_deepspeed
 
 PROJECT = Path(__file__).parents[2]
 
-# What each attribute is used for, so that who meets another DeepSpeed knows what to compare there.
+# The use of each attribute, to be compared when another DeepSpeed is installed.
 OF_DEEPSPEED = {
     "ops.__compatible_ops__": "init_distributed sets deepspeed_shm_comm to False there: nothing is compiled for gloo",
     "zero.Init._zero_init_param": "_PartitionedUnset overrides it: Init calls it for each parameter that is made",
@@ -54,7 +54,7 @@ OF_PARAMETER = {
 }
 
 
-def test_the_version_that_was_tried_is_the_one_that_is_installed():
+def test_the_tested_version_is_installed():
     requirements = (PROJECT / "setup.py").read_text(encoding="utf-8")
     (line,) = (line for line in requirements.splitlines() if '"deepspeed' in line)
     assert Requirement(line.strip().strip('",')).specifier.contains(TRIED_VERSION)
@@ -73,7 +73,7 @@ def missing(tokens, tmp_path_factory) -> list[str]:
     return [fault for faults in found for fault in faults]
 
 
-def test_every_attribute_is_there(missing):
+def test_every_attribute_exists(missing):
     assert not missing, (
         f"DeepSpeed {version('deepspeed')} lacks what pipeline/training/deepspeed_internals.py uses, which was tried "
         f"with {TRIED_VERSION}. Find in DeepSpeed's source what took its place:\n" + "\n".join(missing)
@@ -106,7 +106,9 @@ def _missing(config: Path, zero: int) -> list[str]:
             f"deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] ({OF_DEEPSPEED['ops.__compatible_ops__']})"
         )
     if hasattr(engine.optimizer, "fp32_partitioned_groups_flat") != (zero == 3):
-        faults.append(f"ZeRO-{zero}'s optimizer.fp32_partitioned_groups_flat (restore tells ZeRO-3 from 1 and 2 by it)")
+        faults.append(
+            f"ZeRO-{zero}'s optimizer.fp32_partitioned_groups_flat (restore distinguishes ZeRO-3 from 1 and 2 by it)"
+        )
     held = zero_partition_of(parameter)
     if zero == 3 and (held is None or held.values is not parameter.ds_tensor):
         faults.append("parameter.ds_tensor (attach_zero_partitions keeps it: it must stay the same tensor for good)")

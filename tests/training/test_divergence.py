@@ -1,4 +1,4 @@
-"""What counts as a spike; and a run that meets one continues as if the samples that led to it did not exist."""
+"""What counts as a spike; a run with a spike continues as if its samples did not exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recent(steps: list[tuple[float, float]], stability: Stability) -> tuple[Step
         ([(3.1, 0.5), (2.0, 5.1), (3.1, 5.1)], True),
     ],
 )
-def test_a_spike_is_some_steps_in_a_row_beyond_the_median(last, found):
+def test_a_spike_is_several_consecutive_steps_above_the_median(last, found):
     stability = Stability(window=20)
     assert bool(find_spike(recent([(2.0, 0.5)] * 20 + last, stability), stability, CLIPPING)) == found
     assert not find_spike(recent([(2.0, 0.5)] * 19 + last, stability), stability, CLIPPING), "the window is not full"
@@ -47,12 +47,12 @@ def test_a_spike_is_some_steps_in_a_row_beyond_the_median(last, found):
     assert not find_spike(recent([(2.0, 0.5)] * 20 + last, off), off, CLIPPING)
 
 
-def test_what_clipping_lets_through_is_no_spike():
+def test_unclipped_gradients_are_no_spike():
     stability = Stability(window=20)
     assert not find_spike(recent([(2.0, 0.01)] * 20 + [(2.0, 0.9)] * 3, stability), stability, CLIPPING)
 
 
-def test_an_ordinary_run_has_none():
+def test_an_ordinary_run_has_no_spike():
     draw = random.Random(0)
     stability, records = Stability(), ()
     for step in range(1, 5000):
@@ -74,12 +74,12 @@ SETTINGS: dict[str, Any] = {
 SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
 
 
-def test_it_rolls_back_and_leaves_the_samples_out(tokens, tmp_path):
+def test_it_rolls_back_and_skips_the_samples(tokens, tmp_path):
     asynchronous = {**SETTINGS, "checkpoints__asynchronous": True}
     killed = make_run(tmp_path / "killed", tokens, zero=1, **asynchronous)
-    with pytest.raises(RankError, match="died without a word"):
+    with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 2, killed, *SPIKE, Planned("death", 7, times=9))
-    # After the rollback; an asynchronous save may not have come to its end.
+    # After the rollback; an asynchronous save may not be complete.
     saved = (tmp_path / "killed" / "checkpoints" / "latest").read_text().strip()
     assert saved in ("step_00000004", "step_00000006")
 

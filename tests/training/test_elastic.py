@@ -1,4 +1,4 @@
-"""A run resumes at another tensor-parallel size, number of ranks and ZeRO stage, as if nothing had changed."""
+"""A run resumes at another tensor-parallel size, number of ranks and ZeRO stage, with the same losses."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SETTINGS: dict[str, Any] = {
     "schedule__learning_rate": 1e-3,
 }
 LAYOUTS = [(3, 4, 2), (1, 2, 1), (2, 4, 4)]
-"""ZeRO stage, ranks, tensor-parallel size: of the first step, of the second, and of those that follow."""
+"""ZeRO stage, ranks, tensor-parallel size: of the first step, the second, and the following ones."""
 OTHER_LAYOUTS = [(2, 1, 1, "fp32"), (3, 2, 1, "fp32"), (2, 2, 2, "fp32"), (1, 2, 1, "bf16"), (3, 4, 2, "bf16")]
 """Where the state after two steps is compared."""
 
 
 @pytest.fixture(scope="module")
 def moved(tokens, tmp_path_factory) -> Path:
-    """A run that made one step at each of two layouts, and stands before its third."""
+    """A run with one step at each of two layouts, before its third step."""
     folder = tmp_path_factory.mktemp("moved")
     make_run(folder, tokens, **SETTINGS)
     for zero, world_size, tp_size in LAYOUTS[:2]:
@@ -65,10 +65,10 @@ def _config(moved: Path, tokens: Path, zero: int, world_size: int, tp_size: int,
     name = f"zero{zero}_{world_size}_{tp_size}_{dtype}"
     settings = {"deepspeed": f"{moved}/{name}.json", "parallel__tp_size": tp_size, **SETTINGS}
     config = write_config(moved, tokens, zero=zero, name=f"{name}.yaml", **settings)
-    told = json.loads((moved / f"zero{zero}.json").read_text())
+    deepspeed_values = json.loads((moved / f"zero{zero}.json").read_text())
     if dtype == "bf16":
-        told |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    (moved / f"{name}.json").write_text(json.dumps(told))
+        deepspeed_values |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    (moved / f"{name}.json").write_text(json.dumps(deepspeed_values))
     return config
 
 
@@ -95,7 +95,7 @@ def test_moving_over_three_layouts_changes_no_loss(moved, resumed):
 
 
 def _resume_and_look(path: Path) -> dict[str, Any]:
-    """What this rank's engine holds right after it resumed, by DeepSpeed's own account."""
+    """The state of this rank's engine right after it resumed, from DeepSpeed's own functions."""
     start_deepspeed()
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

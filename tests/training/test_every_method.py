@@ -1,4 +1,4 @@
-"""What SCALE is compared with trains as SCALE does: resumed to the bit, moved to other layouts, and exported."""
+"""The baselines train as SCALE does: resumed exactly, moved to other layouts, and exported."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_it_resumes_at_another_layout(method, undisturbed, resumed, layout):
     assert losses(resumed / layout / method) == pytest.approx(losses(undisturbed), rel=1e-6)
 
 
-def test_its_checkpoint_holds_what_trained_and_leaves_for_transformers(method, stopped, tmp_path):
+def test_its_checkpoint_holds_what_trained_and_converts_for_transformers(method, stopped, tmp_path):
     checkpoint = stopped / "checkpoints" / "step_00000001"
     model = open_trained(checkpoint, STORIES)
     assert model.trained == {name for name, _ in named_trained_parameters(model.structure)} != set(model.shapes)

@@ -1,4 +1,4 @@
-"""A full disk costs the checkpoints that do not fit, and nothing else: no step, no figure, not the run."""
+"""A full disk prevents only the checkpoints that do not fit: no step or figure is lost, and the run continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {"schedule__steps": 5, "validation__max_sequences": 2}
 EVERY_STEP = {**SETTINGS, "checkpoints__every_steps": 1, "validation__every_steps": 1}
 
 
-def test_the_run_continues_and_the_next_save_is_tried(tokens, tmp_path, small_disk):
+def test_the_run_continues_and_tries_the_next_save(tokens, tmp_path, small_disk):
     runs = {}
     for zero, asynchronous in ((1, False), (3, True)):
         disk, undisturbed = small_disk(mib=24), tmp_path / f"undisturbed{zero}"
@@ -34,7 +34,7 @@ def test_the_run_continues_and_the_next_save_is_tried(tokens, tmp_path, small_di
     assert run_ranks(in_turn, 2, all_jobs) == [[0] * 4] * 2
 
     for run, (undisturbed, _) in runs.items():
-        # That it saved, scored and failed after every step changed no number.
+        # The saves, validations and faults after every step changed no number.
         assert losses(run) == losses(undisturbed)
         assert [len(line) > 10 for line in metrics(run)[1:]] == [True] * 5, "a step's scores are lost"
         assert metrics(run)[-1]["failed_saves"] == 2

@@ -1,4 +1,4 @@
-"""The step-0 gate lets an untouched expansion pass, and refuses one that changes what the base says."""
+"""The step-0 gate accepts an unmodified expansion, and refuses one that changes the base's logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
     for name, (method, *_) in SABOTAGED.items():
         jobs.append(partial(train_sabotaged, make_run(tmp_path / name, tokens, zero=zero, method=method), name))
     first, *others = run_ranks(in_turn, world_size, jobs)
-    # Of the one file, the rank that hashes it knows.
+    # Only the rank that hashes the file finds the fault.
     assert first[0].startswith("CheckpointError: ") and "safetensors: damaged or missing (another SHA-256" in first[0]
     assert first[1].startswith(f"PreservationError: {tmp_path}/consistent/upscaled: at step 0 ")
     for refusal in first[2:]:
@@ -55,7 +55,7 @@ def tamper(expansion: Path, name: str) -> None:
 
 
 def accept(expansion: Path) -> None:
-    """Gives the manifest the hashes of the files as they are, as if they had been made so."""
+    """Gives the manifest the hashes of the files as they are now."""
     manifest = json.loads((expansion / MANIFEST).read_text())
     manifest["hashes"] = {name: file_hash(expansion / name) for name in manifest["hashes"]}
     (expansion / MANIFEST).write_text(json.dumps(manifest))

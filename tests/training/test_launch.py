@@ -1,4 +1,4 @@
-"""A process's place among the ranks, read from what each launcher leaves in the environment."""
+"""A process's place among the ranks, read from the environment of each launcher."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_launcher_gives_the_same_place(environment):
     assert read_launch(launch.environment, far) == launch
 
 
-def test_without_a_launcher_a_process_is_alone_on_whatever_port_is_free():
+def test_without_a_launcher_a_process_is_alone_on_any_free_port():
     launch = read_launch({}, nowhere)
     assert (launch.rank, launch.world_size, launch.master_addr) == (0, 1, "127.0.0.1")
     assert launch.master_port == 0
@@ -72,7 +72,7 @@ def test_without_a_launcher_a_process_is_alone_on_whatever_port_is_free():
         ({**TORCHRUN, "EXPECTED_WORLD_SIZE": "2"}, "is one of 4 process(es), but 2 were allocated"),
         ({**SRUN, "SLURM_NTASKS": "8"}, "is one of 4 process(es), but 8 were allocated"),
     ],
-    ids=["beside srun", "fewer than meant", "more than meant", "a step smaller than the job"],
+    ids=["without srun", "fewer than meant", "more than meant", "a step smaller than the job"],
 )
 def test_a_world_that_is_not_the_allocation_is_refused(environment, complaint):
     with pytest.raises(LayoutError, match=re.escape(complaint)):
@@ -114,7 +114,7 @@ def test_a_loopback_address_serves_one_host_only():
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1", "::1", None])
-def test_a_node_whose_own_name_leads_nowhere_is_named(own):
+def test_a_node_whose_own_name_does_not_resolve_is_named(own):
     def resolve(name: str) -> str:
         if name == socket.gethostname():
             return own or nowhere(name)
@@ -142,7 +142,7 @@ def test_each_rank_of_a_node_takes_a_gpu_of_its_own():
 
 
 def test_no_thread_of_the_group_outlives_it():
-    """They abort the process now and then; the import stands for transformers', which brings it in after the start."""
+    """Such threads sometimes abort the process; the import stands for transformers', which comes after the start."""
     program = """
 import os, pathlib, sys, time
 from pipeline.training import launch
@@ -176,7 +176,7 @@ wait_until(gloo_runs=False)
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("sys.exit()", 0), ("pass", 0), ("1 / 0", 1)])
-def test_a_process_leaves_with_its_code_its_last_words_and_no_clean_up(end, code):
+def test_a_process_exits_with_its_code_and_output_and_without_clean_up(end, code):
     program = f"""
 import atexit, sys
 from pipeline.training import launch
@@ -194,7 +194,7 @@ launch.leave_after(program)
     assert ("ZeroDivisionError" in result.stderr) == ("/" in end)
 
 
-def test_a_port_that_another_program_holds_is_said_in_one_line_and_worth_another_attempt():
+def test_a_port_in_use_is_reported_in_one_line_and_retried():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Launch(0, 0, 2, "127.0.0.1", taken.getsockname()[1])
         environment = {**os.environ, **place.environment, "DS_ACCELERATOR": "cpu"}

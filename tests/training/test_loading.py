@@ -1,4 +1,4 @@
-"""A rank reads what it will hold, and holds no more while it reads."""
+"""A rank reads only what it will hold, and holds no more while it reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def large(tmp_path_factory) -> Path:
     names = sorted(shapes)
     files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
     for file in set(files.values()):
-        # Every element is another number, so that one in another's place is seen.
+        # Every element is different, so that a misplaced one is found.
         save_file(
             {
                 name: torch.arange(prod(shapes[name]), dtype=torch.float32).view(shapes[name]) + index
@@ -109,7 +109,7 @@ def _load(path: Path) -> tuple[int, int, int, int]:
 
 
 def _check_values(model, base, groups: ProcessGroups) -> None:
-    """ZeRO-3's pieces of a few parameters lie where they belong."""
+    """ZeRO-3's pieces of some parameters have the right values."""
     tp = groups.tensor_parallel
     parameters = dict(model.named_parameters())
     for name in ("embedding.base.weight", "layers.1.ffn.down.base.weight", "final_norm.base.weight"):
@@ -122,6 +122,6 @@ def _check_values(model, base, groups: ProcessGroups) -> None:
 
 
 def _status(entry: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
+    """A value of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{entry}:")) * 1024

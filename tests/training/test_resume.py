@@ -1,4 +1,4 @@
-"""A run that is stopped or killed resumes as if nothing had happened, to the last bit."""
+"""A run that is stopped or killed resumes with identical figures, to the last bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, run
         for number in range(len(KILL_POINTS))
     ]
     for point, config in zip(KILL_POINTS, configs, strict=True):
-        with pytest.raises(RankError, match="died without a word"):
+        with pytest.raises(RankError, match="died without a result"):
             run_ranks(partial(train, kill_at=point), 2, config)
         saved = (config.parent / "checkpoints" / "latest").read_text().strip()
         assert saved == ("step_00000002" if point == "before the old one is removed" else "step_00000001"), point
@@ -63,7 +63,7 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, run
         assert names == ["latest", f"step_{STEPS:08d}"], f"{point}: stale folders are left"
 
 
-def test_a_finished_run_is_left_alone_and_may_train_longer(tokens, tmp_path):
+def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
     longer = make_run(tmp_path, tokens, zero=1, name="longer.yaml", schedule__steps=3, upscaled=f"{tmp_path}/upscaled")
     state, attempt = partial(_written, tmp_path), partial(partial, _attempt)

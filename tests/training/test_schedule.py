@@ -20,7 +20,7 @@ def rates(**settings) -> list[float]:
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
-def test_a_schedule_rises_once_and_then_never(kind, steps, warmup, decay, final):
+def test_a_schedule_rises_and_then_never_again(kind, steps, warmup, decay, final):
     values = rates(
         decay=kind, steps=steps, warmup_fraction=warmup, decay_fraction=decay, final_learning_rate_fraction=final
     )

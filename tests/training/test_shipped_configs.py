@@ -1,4 +1,4 @@
-"""Every configuration that the project ships describes a run that can start."""
+"""Every shipped configuration describes a run that can start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def project_root(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "world_sizes"), [("demo", (1, 2)), ("cpt_korean_llama3.2_1b", (8, 16, 32, 64, 128))])
-def test_a_run_fits_the_worlds_it_is_made_for(name, world_sizes):
+def test_a_run_fits_its_intended_world_sizes(name, world_sizes):
     config = load_config(PROJECT / "configs" / f"{name}.yaml")
     for world_size in world_sizes:
         layout = Layout(world_size, config.parallel.tp_size)
@@ -38,7 +38,7 @@ def test_the_demo_reads_what_is_shipped():
         assert all(Path(file).is_file() for file in [*corpus.input, *corpus.heldout_input])
 
 
-def test_the_large_run_is_the_paper_s():
+def test_the_large_run_has_the_papers_sizes():
     config = load_config(PROJECT / "configs" / "cpt_korean_llama3.2_1b.yaml")
     assert isinstance(config.method, ScaleMethod)
     added = plan_expansion(config.method, LLAMA_1B, num_layers=16).expansion

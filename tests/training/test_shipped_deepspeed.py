@@ -1,4 +1,4 @@
-"""Every DeepSpeed file that comes with the project trains, with activation checkpointing, and holds what it should."""
+"""Every shipped DeepSpeed file trains with activation checkpointing, and shards what it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first Ctrl-C asks for the end; the second one does not ask."""
+"""The first Ctrl-C asks for a save and a stop; the second ends the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with StopSignals():
 """
 
 
-def test_a_signal_is_only_noted():
+def test_a_signal_is_only_recorded():
     before = threading.enumerate()
     with StopSignals() as signals:
         [listener] = set(threading.enumerate()) - set(before)

@@ -1,4 +1,4 @@
-"""Results that are not finite: a passing fault leaves no trace, a lasting one costs its own step and nothing else."""
+"""Results that are not finite: a transient fault changes nothing, a permanent one costs only its own step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.runs import in_turn, make_run, metrics, train
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-# On two ranks: ZeRO stage, tensor-parallel size, and what else DeepSpeed is told.
+# On two ranks: ZeRO stage, tensor-parallel size, and other DeepSpeed settings.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-1": (1, 1, {}, {}),
     "ZeRO-2": (2, 1, {}, {}),
@@ -33,17 +33,19 @@ def make(folder: Path, tokens: Path, layout: str, **changes: Any) -> Path:
     zero, tp_size, values, sharding = LAYOUTS[layout]
     settings = {"parallel__tp_size": tp_size, "schedule__steps": 4, "schedule__micro_batch_size": 4 if zero == 3 else 2}
     config = make_run(folder, tokens, zero=zero, **{**settings, **changes})
-    told = json.loads((folder / f"zero{zero}.json").read_text())
+    deepspeed_values = json.loads((folder / f"zero{zero}.json").read_text())
     (folder / f"zero{zero}.json").write_text(
-        json.dumps({**told, **values, "zero_optimization": {**told["zero_optimization"], **sharding}})
+        json.dumps(
+            {**deepspeed_values, **values, "zero_optimization": {**deepspeed_values["zero_optimization"], **sharding}}
+        )
     )
     return config
 
 
 @pytest.fixture(scope="module")
 def runs(tokens, tmp_path_factory) -> Path:
-    """The folder of two runs at each layout: one `with` a fault that passes and one that stays, and one that is told
-    beforehand to skip the step of the latter, `without` any fault."""
+    """The folder of two runs per layout: one `with` a transient and a permanent fault, and one `without` faults, which
+    skips the step of the permanent fault from the start."""
     folder = tmp_path_factory.mktemp("runs")
     planned = (Planned("infinite loss", 2, times=1), Planned("nan gradient", 3, times=2))
     other_way = (Planned("nan gradient", 2, times=1), Planned("infinite loss", 3, times=2))
@@ -51,28 +53,28 @@ def runs(tokens, tmp_path_factory) -> Path:
     for layout in LAYOUTS:
         jobs.append(partial(train_with, make(folder / layout / "with", tokens, layout), *planned))
         jobs.append(partial(train_without, make(folder / layout / "without", tokens, layout), 3))
-    jobs.append(partial(train_with, make(folder / "the other way round", tokens, "ZeRO-1"), *other_way))
+    jobs.append(partial(train_with, make(folder / "other order", tokens, "ZeRO-1"), *other_way))
     assert run_ranks(in_turn, 2, jobs) == [[0, None] * len(LAYOUTS) + [0]] * 2
     return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fault_that_passes_leaves_no_trace_and_one_that_stays_costs_its_step(runs, layout):
+def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(runs, layout):
     found = metrics(runs / layout / "with")
     assert found[2].pop("recomputed_steps") == 1
     assert found[3] == {"step": 3, "skipped_steps": 1}
     assert found == metrics(runs / layout / "without")
 
 
-def test_the_faults_are_found_the_other_way_round_too(runs):
-    found = metrics(runs / "the other way round")
+def test_the_faults_are_found_in_the_other_order_too(runs):
+    found = metrics(runs / "other order")
     assert [line.get("recomputed_steps") for line in found] == [None, None, 1, None, None]
     assert [line.get("skipped_steps") for line in found] == [None, None, None, 1, None]
 
 
 def test_a_resumed_run_remembers_what_it_skipped(tokens, tmp_path):
     config = make(tmp_path / "run", tokens, "ZeRO-1", checkpoints={"every_steps": 3})
-    with pytest.raises(RankError, match="died without a word"):
+    with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 2, config, Planned("nan gradient", 2, times=2), Planned("death", 4, times=1))
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "manifest.json").read_text())
     assert manifest["position"]["skipped_steps"] == [2]
@@ -86,8 +88,8 @@ def test_a_resumed_run_remembers_what_it_skipped(tokens, tmp_path):
 def test_what_a_run_cannot_tolerate_ends_it(tokens, tmp_path):
     diverges = make(tmp_path / "diverges", tokens, "ZeRO-3", stability={"max_skipped_steps": 0})
     unguarded = make_run(tmp_path / "unguarded", tokens, zero=2)
-    told = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 2}}
-    (tmp_path / "unguarded" / "zero2.json").write_text(json.dumps(told))
+    deepspeed_values = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 2}}
+    (tmp_path / "unguarded" / "zero2.json").write_text(json.dumps(deepspeed_values))
     jobs = [partial(train_with, diverges, Planned("nan gradient", 2, times=2)), partial(train, unguarded)]
     first, second = run_ranks(in_turn, 2, jobs)
     assert first[0].startswith("DivergenceError: step 2: 1 steps were skipped, more than stability.max")

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Runs a stage, passes signals on to it, and retries it after a fault. slurm/common.sh sources this file.
 #
-#   run_stage NAME COMMAND…     runs a stage: at a signal it is told to save and stop; after a fault that is not the user's
+#   run_stage NAME COMMAND…     runs a stage: at a signal it saves and stops; after a fault that is not the user's
 #                               it is tried again; the script ends if the stage fails for good or is interrupted
 
 stop_signal="" # set by the traps; once set, no further stage starts

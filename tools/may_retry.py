@@ -1,4 +1,4 @@
-"""Tells a script whether to retry a stage that ended, and records its end.
+"""Decides whether a stage that ended is retried, and records its end.
 
     python tools/may_retry.py --config configs/demo.yaml --stage train --exit-code 137
 

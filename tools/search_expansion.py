@@ -3,8 +3,8 @@
     python tools/run_study.py configs/studies/korean_quick.yaml
     python tools/search_expansion.py configs/studies/korean_quick.yaml --trials 20
 
-Prints the best trade-offs between learning and forgetting, beside those of the study, and draws them in the search's
-folder. Stopped or killed, the same command goes on; started several times at once, its processes share the trials.
+Prints the best trade-offs between learning and forgetting, with those of the study, and writes report.html. Stopped or
+killed, the same command continues; started several times at once, its processes share the trials.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ def main() -> None:
     search.run(arguments.trials)
     write_json(folder / SUMMARY, [row.model_dump() for row, _ in front(search.rows)])
     by_hand = read_runs([study]) if (study / SUMMARY).exists() else []
-    print(comparison(search.rows, by_hand))
     write_text(folder / "report.html", page([*read_runs([folder]), *by_hand], "What the search found"))
-    print(f"\n{folder / 'report.html'}")
+    print(comparison(search.rows, by_hand), folder / "report.html", sep="\n\n")
 
 
 if __name__ == "__main__":

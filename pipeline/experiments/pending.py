@@ -1,6 +1,6 @@
-"""What is left to do of a study, by what the folders of its runs hold; and which learning rate each method gets.
+"""The pending tasks of a study, and the learning rate of each method, from the contents of its run folders.
 
-Nothing else is recorded. The question is asked again whenever a run ended, by one process or by a chain of jobs.
+No other state is kept. Both are determined again whenever a run ends, by one process or by a chain of jobs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Task:
 
 
 def pending_tasks(runs: StudyRuns) -> list[Task]:
-    """What can be done now, all of it at the same time; empty where the study is finished.
+    """The tasks that can start now, all at the same time; empty where the study is finished.
 
     Raises:
         StudyError: a method diverged at every learning rate.
@@ -51,7 +51,7 @@ def pending_tasks(runs: StudyRuns) -> list[Task]:
 
 
 def pending_after(runs: StudyRuns, ended: Collection[str]) -> list[Task]:
-    """What can be done now that the jobs of the tasks with the names `ended` are over.
+    """The tasks that can start now that the jobs of the tasks with the names `ended` are over.
 
     A task is not submitted twice, however its job ended: an error, `scancel`, a lost node. A run that diverged at one
     of several learning rates is finished.

@@ -28,7 +28,7 @@ _logger = log.get_logger(__name__)
 
 
 def make_random_base(wanted: RandomBase, folder: Path) -> None:
-    """Writes the base into `folder`, unless it is there already.
+    """Writes the base into `folder`, unless it exists.
 
     Raises:
         ConfigError: the folder holds a base that was made of something else.

@@ -50,7 +50,7 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
     """Runs everything that is pending, at most `jobs` processes at a time.
 
     Raises:
-        StudyError: a run failed, other than by diverging at one of several learning rates; the runs beside it were
+        StudyError: a run failed, other than by diverging at one of several learning rates; the other runs were
             stopped and saved.
     """
     tasks, done, total = pending_tasks(runs), finished_count(runs), run_count(runs)

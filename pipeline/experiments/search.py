@@ -2,8 +2,7 @@
 
 A trial is an ordinary run on the base and texts of a study: variant, widths, l_fp, collaborative modules and learning
 rate are sampled within a parameter budget, and the run is scored by two objectives, nats learned and nats forgotten.
-No trial is cut short: Optuna prunes single objectives only, and what a run forgets in its first steps says little of
-its end: in an earlier search with short rounds, what kept within the budget after 75 steps went far beyond it by 300.
+No trial is stopped early: Optuna prunes single objectives only, and early forgetting does not predict that at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ except ImportError:
 
 HEARTBEAT_S = 30
 """A trial without a heartbeat for twice as long belongs to a process that ended; it is run again, and resumes."""
-_RANDOM_TRIALS = 5  # before the sampler has enough to learn from; a search has tens of trials, not hundreds
 _ROW = "row"  # of a trial that ended: its row, as in a study's summary, or nothing where the run diverged
 
 
@@ -67,7 +65,7 @@ class Search:
                 heartbeat_interval=HEARTBEAT_S,
                 heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(),
             ),
-            sampler=optuna.samplers.TPESampler(n_startup_trials=_RANDOM_TRIALS),
+            sampler=optuna.samplers.TPESampler(n_startup_trials=5),  # of tens; Optuna's default of 10 is for more
             study_name="expansion",
             directions=["maximize", "minimize"],
             load_if_exists=True,
@@ -75,19 +73,13 @@ class Search:
 
     def run(self, count: int) -> None:
         """Runs trials until `count` have ended, those of earlier calls and of other processes included."""
-
-        def stop_at_count(trials: optuna.Study, _: object) -> None:
-            if len(self._ended()) >= count:
-                trials.stop()
-
-        if len(self._ended()) < count:
-            self._trials.optimize(self._run_trial, callbacks=[stop_at_count])
+        while len(self._ended()) < count:
+            self._trials.optimize(self._run_trial, n_trials=1)
 
     @property
     def rows(self) -> list[Row]:
         """The rows of the trials that did not diverge."""
-        found = (trial.user_attrs[_ROW] for trial in self._ended())
-        return [Row.model_validate(row) for row in found if row is not None]
+        return [Row.model_validate(row) for trial in self._ended() if (row := trial.user_attrs[_ROW])]
 
     def _ended(self) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in self._trials.get_trials(deepcopy=False) if _ROW in trial.user_attrs]
@@ -98,18 +90,17 @@ class Search:
         modules = "" if method.l_fp is None else f"-lfp{method.l_fp}-{method.collaborative_modules}"
         key = Trial(f"{method.variant}-h{method.expansion.hidden_size}{modules}", rate, self._runs.study.seeds[0])
         runs = self._study_of(key, method)
+        run = runs.trial(key)
         try:
             run_study(runs, jobs=1)
         except KeyboardInterrupt:
             raise SystemExit(130) from None  # Optuna would mark the trial as failed; without a heartbeat it is resumed
         except StudyError:
-            if not has_diverged(runs.trial(key)):
+            if not has_diverged(run):
                 raise
-            place = None
-        else:
-            row = read_outcome(runs.trial(key)).row(key, f"{key.method} at {rate:g}", self._folder)
-            place = PERPLEXITY.standing(row, row.after)
-        trial.set_user_attr(_ROW, row.model_dump(mode="json") if place else None)
+        row = None if has_diverged(run) else read_outcome(run).row(key, f"{key.method} at {rate:g}", self._folder)
+        place = PERPLEXITY.standing(row, row.after) if row else None
+        trial.set_user_attr(_ROW, row.model_dump(mode="json") if row and place else None)
         if place is None:
             raise optuna.TrialPruned
         return place
@@ -135,19 +126,19 @@ class Search:
         study = self._runs.study
         own = Compared(label=key.method, method=method, learning_rates=[key.learning_rate])
         settings = {**study.settings, "data": {"folder": str(study.folder / TOKENS), **study.settings["data"]}}
-        one_run = {"folder": self._folder, "settings": settings, "methods": {key.method: own}, "seeds": [key.seed]}
+        run = {"folder": self._folder, "settings": settings, "methods": {key.method: own}, "seeds": [key.seed]}
         base: dict[str, Any] = {"base": self._runs.base, "scratch": None, "stages": {}, "match": None}
-        return StudyRuns(study.model_copy(update={**one_run, **base}), self._runs.source)
+        return StudyRuns(study.model_copy(update={**run, **base}), self._runs.source)
 
 
 def front(rows: Sequence[Row]) -> list[tuple[Row, Standing]]:
-    """Those than which no other both learned as much and forgot as little, what learned least first."""
+    """The Pareto front of learning against forgetting, sorted by what was learned."""
     placed = [(row, place) for row in rows if (place := PERPLEXITY.standing(row, row.after))]
     return sorted(not_dominated(placed), key=lambda pair: pair[1].learned)
 
 
 def comparison(rows: Sequence[Row], by_hand: Sequence[Run]) -> str:
-    """A table of the search's front and of the study's, with a mark on what is on the front of both together."""
+    """A table of the search's front and the study's, which marks the runs on the front of both together."""
     tried = [row for run in by_hand for row in run.tried or [run.row]]
     best = [row for row, _ in front([*rows, *tried])]
     lines = []

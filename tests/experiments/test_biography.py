@@ -72,24 +72,24 @@ def test_people_have_the_papers_proportions(count: int, seed: int):
 def test_another_seed_gives_other_people():
     pools = make_pools()
     ours, others = (make_people(500, pools, seed) for seed in (0, 1))
-    assert {one.name for one in ours} != {one.name for one in others}
+    assert {person.name for person in ours} != {person.name for person in others}
     assert make_people(100, pools, 0) != make_people(500, pools, 0)[100:200]
 
 
 def test_every_attribute_takes_all_its_values_and_the_company_fixes_the_city():
     pools = make_pools()
     people = make_people(20_000, pools, 3)
-    assert {one.birth_city for one in people} == set(pools.cities)
-    assert {one.university for one in people} == set(pools.universities)
-    assert {one.major for one in people} == set(pools.majors)
+    assert {person.birth_city for person in people} == set(pools.cities)
+    assert {person.university for person in people} == set(pools.universities)
+    assert {person.major for person in people} == set(pools.majors)
     city_of = dict(zip(pools.companies, pools.company_cities, strict=True))
-    assert all(one.company_city == city_of[one.company] for one in people)
-    assert {one.company for one in people} == set(city_of)
-    dates = [re.fullmatch(r"(\w+) (\d+), (\d+)", one.birthday).groups() for one in people]
+    assert all(person.company_city == city_of[person.company] for person in people)
+    assert {person.company for person in people} == set(city_of)
+    dates = [re.fullmatch(r"(\w+) (\d+), (\d+)", person.birthday).groups() for person in people]
     assert {month for month, _, _ in dates} == set(MONTHS)
     assert {int(day) for _, day, _ in dates} == set(range(DAYS[0], DAYS[1] + 1))
     assert {int(year) for _, _, year in dates} == set(range(YEARS[0], YEARS[1] + 1))
-    assert max(Counter(one.major for one in people).values()) < 2 * 20_000 / 100
+    assert max(Counter(person.major for person in people).values()) < 2 * 20_000 / 100
 
 
 def test_biographies_state_every_fact_with_the_full_name_in_varying_order():
@@ -102,7 +102,9 @@ def test_biographies_state_every_fact_with_the_full_name_in_varying_order():
         assert all(getattr(person, attribute) in text for attribute in ATTRIBUTES)
     assert len({text.index(person.birthday) for text in texts}) > 1
     assert set(SENTENCES) == set(QUESTIONS) == set(ATTRIBUTES)
-    assert all("{name}" in one and f"{{{key}}}" in one for key, some in SENTENCES.items() for one in some)
+    assert all(
+        "{name}" in sentence and f"{{{key}}}" in sentence for key, some in SENTENCES.items() for sentence in some
+    )
 
 
 def test_a_question_names_the_person_and_its_answer_starts_with_a_space():

@@ -32,26 +32,26 @@ def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture,
     parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
     texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
     tokenizer = NewTokenizer(vocab_size=900, texts=texts)
-    for folder, seed in (("one", 1), ("same", 1), ("other", 2)):
+    for folder, seed in (("first", 1), ("same", 1), ("other", 2)):
         make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=seed), tmp_path / folder)
 
-    ours, theirs = load_tokenizer(tmp_path / "one"), AutoTokenizer.from_pretrained(tmp_path / "one")
-    assert ours.vocab_size == load_hf_model(tmp_path / "one").config.vocab_size == 900
+    ours, theirs = load_tokenizer(tmp_path / "first"), AutoTokenizer.from_pretrained(tmp_path / "first")
+    assert ours.vocab_size == load_hf_model(tmp_path / "first").config.vocab_size == 900
     for text in TEXTS:
         ids = ours.reference.encode([text]).ids.tolist()
         assert ids == theirs.encode(text)
         assert ours.fast is None or ids == ours.fast.encode([text]).ids.tolist()
         assert theirs.decode(ids).lstrip() == text.lstrip()
-    one, same, other = (file_hash(tmp_path / folder / "model.safetensors") for folder in ("one", "same", "other"))
-    assert one == same != other
+    first, same, other = (file_hash(tmp_path / folder / "model.safetensors") for folder in ("first", "same", "other"))
+    assert first == same != other
 
-    before = (tmp_path / "one" / "config.json").stat().st_mtime_ns
-    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "one")
-    assert before == (tmp_path / "one" / "config.json").stat().st_mtime_ns
+    before = (tmp_path / "first" / "config.json").stat().st_mtime_ns
+    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "first")
+    assert before == (tmp_path / "first" / "config.json").stat().st_mtime_ns
     with pytest.raises(ConfigError, match=r"made_of.json: this base was made of another seed than `scratch` has now"):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "one")
+        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "first")
     with pytest.raises(ConfigError, match=r"was made of another tokenizer"):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "one")
+        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "first")
 
 
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])

@@ -16,7 +16,7 @@ SHIPPED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/summar
 
 
 def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
-    own = [Row.model_validate(one) for one in rows()]
+    own = [Row.model_validate(row) for row in rows()]
     own[0].after["korean"]["perplexity"] = math.inf
     tried = [
         Tried(
@@ -32,7 +32,7 @@ def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
 def test_rows_of_earlier_versions_do_not_change(path, tmp_path):
     write_summary(tmp_path, read_rows(path.parent), [])
-    after, before = (json.loads(one.read_text()) for one in (tmp_path / "summary.json", path))
+    after, before = (json.loads(file.read_text()) for file in (tmp_path / "summary.json", path))
     assert [{key: value for key, value in row.items() if value is not None} for row in after] == [
         {key: value for key, value in row.items() if value is not None} for row in before
     ]

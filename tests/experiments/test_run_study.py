@@ -82,10 +82,10 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # the same base
 
 
-def test_a_learning_rate_that_diverged_is_out(finished):
+def test_a_learning_rate_that_diverged_is_not_chosen(finished):
     study, printed = finished
     tried = json.loads((study / "learning_rates.json").read_text())
-    at = {one["learning_rate"]: one for one in tried if one["label"] == "LoRA"}
+    at = {row["learning_rate"]: row for row in tried if row["label"] == "LoRA"}
     assert (at[2e-3]["chosen"], at[2e-3]["at_the_edge"], at[BEYOND]["chosen"]) == (True, True, False)
     assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
     (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)

@@ -61,7 +61,7 @@ def test_a_stopped_trial_is_resumed(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search_module, "run_study", interrupt)
     search.run(1)  # nothing is left to do
 
-    # The tool prints and draws what is there.
+    # The tool prints and draws the finished trials.
     call_tool(monkeypatch, "search_expansion", tmp_path / "study.yaml", "--trials", 1, "--folder", tmp_path / "search")
     printed = capsys.readouterr().out
     assert row.label in printed and "on the front of both" in printed
@@ -92,7 +92,7 @@ def row(label: str, learned: float, forgotten: float) -> Row:
 
 def test_the_front_is_what_no_other_run_dominates(tmp_path):
     found = [row("good", 0.5, 0.1), row("worse", 0.4, 0.2), row("slow", 0.1, 0.05), row("equal", 0.5, 0.1)]
-    assert [one.label for one, _ in front(found)] == ["slow", "good", "equal"]
+    assert [row.label for row, _ in front(found)] == ["slow", "good", "equal"]
     study = write_results(tmp_path / "study", rows((1,))[:1], diagnostics=False)  # full fine-tuning: 0.96, 0.18
     write_tried(study, rows((1,))[:1], [0.1, 1.0])
     lines = comparison(found, read_runs([study])).splitlines()

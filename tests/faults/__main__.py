@@ -52,8 +52,8 @@ def break_runs(names: list[str], folder: Path) -> list[Result]:
         for name in names:
             fault, began = FAULTS[name], time.monotonic()
             try:
-                result = fault.befall(laboratory, cluster)
-            except Exception as error:  # noqa: BLE001  the others are tried all the same
+                result = fault.inject_into_run(laboratory, cluster)
+            except Exception as error:  # noqa: BLE001  the other faults are still injected
                 traceback.print_exc()
                 reason = str(error).partition("\n")[0]
                 result = Result(fault.title, 1, None, None, sequence_equal=False, remarks=reason)

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint that was whole, as disks and people do it."""
+"""Damage to a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from tests.faults.job import Job
 
 Damage = Callable[[Path], None]
-"""What is done to a checkpoint's folder."""
+"""Damages a checkpoint's folder."""
 
 
 def truncate(checkpoint: Path) -> None:
-    """The second half of a file is gone."""
+    """Removes the second half of a file."""
     file = _of_rank(checkpoint, 1)
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
 
 
 def flip_bit(checkpoint: Path) -> None:
-    """One bit of a file is another; drawn with seed 5."""
+    """Flips a random bit of a file (seed 5)."""
     file = _of_rank(checkpoint, 0)
     content = bytearray(file.read_bytes())
     place = random.Random(5).randrange(8 * len(content))
@@ -29,12 +29,12 @@ def flip_bit(checkpoint: Path) -> None:
 
 
 def lose_file(checkpoint: Path) -> None:
-    """The file of one rank is not there."""
+    """Removes the file of rank 1."""
     _of_rank(checkpoint, 1).unlink()
 
 
 def done_to_the_newest(damage: Damage) -> Callable[[Job], int]:
-    """Damages a job's newest checkpoint; says from which step the run must then go on: that of the one before."""
+    """Damages a job's newest checkpoint; returns the step of the one before, from which the run must resume."""
 
     def strike(job: Job) -> int:
         *_, before, newest = job.run.checkpoints

@@ -1,4 +1,4 @@
-"""A disk that is full while checkpoints are saved, and free again: training goes on without one."""
+"""A disk that is full during a save and free again later: training continues without that checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster
 
 
 def fill_the_disk(fault: str, laboratory: Laboratory, cluster: Cluster) -> Result:
-    """A job whose checkpoints lie on a small disk of their own, which another program fills during the run."""
+    """Runs a job that saves to a small disk, which another program fills during the run."""
     laboratory.undisturbed(BRIEF)
     run = laboratory.new_run(BRIEF)
     disk = SmallDisk(run.folder / "checkpoints", mib=64)

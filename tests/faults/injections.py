@@ -1,4 +1,4 @@
-"""Faults that strike a running job: real commands of Slurm, real signals to real processes."""
+"""Faults that are injected into a running job: Slurm commands, and signals to its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Injection = Callable[[Job], None]
 
 
 def requeue(job: Job) -> None:
-    """As a scheduler does that wants the nodes for another job."""
+    """Requeues the job, as a scheduler does that needs the nodes for another."""
     job.cluster.scontrol("requeue", str(job.id))
 
 
@@ -30,20 +30,20 @@ ANNOUNCED_LIMIT = ("--time=10", "--signal=B:USR1@60")
 
 
 def come_near_the_time_limit(job: Job) -> None:
-    """Brings the limit so near that Slurm announces it when it looks next, within half a minute."""
+    """Lowers the limit so that Slurm sends its signal at the next check, within half a minute."""
     started = datetime.fromisoformat(job.cluster.job(job.id)["StartTime"])
     minutes = math.ceil(((datetime.now() - started).total_seconds() + 30) / 60)
     job.cluster.scontrol("update", f"JobId={job.id}", f"TimeLimit={minutes}")
 
 
 def lift_the_time_limit(job: Job) -> int:
-    """Lets the next attempt take its time; returns the step from which it must go on."""
+    """Removes the limit for the next attempt; returns the step from which that must resume."""
     job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=UNLIMITED")
     return job.run.saved_step
 
 
 def kill_rank(job: Job) -> None:
-    """SIGKILL to the second rank, as the kernel does where memory ends."""
+    """SIGKILL to rank 1, as the kernel does when memory is exhausted."""
     process = job.rank(1)
     job.stop_between_checkpoints(process)
     _kill(process)
@@ -60,24 +60,24 @@ def kill_batch_script(job: Job) -> None:
 
 
 def kill_any(job: Job, draw: random.Random) -> None:
-    """SIGKILL to a rank or srun, whichever is drawn of those that run; waits for the first of them."""
+    """SIGKILL to a random process among srun and the ranks, once one of them runs."""
     await_that(lambda: bool(job.working), f"{job.run.folder}: a process to kill")
     _kill(draw.choice(job.working))
 
 
 def stop_rank(job: Job) -> None:
-    """SIGSTOP to the second rank: it lives, holds its connections, and does nothing."""
+    """SIGSTOP to rank 1: it keeps its connections open and does nothing."""
     job.stop_between_checkpoints(job.rank(1))
 
 
 def restart_daemon(job: Job, node: str) -> None:
-    """SIGKILL to a node's slurmd, while what it started lives on; then it comes back."""
+    """SIGKILL to a node's slurmd, whose children survive; then restarts it."""
     job.cluster.kill_slurmd(node)
     job.cluster.start_slurmd(node)
 
 
 def lose_node(job: Job) -> None:
-    """SIGKILL to the second node's slurmd and all that the job has there, as when its power fails; it comes back."""
+    """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure; restarts slurmd."""
     job.stop_between_checkpoints(job.rank(1))
     doomed = job.processes_on("n2")
     keepers = {parent for process in doomed for parent in process.parents() if parent.name() == "slurmstepd"}
@@ -95,7 +95,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _is_dead(process: psutil.Process) -> bool:
-    """Gone, or only not yet buried by its parent."""
+    """Whether it has ended; its parent may not have waited for it yet."""
     try:
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

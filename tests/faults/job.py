@@ -1,4 +1,4 @@
-"""A run as a job of the test cluster: `sbatch slurm/cpt_korean.sh`, and the processes that are behind it."""
+"""A run as a job of the test cluster: `sbatch slurm/cpt_korean.sh`, and its processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.slurm.jobs import PROJECT
 from tests.waiting import PATIENCE_S
 
 _BETWEEN_QUESTIONS_S = 1.0
-"""Slurm need not be asked more often whether a job still runs."""
+"""How often Slurm is asked whether a job still runs."""
 _STAYS_FAILED_S = 120.0
-"""A job that has failed for so long is not queued again."""
+"""After this time in a final state a job counts as not requeued."""
 
 
 class Job:
-    """A submitted run: over both nodes, a rank on each."""
+    """A submitted run, with one rank on each of both nodes."""
 
     def __init__(self, cluster: Cluster, run: Run, *, options: tuple[str, ...] = (), **environment: str) -> None:
         self.cluster = cluster
@@ -37,18 +37,16 @@ class Job:
 
     @property
     def restarts(self) -> int:
-        """How often Slurm has queued it again."""
+        """How often Slurm has requeued it."""
         return int(self.cluster.job(self.id)["Restarts"])
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over, for good."""
+        """Whether it is in a final state."""
         return self.cluster.job(self.id)["JobState"] in FINAL_STATES
 
-    # --- its course ---
-
     def wait_between_checkpoints(self, checkpoints: int = 1) -> None:
-        """Waits until it has steps to lose: some after another, or the second… checkpoint, and well before the next."""
+        """Waits until it has saved a new checkpoint, at least the given number in all, and is some steps past it."""
         run, enough = self.run, max(self._saved_before, (checkpoints - 1) * self.run.shape.save_every)
 
         def between() -> bool:
@@ -58,7 +56,7 @@ class Job:
         self._saved_before = run.saved_step
 
     def stop_between_checkpoints(self, process: psutil.Process) -> None:
-        """Stops one of its ranks where it has steps to lose; one that came to a save before it stopped is let go on."""
+        """Suspends a rank between two checkpoints; if it was about to save, resumes it and waits for the next time."""
         process.suspend()
         while not 0 < self.run.step - self.run.saved_step < self.run.shape.save_every:
             process.resume()
@@ -66,14 +64,14 @@ class Job:
             process.suspend()
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until it has written down `step`."""
+        """Waits until it has logged `step`."""
         self.wait_until(lambda: self.run.step >= step, f"step {step}")
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for something that the job is to do.
+        """Waits until `condition` holds; `what` describes it.
 
         Raises:
-            TrialError: it ended without, or did not come so far in time.
+            TrialError: the job ended before, or the wait timed out.
         """
         asked = time.monotonic()
 
@@ -91,13 +89,13 @@ class Job:
             raise TrialError(f"the job ended before {what}\n{self.run.output}")
 
     def start_now(self) -> None:
-        """Spares it Slurm's two minutes between attempts."""
+        """Skips Slurm's two minutes between attempts."""
         self.cluster.start_now(self.id)
 
-    def wait_until_queued_again(self, restarts: int) -> None:
-        """Waits until none of its processes runs any more and Slurm has queued it, more than `restarts` times.
+    def wait_until_requeued(self, restarts: int) -> None:
+        """Waits until it is pending and was requeued more than `restarts` times.
 
-        One whose script was killed has failed, until its ranks have it queued again.
+        A job whose batch script was killed is in state FAILED until its ranks requeue it.
         """
         failed_since: float | None = None
 
@@ -112,7 +110,7 @@ class Job:
         self.cluster.wait_for(self.id, queued, timeout=PATIENCE_S)
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits so long, or until it has ended."""
+        """Waits for its end, at most `seconds`; returns whether it ended."""
         with contextlib.suppress(ClusterError):
             self.cluster.wait(self.id, timeout=seconds)
             return True
@@ -128,15 +126,13 @@ class Job:
         if end.state != "COMPLETED":
             raise TrialError(f"the job ended as {end}\n{self.run.output}")
 
-    # --- its processes ---
-
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
         return self._oldest(f"rank {number}", lambda process: _is_rank(process, number))
 
     @property
     def launcher(self) -> psutil.Process:
-        """The srun that keeps the ranks."""
+        """The srun that started the ranks."""
         return self._oldest("srun", _is_launcher)
 
     @property
@@ -146,11 +142,11 @@ class Job:
 
     @property
     def working(self) -> list[psutil.Process]:
-        """srun, and the ranks that run already."""
+        """srun, and the ranks that already run."""
         return [process for process in self._processes() if _holds(_is_launcher, process) or _holds(_is_rank, process)]
 
     def processes_on(self, node: str) -> list[psutil.Process]:
-        """All that the job has started there, the oldest first."""
+        """The job's processes on a node, oldest first."""
         return sorted(
             (process for process in self._processes() if process.environ().get("SLURMD_NODENAME") == node),
             key=psutil.Process.create_time,
@@ -163,7 +159,7 @@ class Job:
         return min(found, key=psutil.Process.create_time)
 
     def _processes(self) -> Iterator[psutil.Process]:
-        """Those that the job started, told from another cluster's by their environment."""
+        """The job's processes; their environment distinguishes them from another cluster's."""
         conf, script = str(self.cluster.daemons.conf), f"job{self.id:05d}/slurm_script"
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -176,13 +172,13 @@ class Job:
 
 
 def _is_launcher(process: psutil.Process) -> bool:
-    """Whether it is srun itself, and not the child that clears up after it."""
+    """Whether it is srun itself, not its child that cleans up."""
     parent = process.parent()
     return process.name() == "srun" and parent is not None and parent.name() != "srun"
 
 
 def _is_rank(process: psutil.Process, number: int | None = None) -> bool:
-    """Whether it is the Python of a rank, of any where no number is given; a shell keeps it."""
+    """Whether it is the Python process of rank `number`, or of any rank."""
     rank = process.environ().get("RANK")
     return process.name().startswith("python") and rank is not None and number in (None, int(rank))
 

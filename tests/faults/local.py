@@ -1,6 +1,6 @@
-"""The ranks of a run as plain processes of this machine, forked from a server that has imported what they need.
+"""The ranks of a run as processes of this machine, forked from a server that has imported everything.
 
-They run the program that slurm/launch.sh runs, with the environment it sets. Started so, a run trains after a second.
+They run the same program as slurm/launch.sh, in the same environment. Training starts after a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.distributed import processes
 
 
 class LocalRanks:
-    """One attempt of a run. Leaving the block kills what is left of it."""
+    """One attempt of a run. Leaving the block kills the remaining ranks."""
 
     def __init__(self, config: Path, world_size: int, log: Path) -> None:
         self._port = ExitStack()
@@ -47,11 +47,11 @@ class LocalRanks:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Each rank's, negative where a signal ended it, None while it runs."""
+        """The exit code of each rank: negative if a signal ended it, None while it runs."""
         return [process.exitcode for process in self._processes]
 
     def kill(self, victims: Sequence[int]) -> bool:
-        """SIGKILL to these ranks at once; False where all of them had ended before."""
+        """Kills these ranks; returns False if all of them had already ended."""
         doomed = [self._processes[rank] for rank in victims]
         for process in doomed:
             process.kill()
@@ -60,7 +60,7 @@ class LocalRanks:
         return any(process.exitcode == -signal.SIGKILL for process in doomed)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all have ended; False if they have not after `timeout_s`."""
+        """Waits at most `timeout_s` for all ranks; returns whether they ended."""
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -68,7 +68,7 @@ class LocalRanks:
 
 
 def warm_up() -> None:
-    """Has the server import what it must, so that no run waits for it."""
+    """Lets the server finish its imports, so that no run waits for them."""
     first = processes.Process(target=int)
     first.start()
     first.join()

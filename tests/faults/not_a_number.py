@@ -1,4 +1,4 @@
-"""A NaN in a batch: by chance, so that the step is computed again; or in the data, so that it is skipped."""
+"""A NaN in a batch: once, so that the step is recomputed; or in the data, so that the step is skipped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.faults.table import Result
 from tests.slurm.cluster import Cluster
 
 STEP = 13
-"""The one that is struck: in it the second rank reads the poisoned batch."""
+"""In this step rank 1 reads the poisoned batch."""
 MODULE = Path(__file__).parent / "poison"
 
 
 def poison_a_batch(fault: str, laboratory: Laboratory, cluster: Cluster, *, stays: bool) -> Result:
-    """A job one of whose batches holds a NaN, each time it is read or only the first."""
+    """Runs a job with a NaN in one batch, whenever that is read or only the first time."""
     shape = BRIEF
     skipped = (STEP,) if stays else ()
     laboratory.undisturbed(shape, skipped)
@@ -36,6 +36,6 @@ def poison_a_batch(fault: str, laboratory: Laboratory, cluster: Cluster, *, stay
         raise TrialError(f"struck {len(times)} times\n{run.output}")
     if job.restarts:
         raise TrialError(f"{run.folder}: it was started again {job.restarts} times, expected none\n{run.output}")
-    remarks = f"beside a run that skips step {STEP}" if stays else "the step is computed again"
+    remarks = f"compared with a run that skips step {STEP}" if stays else "the step is recomputed"
     equal = laboratory.is_undisturbed(run, skipped)
     return Result(fault, 1, 1, done - times[0], equal, remarks)

@@ -1,4 +1,4 @@
-"""kill -9 at instants drawn over the whole of a run: starting, training, saving."""
+"""kill -9 at random times of a run: starting, training, saving."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.waiting import PATIENCE_S
 
 SAVE_EVERY = 2
 IN_A_SAVE_FRACTION = 1 / 3
-"""So many kills wait from their instant for the next save: saves are short, and most would miss them."""
+"""This fraction of the kills waits for the next save: saves are short, and random times rarely hit them."""
 EXIT_GRACE_S = 3.0
-"""A rank that is left alone before all have met waits for the others for half an hour, unless its launcher ends it."""
+"""A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it."""
 _VICTIMS = ((0,), (1,), tuple(range(RANKS)))
 
 
 @dataclass
 class Tally:
-    """What the kills have cost so far, and what the run was doing when they struck."""
+    """The cost of the kills so far, and what the run was doing at each."""
 
     moments: Counter[str] = field(default_factory=Counter)
     steps_lost: int = 0
@@ -61,7 +61,7 @@ def kill_at_random(
     seed: int,
     asynchronous: bool = False,
 ) -> Result:
-    """Trains runs as plain processes, and kills a rank, or both, again and again until `kills` have struck."""
+    """Trains runs as plain processes, and kills one or both ranks, until there were `kills` kills."""
     draw = random.Random(seed)
     whole_s = laboratory.seconds_of(BRIEF)
     tally, equal, runs = Tally(), True, 0
@@ -83,14 +83,14 @@ def kill_at_random(
 
 
 class Attempt:
-    """A run that is started, and killed when it has lived for `lives_s`, or in the first save after that.
+    """Starts a run and kills it after `lives_s` seconds, or in the first save after that.
 
     Attributes:
-        first_step_at: when it had done its first new step, if it came so far.
-        struck_at: when it was killed; None where it was done before.
+        first_step_at: the time of its first new step, if there was one.
+        struck_at: when it was killed; None if it finished before.
 
     Raises:
-        TrialError: it ended with a fault of its own, or went on from another checkpoint than the newest.
+        TrialError: it failed without a kill, or resumed from another checkpoint than the newest.
     """
 
     def __init__(self, run: Run, lives_s: float, victims: tuple[int, ...], *, in_a_save: bool) -> None:
@@ -107,9 +107,9 @@ class Attempt:
                 ranks.wait(PATIENCE_S)
                 if ranks.exit_codes != [0] * RANKS:
                     raise TrialError(f"{run.folder}: it ended with {ranks.exit_codes}\n{run.output}")
-        for resumed in run.resumed_steps[resumptions:]:  # none where it was killed before it looked
+        for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
             if resumed != saved:
-                raise TrialError(f"{run.folder}: it went on from step {resumed}, but {saved} was saved\n{run.output}")
+                raise TrialError(f"{run.folder}: it resumed from step {resumed}, but {saved} was saved\n{run.output}")
 
     @property
     def moment(self) -> str:
@@ -129,7 +129,7 @@ class Attempt:
             time.sleep(0.02)
 
     def _strike(self, ranks: LocalRanks, victims: tuple[int, ...]) -> bool:
-        """Kills the victims, and waits for the others; False where all victims had come to their end before."""
+        """Kills the victims and waits for the others; returns False if all victims had already ended."""
         struck_at = time.monotonic()
         if not ranks.kill(victims):
             return False
@@ -142,7 +142,7 @@ class Attempt:
 
 
 def kill_jobs_at_random(fault: str, laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int) -> Result:
-    """The same through Slurm, where srun may be struck too; the first job is let be, and tells how long one takes."""
+    """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long one takes."""
     laboratory.undisturbed(BRIEF)
     draw = random.Random(seed)
     tally, equal, jobs, whole_s = Tally(), True, 0, 0.0

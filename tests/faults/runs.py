@@ -1,4 +1,4 @@
-"""The runs that faults befall: small and real, and an undisturbed one of each shape to compare them with."""
+"""Small real runs for the faults, and an undisturbed run of each shape to compare them with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RESUMED = re.compile(r"resumes from \S*step_(\d+)")
 
 
 class TrialError(AssertionError):
-    """A fault did not happen, or the run did not bear it."""
+    """A fault did not happen, or the run did not recover from it."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Shape:
 BRIEF = Shape(1, steps=40, save_every=8, sequence_length=64, global_batch_size=16, micro_batch_size=4)
 """Some 4 s of steps."""
 LASTING = Shape(3, steps=48, save_every=8, sequence_length=256, global_batch_size=64, micro_batch_size=8)
-"""Some 70 s of steps, for what takes Slurm half a minute to notice."""
+"""Some 70 s of steps, for faults that Slurm notices after half a minute."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, seen from outside."""
+    """A run, observed through its folder."""
 
     folder: Path
     config: Path
@@ -56,19 +56,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that it has written down."""
+        """The last logged step."""
         lines = read_metrics(self.folder / METRICS)
         return int(lines[-1]["step"]) if lines else 0
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The whole ones by their step, oldest first."""
+        """The complete checkpoints by step, oldest first."""
         whole = sorted(path.parent for path in self.folder.glob("checkpoints/step_*/manifest.json"))
         return {int(path.name.removeprefix("step_")): path for path in whole if path.suffix == ""}
 
     @property
     def saved_step(self) -> int:
-        """The step of the checkpoint that `latest` names, 0 where there is none: a whole one may lie there unnamed."""
+        """The step of the checkpoint that `latest` names, 0 without one; a newer complete one may not be named yet."""
         try:
             return int((self.folder / "checkpoints" / "latest").read_text(encoding="utf-8").removeprefix("step_"))
         except FileNotFoundError:
@@ -76,16 +76,16 @@ class Run:
 
     @property
     def unfinished_saves(self) -> set[int]:
-        """The inodes of the saves that are under way, or were when an attempt died."""
+        """The inodes of unfinished saves, those of killed attempts included."""
         inodes = set()
         for folder in self.folder.glob("checkpoints/.step_*"):
-            with contextlib.suppress(FileNotFoundError):  # it has its name meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                 inodes.add(folder.stat().st_ino)
         return inodes
 
     @property
     def is_done(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether all steps are trained."""
         return (self.folder / "training.json").exists()
 
     @property
@@ -95,27 +95,27 @@ class Run:
 
     @property
     def output(self) -> str:
-        """All that its attempts have printed."""
+        """The output of all attempts."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     @property
     def resumed_steps(self) -> list[int]:
-        """The step from which each attempt that found a checkpoint went on."""
+        """The step from which each attempt with a checkpoint resumed."""
         return [int(step) for step in _RESUMED.findall(self.output)]
 
     @property
     def figures(self) -> list[dict[str, float]]:
-        """All that it wrote down, step by step, except for timing, and for counts of what befell it."""
+        """The metrics of every step, without timing and counts of faults."""
         return [{name: value for name, value in line.items() if name not in _COUNTS} for line in metrics(self.folder)]
 
     def trains_again(self, printed_before: int) -> bool:
-        """Whether a new attempt has done a step: each says so of its first, after what had been printed before."""
+        """Whether a new attempt has trained a step, by the output after `printed_before` characters."""
         return _STEP.search(self.output, printed_before) is not None
 
 
 @dataclass
 class Laboratory:
-    """A folder with what all runs share: the tokens, the initial expansion, the undisturbed runs."""
+    """A folder with the tokens, the initial expansion and the undisturbed runs, which all runs share."""
 
     folder: Path
     _undisturbed: dict[tuple[Shape, tuple[int, ...]], Run] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Laboratory:
         return Run(folder, config, shape)
 
     def undisturbed(self, shape: Shape, skipped: tuple[int, ...] = ()) -> Run:
-        """A run of that shape that nothing befell, or that was told to skip some steps; made once."""
+        """The run of that shape without faults, optionally without some steps; trained once."""
         if (shape, skipped) not in self._undisturbed:
             run, began = self.new_run(shape), time.monotonic()
             if skipped:
@@ -160,12 +160,12 @@ class Laboratory:
         return self._undisturbed[shape, skipped]
 
     def seconds_of(self, shape: Shape) -> float:
-        """How long the undisturbed run took, from its processes' start to their end."""
+        """How long the undisturbed run took, from start to end of its processes."""
         self.undisturbed(shape)
         return self._seconds[shape]
 
     def is_undisturbed(self, run: Run, skipped: tuple[int, ...] = ()) -> bool:
-        """Whether the run wrote what the undisturbed one did, to the last bit, each step once and all of them."""
+        """Whether the run logged every step once, with the metrics of the undisturbed run, bit for bit."""
         figures = run.figures
         trained = [line["step"] for line in figures if "loss" in line]
         expected = [step for step in range(1, run.shape.steps + 1) if step not in skipped]

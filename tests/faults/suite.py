@@ -1,4 +1,4 @@
-"""Every fault by its short name: how it is made to happen, and what must come of it."""
+"""Every fault by its short name: how it is injected, and its expected outcome."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.slurm.daemons import NODES
 
 @dataclass(frozen=True)
 class Fault:
-    """What it is called in the table, and how it is tried."""
+    """Its title in the table, and the function that injects it."""
 
     title: str
     trial: Callable[..., Result]
 
-    def befall(self, laboratory: Laboratory, cluster: Cluster) -> Result:
-        """Has it befall a run.
+    def inject_into_run(self, laboratory: Laboratory, cluster: Cluster) -> Result:
+        """Injects it into a run.
 
         Raises:
-            TrialError: it did not happen, or the run did not bear it.
+            TrialError: it did not happen, or the run did not recover.
         """
         return self.trial(self.title, laboratory, cluster)
 

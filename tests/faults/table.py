@@ -1,4 +1,4 @@
-"""What came of the faults: a table for a person, as text or Markdown, and a list for programs."""
+"""The results of the faults: a table as text or Markdown, and summary.json."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TITLES = ("fault", "times", "steps lost", "seconds to resume", "sequence equal"
 
 @dataclass(frozen=True)
 class Result:
-    """What a fault did to its runs.
+    """The result of one kind of fault.
 
     Attributes:
-        fault: in a person's words.
-        times: how often it was made to happen.
-        steps_lost: the most steps that one of them cost: computed again, or skipped; None where the run was lost.
+        fault: its description.
+        times: how often it was injected.
+        steps_lost: the largest number of steps computed again or skipped; None where the run was lost.
         seconds_to_resume: the longest from the fault to the first new step, with five seconds in place of Slurm's two
             minutes between attempts; None where the run was lost.
-        sequence_equal: whether every run wrote the figures of an undisturbed one, to the bit.
-        remarks: what else a reader of the table should know.
+        sequence_equal: whether the metrics of every run equal those of an undisturbed one, bit for bit.
+        remarks: for the table.
     """
 
     fault: str
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """As it stands in summary.json."""
+        """Its entry in summary.json."""
         seconds = self.seconds_to_resume
         return {
             "fault": self.fault,
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As it stands in a table."""
+        """Its row of the table."""
         lost = "all" if self.steps_lost is None else str(self.steps_lost)
         seconds = "never" if self.seconds_to_resume is None else f"{self.seconds_to_resume:.1f}"
         return self.fault, str(self.times), lost, seconds, "yes" if self.sequence_equal else "NO", self.remarks

@@ -1,6 +1,6 @@
-"""The suite's machinery at work on two faults; `make faults` tries them all.
+"""Two faults of the suite; `make faults` injects all of them.
 
-The other tests have the rest one by one: a NaN (tests/training/test_divergence.py), a hung rank
+Other tests cover the rest one by one: a NaN (tests/training/test_divergence.py), a hung rank
 (tests/slurm/test_requeue.py, tests/health/test_watchdog.py), damaged checkpoints, a full disk.
 """
 

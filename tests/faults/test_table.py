@@ -1,4 +1,4 @@
-"""The suite's account of itself."""
+"""The table and summary.json of the fault suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESULTS = [
 ]
 
 
-def test_a_summary_holds_what_it_promises_and_is_read_back(tmp_path):
+def test_a_summary_is_read_back(tmp_path):
     path = tmp_path / "new" / "summary.json"
     write_summary(path, RESULTS)
     entry = {"fault": "kill -9", "times": 3, "steps_lost": 4, "seconds_to_resume": 12.3, "sequence_equal": True}
@@ -20,6 +20,6 @@ def test_a_summary_holds_what_it_promises_and_is_read_back(tmp_path):
     assert [result.entry for result in read_summary(path)] == [result.entry for result in RESULTS]
 
 
-def test_a_run_that_was_lost_is_seen_in_both_tables():
+def test_a_lost_run_is_in_both_tables():
     assert "flood" in as_text(RESULTS).splitlines()[2]
     assert as_markdown(RESULTS).splitlines()[3] == "| flood | 1 | all | never | NO |"

@@ -1,4 +1,4 @@
-"""A fault befalls a job: what was lost, how long it took, and whether the figures tell of it."""
+"""Injects a fault into a job and measures steps lost, time to resume, and whether the metrics are unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.table import Result
 from tests.slurm.cluster import Cluster
 
 WhileDown = Callable[[Job], int]
-"""What is done to a job that lies still; returns the step from which it must go on."""
+"""Changes something while the job is down; returns the step from which it must resume."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Cost:
 
 
 def newest_checkpoint(job: Job) -> int:
-    """The step from which a run goes on where nothing was done to its checkpoints."""
+    """The step from which a run resumes if its checkpoints are intact."""
     return job.run.saved_step
 
 
@@ -45,7 +45,7 @@ def stop_and_resume(
     changes: dict[str, Any] | None = None,
     remarks: str = "",
 ) -> Result:
-    """A job that is stopped once, after so many checkpoints, and goes on.
+    """Stops a job once, after `checkpoints_before` checkpoints, and lets it resume.
 
     `loses_steps` says whether some must be computed again, none must, or either may be. `changes` are those of the
     run's settings, `options` those of sbatch, `environment` is the job's.
@@ -63,14 +63,14 @@ def stop_and_resume(
 
 
 def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint) -> Cost:
-    """Has `inject` stop the job, waits until it is queued again, and has Slurm start it at once.
+    """Stops the job with `inject`, waits until it is requeued, and starts it at once.
 
     Raises:
-        TrialError: the job was not stopped, or not queued again, or did not go on from the step it must.
+        TrialError: the job was not stopped, not requeued, or resumed from another step than expected.
     """
     run, restarts, struck = job.run, job.restarts, time.monotonic()
     inject(job)
-    job.wait_until_queued_again(restarts)
+    job.wait_until_requeued(restarts)
     last_step, printed = run.step, len(run.output)
     expected = while_down(job)
     job.start_now()
@@ -78,7 +78,7 @@ def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkp
     seconds = time.monotonic() - struck
     resumed = run.resumed_steps[-1] if run.resumed_steps else 0
     if resumed != expected:
-        raise TrialError(f"{run.folder}: it went on from step {resumed}, expected {expected}\n{run.output}")
+        raise TrialError(f"{run.folder}: it resumed from step {resumed}, expected {expected}\n{run.output}")
     # The newest checkpoint may be one that was damaged meanwhile.
     most = run.shape.save_every * (1 if while_down is newest_checkpoint else 2)
     if last_step - resumed > most:
@@ -87,7 +87,7 @@ def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkp
 
 
 def survive(fault: str, laboratory: Laboratory, cluster: Cluster, *, injections: Sequence[Injection]) -> Result:
-    """A job that goes on through each of these, without a restart."""
+    """Injects each fault into a job, which must continue without a restart."""
     laboratory.undisturbed(LASTING)
     run = laboratory.new_run(LASTING)
     job = Job(cluster, run)

@@ -45,8 +45,6 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.daemons = Daemons(folder)
 
-    # --- jobs ---
-
     def sbatch(
         self, script: Path, env: Mapping[str, str] | None = None, args: tuple[str, ...] = (), cwd: Path | None = None
     ) -> int:
@@ -94,8 +92,6 @@ class Cluster:
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
         self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
 
-    # --- nodes ---
-
     def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends the node's daemon, as when the node dies; the job steps it started live on."""
         self.daemons.kill_slurmd(node, how)
@@ -119,8 +115,6 @@ class Cluster:
         if not wait_until(usable):
             raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
 
-    # --- the controller ---
-
     def stop_controller(self) -> None:
         """Ends slurmctld, as for an upgrade; the jobs run on."""
         self.daemons.stop_controller()
@@ -133,8 +127,6 @@ class Cluster:
     def _await_controller(self) -> None:
         if not wait_until(self._controller_answers):
             raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
-
-    # --- Slurm's commands ---
 
     def srun(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """Runs `srun args…` to its end and returns what the tasks printed."""
@@ -150,8 +142,6 @@ class Cluster:
         if result.returncode != 0:
             raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
         return result.stdout
-
-    # --- beginning and end ---
 
     def start(self, ports: Sequence[int]) -> None:
         """Starts the daemons on these ports; returns when both nodes are idle."""
@@ -178,7 +168,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def guarded_cluster() -> Iterator[Cluster]:
-    """A cluster kept by a process of its own, which clears it away even if this one is killed."""
+    """A cluster that a process of its own holds, which removes it even if this one is killed."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.slurm.cluster", "--until-stdin-closes"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""Jobs that mostly wait run at the same time."""
+"""Fixtures of the Slurm tests: jobs that mostly wait run at the same time."""
 
 from __future__ import annotations
 

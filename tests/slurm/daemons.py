@@ -70,7 +70,7 @@ class ClusterError(Exception):
 
 
 def why_not() -> str | None:
-    """What keeps a cluster from starting on this machine; None where it can."""
+    """Why a cluster cannot start on this machine; None if it can."""
     if os.geteuid() != 0:
         return "slurmd needs root: run the tests as root, in a container for example"
     absent = [program for program in (*_PROGRAMS[:3], *_COMMANDS) if _find(program) is None]
@@ -80,7 +80,7 @@ def why_not() -> str | None:
 
 
 class Daemons:
-    """munged, slurmctld and a slurmd a node, whose every file lies in `folder`."""
+    """munged, slurmctld and one slurmd per node, with all files in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class Daemons:
         self._start("slurmd", "-N", node)
 
     def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the node's daemon. Its job steps have daemons of their own, and live on."""
+        """Ends the node's daemon. Its job steps have daemons of their own, and survive."""
         self._end(f"slurmd.{node}.pid", how)
 
     def kill(self) -> None:
@@ -137,7 +137,7 @@ class Daemons:
         return not doomed
 
     def _running(self) -> Iterator[psutil.Process]:
-        """This cluster's daemons, job steps' included, told from another cluster's by their environment."""
+        """This cluster's daemons and job steps, identified by their environment."""
         for process in psutil.process_iter(["name"]):
             with suppress(psutil.Error):
                 if process.info["name"] in _PROGRAMS and process.environ().get("SLURM_CONF") == str(self.conf):

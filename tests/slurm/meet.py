@@ -1,4 +1,4 @@
-"""What a rank does in the launch tests: joins the others, adds up the ranks, says where it ran."""
+"""The program of a rank in the launch tests: sums the ranks by an all-reduce, and prints where it ran."""
 
 import os
 

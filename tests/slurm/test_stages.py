@@ -32,7 +32,7 @@ def saving_in(folder: Path) -> dict[str, str]:
 
 
 def wait_until_both_work(cluster: Cluster, job: int) -> None:
-    """Waits until both ranks of TRAINING hear signals."""
+    """Waits until both ranks of TRAINING have installed their traps."""
     cluster.wait_for_output(job, "of 2 works", count=2)
 
 

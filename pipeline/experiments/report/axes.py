@@ -10,6 +10,8 @@ from pipeline.run_folder.metrics import mean, spread
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
+Words = Callable[[float], str]
+"""How a value is written."""
 
 
 def short(value: float) -> str:
@@ -23,7 +25,7 @@ def short(value: float) -> str:
     return f"{value:,.{digits}f}".replace("-", MINUS)
 
 
-def of_figure(name: str) -> Callable[[float], str]:
+def of_figure(name: str) -> Words:
     """The format of a figure's values: the same number of decimals throughout a column."""
     if name == "perplexity":
         return lambda value: short(value) if value >= 1000 or not math.isfinite(value) else f"{value:.2f}"
@@ -79,7 +81,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def plus_minus(values: Sequence[float], words: Callable[[float], str]) -> tuple[str, str]:
+def plus_minus(values: Sequence[float], words: Words) -> tuple[str, str]:
     """The mean, and `± spread`, which is empty for a single value; `words` formats both."""
     if not values:
         return NOTHING, ""
@@ -87,7 +89,6 @@ def plus_minus(values: Sequence[float], words: Callable[[float], str]) -> tuple[
     return words(mean(values)), "" if around is None else f"± {words(around)}"
 
 
-Words = Callable[[float], str]
 _LARGEST_DECADE = 307  # 5e307 is still a float
 
 
@@ -151,8 +152,8 @@ def log_axis(values: Iterable[float], start: float, end: float) -> Axis:
     return _with_ticks(axis, [tick for tick in ticks if low <= math.log10(tick) <= high], gap=26)
 
 
-def share_axis(start: float, end: float) -> Axis:
-    """An axis of shares, from 0 to 1."""
+def share_axis(_: Iterable[float], start: float, end: float) -> Axis:
+    """An axis of shares, from 0 to 1 whatever the values."""
     return Axis(0.0, 1.0, start, end, (0.0, 0.25, 0.5, 0.75, 1.0), percent)
 
 
@@ -192,7 +193,7 @@ def round_points(sign: int = 1) -> list[float]:
 
 
 def _with_ticks(axis: Axis, wanted: Sequence[float], gap: float) -> Axis:
-    """The axis with those of `wanted` that have room, the first first."""
+    """The axis with as many of `wanted` as keep `gap` pixels apart, taken in order."""
     kept: list[float] = []
     for tick in wanted:
         if all(abs(axis(tick) - axis(other)) >= gap for other in kept):

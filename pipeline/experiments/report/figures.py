@@ -24,13 +24,17 @@ from pipeline.run_folder.metrics import mean, spread
 
 
 def draw_tradeoff(drawing: Drawing, groups: Sequence[Group], measure: Measure, learned: str, kept: str) -> None:
-    """A large mark and a name for each method's mean, bars of one standard deviation, a small mark for each run, and
-    its course from the base as a thin line.
+    """Draws the mean of each method as a large, labelled mark with bars of one standard deviation; each run as a small
+    mark, with a thin line from the base through its validations.
 
     Groups without a standing are left out. `learned` and `kept` name the corpora.
     """
     placed = [(group, place) for group in groups if (place := group.standing(measure))]
-    courses = [(group, _course(row, measure)) for group, _ in placed for row in group.rows]
+    courses = [
+        (group, [place for step in row.validations if (place := measure.standing(row, step.figures))])
+        for group, _ in placed
+        for row in group.rows
+    ]
     places = [place for _, course in courses for place in course]
     plane = open_plane(drawing, places, [group.label for group, _ in placed], measure, learned, kept)
     for group, course in courses:
@@ -41,8 +45,8 @@ def draw_tradeoff(drawing: Drawing, groups: Sequence[Group], measure: Measure, l
 
 
 def draw_rates(drawing: Drawing, groups: Sequence[Group], measure: Measure, learned: str, kept: str) -> None:
-    """A line for each method through its learning rates, from the lowest to the highest; the chosen one has the large
-    mark and the name.
+    """Draws a line for each method through its learning rates, in rising order; the chosen rate has a large, labelled
+    mark.
 
     Rates without a standing are left out. `learned` and `kept` name the corpora.
     """
@@ -54,16 +58,11 @@ def draw_rates(drawing: Drawing, groups: Sequence[Group], measure: Measure, lear
         plane.path([place for _, place in found], f"rates {style_class(group.style)}")
         chosen = group.rows[0].learning_rate
         for row, place in found:
-            title = f"{group.label}, learning rate {row.learning_rate:g}: {measure.said(place, learned, kept)}"
+            title = f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place, learned, kept)}"
             kind, size = ("mark", 1.0) if row.learning_rate == chosen else ("run", 0.5)
             drawing.mark(plane.at(place), group.style, kind, size=size, title=title)
         named.append((group.label, next((place for row, place in found if row.learning_rate == chosen), found[-1][1])))
     plane.name(named)
-
-
-def _course(row: Row, measure: Measure) -> list[Standing]:
-    """The standings at all validations, from the base to the end."""
-    return [place for validation in row.validations if (place := measure.standing(row, validation.figures))]
 
 
 def _standings(rows: Sequence[Row], measure: Measure) -> list[tuple[Row, Standing]]:
@@ -156,7 +155,7 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
         "stability-plasticity",
         f"Learning of {learned} against forgetting of {kept}",
         f"Both axes show changes of the base's figures on held-out texts. {marks}{left_out}",
-        "; ".join(f"{group.label}: {measure.said(place, learned, kept)}" for group, place in placed),
+        "; ".join(f"{group.label}: {measure.describe(place, learned, kept)}" for group, place in placed),
         _wide_height,
         lambda drawing: draw_tradeoff(drawing, groups, measure, learned, kept),
     )
@@ -168,7 +167,7 @@ def _rates(groups: Sequence[Group]) -> Figure | None:
     if all(len(places) < 2 for places in ends.values()):
         return None
     learned, kept = new_and_kept(groups)
-    said = {label: [measure.said(place, learned, kept) for place in places] for label, places in ends.items()}
+    said = {label: [measure.describe(place, learned, kept) for place in places] for label, places in ends.items()}
     return Figure(
         "learning-rates",
         "Results at every learning rate",
@@ -197,7 +196,7 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
 
 def _answers(groups: Sequence[Group]) -> Figure | None:
     panels = [
-        Panel(f"{name}: {_ANSWERS[figure]}", series, lambda _, start, end: share_axis(start, end), _steps(groups))
+        Panel(f"{name}: {_ANSWERS[figure]}", series, share_axis, _steps(groups))
         for figure in figure_names(groups)
         if figure in _ANSWERS
         for name in corpora(groups)
@@ -212,9 +211,9 @@ def _routing(groups: Sequence[Group]) -> Figure | None:
     series = [
         Series(group.label, group.style, lines)
         for group in groups
-        if (lines := [line for run in group.runs if (line := _thinned(_metric(run, _ROUTED)))])
+        if (lines := [line for run in group.runs if (line := _routed_share(run))])
     ]
-    panel = Panel("share of tokens", series, lambda _, start, end: share_axis(start, end), _steps(groups))
+    panel = Panel("share of tokens", series, share_axis, _steps(groups))
     return _lines(
         "routing",
         "How often the router takes the preserved path",
@@ -293,9 +292,9 @@ def _over_steps(groups: Sequence[Group], corpus: str, figure: str, above: float 
     return found
 
 
-def _metric(run: Run, name: str) -> list[Point]:
-    """A figure of metrics.jsonl by steps."""
-    return [(line["step"], line[name]) for line in run.metrics if name in line]
+def _routed_share(run: Run) -> list[Point]:
+    """The share of preserved tokens, by steps."""
+    return _thinned([(line["step"], line[_ROUTED]) for line in run.metrics if _ROUTED in line])
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -15,7 +15,7 @@ from pipeline.errors import MissingPackageError
 from pipeline.experiments.report.figures import figures_of, listed, new_and_kept
 from pipeline.experiments.report.runs import Group, Run, corpora, group, measure_of, not_dominated, overview
 from pipeline.experiments.report.svg import Drawing, readable
-from pipeline.experiments.report.tables import beside, costs, each_corpus, results
+from pipeline.experiments.report.tables import comparison, costs, each_corpus, results
 from pipeline.files import published_file
 
 # CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one that fits.
@@ -55,7 +55,7 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
         marks={own.style: Markup(_mark(own.style)) for own in groups},
         results=results(groups),
         details=each_corpus(whole) if corpora(whole) != corpora(groups) else None,
-        beside=beside(groups, overview(others)) if others else None,
+        beside=comparison(groups, overview(others)) if others else None,
         costs=costs(groups),
     )
     return readable(text)
@@ -70,9 +70,9 @@ def findings(groups: Sequence[Group]) -> list[str]:
     names = new_and_kept(groups)
     most, at_most = max(placed, key=lambda pair: pair[1].learned)
     least, at_least = min(placed, key=lambda pair: pair[1].forgotten)
-    sentences = [f"{most} learned most: {measure.noun} {measure.said(at_most, *names)}."]
+    sentences = [f"{most} learned most: {measure.noun} {measure.describe(at_most, *names)}."]
     if least != most:
-        sentences.append(f"{least} forgot least: {measure.noun} {measure.said(at_least, *names)}.")
+        sentences.append(f"{least} forgot least: {measure.noun} {measure.describe(at_least, *names)}.")
     best = [label for label, _ in not_dominated(placed)]
     return [*sentences, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
 

@@ -13,7 +13,7 @@ from pipeline.experiments.report.svg import (
     Drawing,
     Point,
     around,
-    beside,
+    place_labels,
     shortened,
     spread,
     style_class,
@@ -43,7 +43,7 @@ class Plane:
         self.drawing.path([self.at(place) for place in places], style)
 
     def name(self, named: Sequence[tuple[str, Standing]]) -> None:
-        """Marks the base, and writes every name beside its point, with a leader line where it is further away."""
+        """Marks the base, and labels every point, with a leader line where the label is further away."""
         drawing, x, y = self.drawing, self.x, self.y
         base = (x(0), y(0))
         drawing.ring(base, 5, "base")
@@ -53,7 +53,7 @@ class Plane:
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
         marks = [around(point, 12) for point in ends]
         widths = [text_width(name, _PLANE_LABEL) for name in names]
-        boxes = beside([base, *ends], widths, _PLANE_LABEL + 3, [hint, *marks], room)
+        boxes = place_labels([base, *ends], widths, _PLANE_LABEL + 3, [hint, *marks], room)
         for name, point, box in zip(names, [base, *ends], boxes, strict=True):
             near = (min(max(point[0], box.left - 2), box.right + 2), (box.top + box.bottom) / 2)
             if abs(near[0] - point[0]) + abs(near[1] - point[1]) > 22:

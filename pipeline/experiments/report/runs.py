@@ -211,7 +211,7 @@ class Measure:
             return None
         return Standing(self.better * mean(learned), -self.better * mean(forgotten))
 
-    def said(self, standing: Standing, learned: str, kept: str) -> str:
+    def describe(self, standing: Standing, learned: str, kept: str) -> str:
         """A standing in words; the arguments name the corpora."""
         return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
 
@@ -308,7 +308,7 @@ def figure_names(groups: Sequence[Group]) -> list[str]:
 
 
 def not_dominated(placed: Sequence[tuple[T, Standing]]) -> list[tuple[T, Standing]]:
-    """The Pareto front: those than which no other learned as much and forgot as little, and was better in one."""
+    """The Pareto front: no other item learned as much and forgot as little, and was better in one of the two."""
 
     def is_dominated(place: Standing) -> bool:
         return any(

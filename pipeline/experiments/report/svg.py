@@ -21,8 +21,10 @@ _UNWRITABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class Drawing:
-    """An SVG element under construction; `name` makes its ids unique on a page. Without a title it is decoration, which
-    screen readers skip."""
+    """An SVG element under construction; `name` makes its ids unique on a page.
+
+    Without a title it is decoration, which screen readers skip.
+    """
 
     def __init__(self, name: str, width: float, height: float, title: str = "", description: str = "") -> None:
         self.width, self.height = width, height
@@ -155,10 +157,10 @@ def around(point: Point, half: float) -> Box:
     return Box(point[0] - half, point[1] - half, point[0] + half, point[1] + half)
 
 
-def beside(
+def place_labels(
     points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
 ) -> list[Box]:
-    """A box for the label of each point: near it, within `room`, and if possible not over `taken` or each other."""
+    """A box for each point's label: near it, within `room`, and if possible not over `taken` or another label."""
     boxes: list[Box] = []
     marks = [around(point, 8) for point in points]
     for point, width in zip(points, widths, strict=True):

@@ -44,7 +44,7 @@ def each_corpus(groups: Sequence[Group]) -> Table:
     return _ends(groups, [measure_of(row for group in groups for row in group.rows).figure])
 
 
-def beside(groups: Sequence[Group], others: Sequence[Group]) -> Table:
+def comparison(groups: Sequence[Group], others: Sequence[Group]) -> Table:
     """How far each method moved from its base, and the same method in `others`, which have their own corpora."""
     measure = measure_of(row for group in [*groups, *others] for row in group.rows)
     of_method = {group.rows[0].method: group for group in others}

@@ -1,4 +1,4 @@
-"""Studies as a reader of summary.json meets them, made up: perplexities that fall and rise as methods make them."""
+"""Invented summaries of studies, with perplexities that fall and rise about as in the paper."""
 
 from __future__ import annotations
 
@@ -74,27 +74,27 @@ def write_study(folder: Path, content: Any, *, diagnostics: bool = True) -> Path
     """A study's folder with that summary, and with the metrics of its runs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(content), encoding="utf-8")
-    for one in content if diagnostics else ():
-        run = folder / one["folder"]
+    for row in content if diagnostics else ():
+        run = folder / row["folder"]
         run.mkdir(exist_ok=True)
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics(one["method"], one["seed"]))))
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics(row["method"], row["seed"]))))
     return folder
 
 
 def write_tried(folder: Path, content: Sequence[dict[str, Any]], factors: Sequence[float]) -> None:
     """learning_rates.json of the first seed: 1 of `factors` is the chosen rate, others learn more or less."""
     tried = []
-    for one in content:
-        if one["seed"] != content[0]["seed"]:
+    for row in content:
+        if row["seed"] != content[0]["seed"]:
             continue
-        far = {name: math.log(one["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
+        far = {name: math.log(row["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
         for factor in factors:
             after = figures(-factor * far["korean"], factor * far["english"])
             tried.append(
                 {
-                    "label": one["label"],
-                    "learning_rate": factor * one["learning_rate"],
-                    "seed": one["seed"],
+                    "label": row["label"],
+                    "learning_rate": factor * row["learning_rate"],
+                    "seed": row["seed"],
                     "new_perplexity": after["korean"]["perplexity"],
                     "replay_perplexity": after["english"]["perplexity"],
                     "after": after,

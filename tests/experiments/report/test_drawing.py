@@ -1,4 +1,4 @@
-"""Axes, labels and numbers: what has to hold for any figures."""
+"""Properties of axes, labels and formatted numbers that hold for any figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.errors import MissingPackageError
 from pipeline.experiments.report import axes
 from pipeline.experiments.report.axes import change, count, duration, of_figure, percent, plus_minus, short
 from pipeline.experiments.report.page import write_pngs
-from pipeline.experiments.report.svg import Box, Drawing, beside, shortened, spread, text_width
+from pipeline.experiments.report.svg import Box, Drawing, place_labels, shortened, spread, text_width
 
 ROOT = Path(__file__).parents[3]
 VALUES = st.lists(st.floats(-30, 30), min_size=1, max_size=9)
@@ -35,7 +35,7 @@ def test_an_axis_holds_its_values_and_its_ticks(name, values, upright):
 
 
 @given(POSITIVE)
-def test_a_logarithmic_axis_too(values):
+def test_a_logarithmic_axis_holds_its_values_and_its_ticks(values):
     axis = axes.log_axis(values, 400.0, 30.0)
     held(axis, values, 400.0, 30.0)
     assert axis(10 ** ((axis.low + axis.high) / 2)) == pytest.approx(215)
@@ -53,23 +53,23 @@ def held(axis, values, start, end):
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=9))
-def test_names_at_the_ends_of_lines_keep_apart(places):
+def test_labels_at_the_ends_of_lines_stay_apart(places):
     found = spread(places, 16, 0, 300)
     order = sorted(found)
     assert all(after - before >= 16 - 1e-6 for before, after in pairwise(order))
     assert order[0] >= -1e-6 and order[-1] <= 300 + 1e-6
-    for one, other in combinations(range(len(places)), 2):
-        assert (places[one] < places[other]) <= (found[one] < found[other])
+    for i, j in combinations(range(len(places)), 2):
+        assert (places[i] < places[j]) <= (found[i] < found[j])
     apart = sorted(places)
     if all(after - before >= 16 for before, after in pairwise(apart)):
         assert found == pytest.approx(places)
 
 
 @given(st.lists(st.tuples(st.floats(20, 780), st.floats(20, 380)), min_size=1, max_size=5))
-def test_names_beside_marks_keep_in_the_room_and_apart(points):
+def test_labels_of_marks_stay_in_the_room_and_apart(points):
     assume(all(math.dist(a, b) > 120 for i, a in enumerate(points) for b in points[:i]))
     room = Box(0, 0, 800, 400)
-    boxes = beside(points, [60.0] * len(points), 16.0, [], room)
+    boxes = place_labels(points, [60.0] * len(points), 16.0, [], room)
     for index, box in enumerate(boxes):
         assert box.overlap(room) == pytest.approx(60 * 16)
         assert all(box.overlap(other) < 1 for other in boxes[:index])
@@ -113,7 +113,7 @@ def test_marks_differ_in_shape_or_colour():
 
 @pytest.mark.parametrize("letter", [*"aZ09%,.-é", "×", "−", "±", "…", "↑", "→", "↘"])
 @pytest.mark.parametrize("weight", [400, 600])
-def test_the_fonts_that_come_along_have_what_pictures_write(letter, weight):
+def test_the_shipped_fonts_have_the_letters_of_the_figures(letter, weight):
     def drawn(text: str) -> bytes:
         words = f'<text x="2" y="16" font-family="Inter" font-weight="{weight}">{text}</text>'
         return resvg_py.svg_to_bytes(

@@ -12,10 +12,10 @@ from tests.experiments.report.studies import METHODS, row, write_study
 def styles(folder: Path, methods: Sequence[tuple[str, str | None]]) -> dict[str, int]:
     """The styles of a report of runs with these labels and methods."""
     content = [{**row(label, str(method), 1, 0.5, 0.1, 1), "method": method} for label, method in methods]
-    return {one.label: one.style for one in group(read_runs([write_study(folder, content, diagnostics=False)]))}
+    return {own.label: own.style for own in group(read_runs([write_study(folder, content, diagnostics=False)]))}
 
 
-def test_a_method_looks_the_same_in_every_report(tmp_path):
+def test_a_method_has_the_same_style_in_every_report(tmp_path):
     every = [(label, method) for label, method, *_ in METHODS]
     whole = styles(tmp_path / "whole", every)
     assert sorted(whole.values()) == list(range(len(METHODS)))
@@ -23,11 +23,11 @@ def test_a_method_looks_the_same_in_every_report(tmp_path):
     assert len(some) == 4 and some.items() <= whole.items()
 
 
-def test_no_two_groups_look_alike(tmp_path):
-    one = styles(tmp_path / "one", [("adapt", "adapt")])["adapt"]
+def test_groups_have_different_styles(tmp_path):
+    alone = styles(tmp_path / "alone", [("adapt", "adapt")])["adapt"]
     several = styles(
         tmp_path / "several",
         [("(SVD, 0)", "adapt"), ("(0, 0)", "adapt"), ("whose", None), ("other", "prefix tuning"), ("fft", "fft")],
     )
-    assert several["(SVD, 0)"] == one and several["fft"] == 0
+    assert several["(SVD, 0)"] == alone and several["fft"] == 0
     assert len(set(several.values())) == 5

@@ -73,13 +73,13 @@ def check(text: str) -> Parsed:
         assert not any(name.startswith("on") or name in ("src", "href", "xlink:href") for name in attributes)
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    drawings = [one for one in parsed.of("svg") if one.get("aria-hidden") != "true"]
+    drawings = [svg for svg in parsed.of("svg") if svg.get("aria-hidden") != "true"]
     for drawing in drawings:
         named = drawing["aria-labelledby"].split()
         assert drawing["role"] == "img" and len(named) == 2 and set(named) <= set(ids)
     assert not re.search(r"\bnan\b|\binf\b", " ".join(parsed.texts))
     drawn = ("d", "points", "x", "y", "x1", "y1", "x2", "y2")
-    coordinates = [value for _, one in parsed.elements for key, value in one.items() if key in drawn]
+    coordinates = [value for _, attributes in parsed.elements for key, value in attributes.items() if key in drawn]
     assert coordinates and not any("nan" in value or "inf" in value for value in coordinates)
     return parsed
 
@@ -99,9 +99,9 @@ def test_every_number_is_that_of_the_rows(tmp_path):
             values = [row["after"][corpus]["perplexity"] for row in own]
             assert f"{fmean(values):.2f}" in shown
             spread = f"± {stdev(values):.2f} ("
-            changes = [one.removeprefix(spread).split(NARROW_SPACE)[0] for one in shown if one.startswith(spread)]
+            changes = [text.removeprefix(spread).split(NARROW_SPACE)[0] for text in shown if text.startswith(spread)]
             change = 100 * math.expm1(rise(own, corpus))
-            assert any(abs(float(one.replace("−", "-")) - change) <= 0.5 for one in changes)
+            assert any(abs(float(found.replace("−", "-")) - change) <= 0.5 for found in changes)
             assert f"{fmean(row['after'][corpus]['bits_per_byte'] for row in own):.3f}" in shown
     assert "16.90" in shown and "10.42" in shown  # the base
 
@@ -109,7 +109,7 @@ def test_every_number_is_that_of_the_rows(tmp_path):
 def test_figures_are_named_and_drawn_at_two_widths(tmp_path):
     """Once for a desktop, once for a phone."""
     parsed = check(made(tmp_path, rows())[0])
-    sections = [one["id"] for one in parsed.of("section")]
+    sections = [section["id"] for section in parsed.of("section")]
     assert sections == [
         "stability-plasticity-section",
         "results",
@@ -168,7 +168,7 @@ def test_labels_are_escaped(text, field, tmp_path):
     shown, _ = made(folder, content, title=text if field == "title" else "A title", diagnostics=False)
     parsed = check(shown)
     if field != "folder":
-        assert any(clean in one for one in parsed.texts)
+        assert any(clean in shown for shown in parsed.texts)
 
 
 def odd(change):
@@ -201,7 +201,7 @@ def odd(change):
 def test_unusual_studies_have_a_page(content, diagnostics, tmp_path):
     text, runs = made(tmp_path, content, diagnostics=diagnostics)
     shown = check(text).texts
-    assert any(runs[0].row.label in one for one in shown)
+    assert any(runs[0].row.label in text for text in shown)
 
 
 def test_methods_that_are_not_drawn_are_named(tmp_path):
@@ -214,7 +214,7 @@ def test_methods_that_are_not_drawn_are_named(tmp_path):
 def test_questions_are_compared_by_their_answers(tmp_path):
     text, runs = made(tmp_path, answers(), diagnostics=False)
     parsed = check(text)
-    assert "answers-section" in [one["id"] for one in parsed.of("section")]
+    assert "answers-section" in [section["id"] for section in parsed.of("section")]
     assert findings(group(runs))[1].startswith("SCALE-Route forgot least: first token right ")
     assert "+98\N{NARROW NO-BREAK SPACE}points on task 1" in findings(group(runs))[1]
     assert "98.0\N{NARROW NO-BREAK SPACE}%" in parsed.texts
@@ -231,14 +231,14 @@ def test_many_corpora_of_a_role_are_merged(tmp_path):
                 figures |= {f"{task}_{part}": scaled(own, 1 + (part - 2) / 10) for part in range(5)}
     text, runs = made(tmp_path, content, diagnostics=False)
     parsed = check(text)
-    assert "corpora" in [one["id"] for one in parsed.of("section")]
+    assert "corpora" in [section["id"] for section in parsed.of("section")]
     assert parsed.texts.count("task 1_3") == 1 and parsed.texts.count("task 1") == 2  # in its table; a column a figure
     ((task0, role0), (task1, role1)) = sorted(overview(runs)[0].rows[0].roles.items())
     assert (task0, role0, task1, role1) == ("task 0", "replay", "task 1", "new")
     whole, parts = overview(runs)[0].rows[0].after["task 1"], runs[0].row.after
     own = [parts[f"task 1_{part}"] for part in range(5)]
-    assert whole["first_token_accuracy"] == pytest.approx(fmean(one["first_token_accuracy"] for one in own))
-    assert whole["perplexity"] == pytest.approx(geometric_mean(one["perplexity"] for one in own))
+    assert whole["first_token_accuracy"] == pytest.approx(fmean(part["first_token_accuracy"] for part in own))
+    assert whole["perplexity"] == pytest.approx(geometric_mean(part["perplexity"] for part in own))
     assert f"98.0{NARROW_SPACE}%" in parsed.texts and f"78.4{NARROW_SPACE}%" in parsed.texts  # all, and the worst part
 
 
@@ -248,20 +248,20 @@ def test_every_learning_rate_is_drawn_with_the_chosen_one_marked(tmp_path):
     write_tried(folder, content, (0.5, 1.0, 1.2))
     shown = check(page(read_runs([folder]), "Rates"))
     lines = [of for _, of in shown.elements if (of.get("class") or "").startswith("rates ")]
-    assert len(lines) == 2 * len(METHODS)  # on a desk, and on a phone
+    assert len(lines) == 2 * len(METHODS)  # wide and narrow
     titles = [text for text in shown.texts if ", learning rate " in text]
     assert len(titles) == 2 * 3 * len(METHODS)
     assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles)
 
 
-def test_a_single_learning_rate_is_no_picture(tmp_path):
+def test_a_single_learning_rate_has_no_figure(tmp_path):
     content = rows((1,))
     folder = write_study(tmp_path / "study", content, diagnostics=False)
     write_tried(folder, content, (1.0,))
     assert "learning-rates" not in page(read_runs([folder]), "Rates")
 
 
-def test_many_corpora_of_either_role_stay_apart_whatever_they_are_called(tmp_path):
+def test_merged_corpora_of_both_roles_have_different_names(tmp_path):
     content = rows((1,))[:1]
     for when in ("before", "after"):
         (new, kept), of = content[0][when].values(), content[0][when]
@@ -287,10 +287,10 @@ def test_two_studies_with_the_same_labels_are_distinguished(tmp_path):
 def test_another_study_is_compared_by_method(tmp_path):
     ours = read_runs([write_study(tmp_path / "ours", rows((1, 2))[:4], diagnostics=False)])  # two methods
     paper = read_runs([ROOT / "docs" / "results" / "paper-korean"])
-    assert "beside" not in [one["id"] for one in check(page(ours, "Alone")).of("section")]
+    assert "beside" not in [section["id"] for section in check(page(ours, "Alone")).of("section")]
     text = page(ours, "Both", paper)
     parsed = check(text)
-    assert "beside" in [one["id"] for one in parsed.of("section")]
+    assert "beside" in [section["id"] for section in parsed.of("section")]
     table = parsed.texts[parsed.texts.index("paper-korean") :]
     lora = table[table.index("LoRA") :][:5]
     assert (lora[2], lora[4]) == (

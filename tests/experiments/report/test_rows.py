@@ -1,4 +1,4 @@
-"""Reading what a report is made of: summaries of studies, and the folder of a run that really trained."""
+"""Reading the runs of a report: summaries of studies, and folders of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_study_is_its_rows_with_their_metrics(tmp_path):
     assert read_runs([tmp_path / "korean" / "summary.json"]) == runs
 
 
-def test_what_a_reader_does_not_know_is_passed_over(tmp_path):
+def test_unknown_keys_are_ignored(tmp_path):
     content = rows((1,))[:1]
     content[0] |= {"mood": "good", "peak_memory_gib": None}
     content[0]["after"]["korean"] |= {"verdict": "fine", "right": True, "mauve": 0.5, "perplexity": None}
@@ -50,7 +50,7 @@ def test_a_summary_of_another_shape_is_refused(spoil, said, tmp_path):
     assert str(tmp_path / "summary.json") in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_folders_without_a_run_are_refused(tmp_path):
     with pytest.raises(RunFolderError, match="found neither"):
         read_runs([tmp_path])
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
@@ -70,10 +70,10 @@ def test_what_is_no_run_is_refused(tmp_path):
         read_runs([tmp_path])
 
 
-def test_folders_of_one_name_are_told_apart_and_one_given_twice_counts_once(tmp_path):
+def test_folders_of_the_same_name_are_distinguished_and_repeated_folders_are_read_once(tmp_path):
     content = rows((1,))[:1]
-    first, second = (write_study(tmp_path / one / "korean", content, diagnostics=False) for one in "ab")
+    first, second = (write_study(tmp_path / parent / "korean", content, diagnostics=False) for parent in "ab")
     alone = write_study(tmp_path / "other", content, diagnostics=False)
     runs = read_runs([first, second, alone, first / "summary.json"])
     assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
-    assert [len(one.runs) for one in group(runs)] == [1, 1, 1]  # no two seeds of one method
+    assert [len(own.runs) for own in group(runs)] == [1, 1, 1]  # no two seeds of one method

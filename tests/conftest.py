@@ -85,16 +85,6 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
         disk.remove()
 
 
-@pytest.fixture(autouse=True)
-def package_logger() -> Iterator[None]:
-    """Gives the package's logger back as it was: a command that ran in this process left a handler of its own."""
-    logger = logging.getLogger("pipeline")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
-
-
 @pytest.fixture
 def one_thread():
     """Runs torch on one thread, which is faster for small tensors."""

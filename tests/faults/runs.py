@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, wait_until
 RANKS = 2
 _COUNTS = ("failed_saves", "recomputed_steps")
 _STEP = re.compile(r" training: \d+ of \d+ steps ")
-_RESUMED = re.compile(r"resumes from \S*step_(\d+)")
+_RESUMED = re.compile(r"resuming from \S*step_(\d+)")
 
 
 class TrialError(AssertionError):

@@ -161,7 +161,7 @@ def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, ho
         process.send_signal(how)
         output = process.stdout.read()  # ends when the last holder of the pipe has gone, the stage included
     assert process.returncode == code
-    assert "the same command goes on from there" in output
+    assert "the same command resumes from there" in output
     assert "second" not in output
 
 

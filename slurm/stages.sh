@@ -98,7 +98,7 @@ clear_leftovers() {
 try_again() {
     local name=$1 code=$2 why
     if end_is_wanted "$code"; then
-        say "the same command goes on from there"
+        say "the same command resumes from there"
         return 1
     fi
     [[ -n "${CONFIG:-}" ]] || return 1

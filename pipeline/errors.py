@@ -118,10 +118,6 @@ class ForgettingError(UserError):
     """A run that exceeded its forgetting budget, and saved."""
 
 
-class BudgetError(UserError):
-    """A forgetting budget that none of the candidates of a search is expected to keep."""
-
-
 class StudyError(UserError):
     """A run of a study that ended in a fault; the study ends with its exit code."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
-from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError
+from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError, MissingPackageError
 from pipeline.methods import training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
@@ -55,6 +56,7 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
         UserError: the first fault; see the functions below.
     """
     layout, deepspeed_config = open_layout(config, world_size)
+    check_trackers(config)
     base = open_base(config.base)
     check_context(config, base.spec)
     tokenizer = load_tokenizer(config.base)
@@ -81,6 +83,15 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
             f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
         )
     return layout, load_deepspeed_config(config.deepspeed, layout)
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises MissingPackageError where `observers` names a tracker whose package is not installed."""
+    for name in ("wandb", "mlflow"):
+        if getattr(config.observers, name) is not None and find_spec(name) is None:
+            raise MissingPackageError(
+                f"observers.{name}: its package is not installed; pip install 'scale-cpt[{name}]', or remove the section"
+            )
 
 
 def check_context(config: RunConfig, spec: DecoderSpec) -> None:

@@ -49,6 +49,6 @@ may_go_on() {
 requeue_job() {
     trap '' USR1 TERM INT # a requeue begins with SIGTERM to this script
     ask_slurm requeue "$THIS_JOB" && return
-    say "job $THIS_JOB is not queued again; submit again to go on"
+    say "job $THIS_JOB is not queued again; submit it again to continue"
     return 1
 }

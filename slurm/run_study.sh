@@ -50,4 +50,4 @@ while IFS=$'\t' read -r name config stages; do
 done <<<"$due"
 # Not afterok: if a run diverges at one of several learning rates, its job fails and the study continues.
 next=$(sbatch --parsable "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
-say "job ${next%%;*} goes on after these"
+say "job ${next%%;*} continues after these"

@@ -68,7 +68,7 @@ def pending_after(runs: StudyRuns, ended: Collection[str]) -> list[Task]:
     status = read_status(first.run.config.folder)
     also = f" (nor are {', '.join(task.name for task in others)})" if others else ""
     raise StudyError(
-        f"{first.name}: its job is over, and it is not done{also}; the run is {status.state}: {status.why}; "
+        f"{first.name}: its job has ended, but the run is not finished{also}; the run is {status.state}: {status.why}; "
         "the output of its job says more; submit the study again to continue with what is left",
         USER_ERROR,
     )

@@ -39,7 +39,8 @@ class Search:
     what trains; by default the largest of these methods does. Added widths are multiples of `multiple_of`.
 
     Raises:
-        ConfigError: the study compares no SCALE method, or its base is not trained yet.
+        ConfigError: the study compares no SCALE method, its base is not trained yet, or no expansion is within
+            `max_parameters`.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class Search:
         self._matcher = Matcher(runs.matcher.config, runs.matcher.spec, multiple_of=multiple_of)
         self._rates = (min(rates) / 10, max(rates))
         self.max_parameters = max_parameters or max(map(self._matcher.trained, methods.values()))
+        smallest = self._matcher.trained(self._matcher.family("preserve").of_size(multiple_of))
+        if smallest > self.max_parameters:
+            raise ConfigError(f"--max-parameters: {self.max_parameters}; the smallest expansion trains {smallest}")
         folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # heartbeats, since 2021

@@ -272,7 +272,7 @@ def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
     return missing
 
 
-# --- Identical files on all nodes: base, tokenizer, initial expansion, corpora, configuration ------------------------
+# --- Identical files on all nodes: base, tokenizer, initial expansion, corpora --------------------------------------
 # Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes blocks spread
 # evenly over every file, including its header and its end. That detects another model, another version, and a file that
 # was cut short or half copied; not a flipped byte between the blocks. Every byte is hashed later, on one node's files.
@@ -300,7 +300,6 @@ def digests(config: RunConfig, base: BaseFolder) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
     weights = sorted(set(base.file_of.values()))
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
-    seen["the configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
     for file in _small_files(config):
         seen[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "missing"
     return seen
@@ -338,4 +337,4 @@ def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
         if own.get(name) != reference.get(name)
     )
     result = "differ between nodes" if faults else f"are the same on {len(by_node)} node(s)"
-    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, corpora and configuration {result}", faults)
+    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)

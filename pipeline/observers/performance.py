@@ -93,7 +93,6 @@ class Profiler(Observer):
             _logger.info("traces steps %d to %d of rank(s) %s into %s", first, last, ranks, self._folder)
 
     def on_step_begin(self, step: int) -> None:
-        self._end_step()
         if step not in self._steps:
             self._stop()  # also after a rollback to before these steps
             return
@@ -105,8 +104,10 @@ class Profiler(Observer):
         self._step = record_function(f"step {step}")
         self._step.__enter__()
 
-    def on_step(self, event: StepEvent) -> None:
+    def on_step_computed(self, step: int) -> None:
         self._end_step()
+
+    def on_step(self, event: StepEvent) -> None:
         if self._profile is not None and event.step == self._steps[-1]:
             self._stop()
 

@@ -1,6 +1,6 @@
 """Experiment trackers: log the figures of each step to Weights & Biases or MLflow too.
 
-A tracker must not end a run: a missing package is refused before the first step, any later fault is one error line,
+A tracker must not end a run: a missing package is refused before anything is loaded, any later fault is one error line,
 and the attempt continues without the tracker. `metrics.jsonl` always has every figure.
 
 All attempts at a run log into the same tracked run, whose id is recorded in the run folder. Both services only append:
@@ -18,13 +18,15 @@ from typing import Any
 
 from pipeline import log
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
-from pipeline.errors import MissingPackageError, in_one_line
+from pipeline.errors import in_one_line
 from pipeline.files import write_text
 from pipeline.training.observer import Observer, StepEvent
 
 # MLflow takes no more.
 _PARAMETERS_PER_REQUEST = 100
 _LONGEST_PARAMETER = 6000
+# W&B would wait for its server without end, and a job would miss its time limit.
+_FINISH_TIMEOUT_S = 60.0
 _logger = log.get_logger(__name__)
 
 
@@ -49,8 +51,6 @@ class Tracker(Observer, ABC):
             return
         try:
             call()
-        except MissingPackageError:
-            raise
         except Exception as error:  # noqa: BLE001  # no fault of a tracker may end training
             self._failed = True
             _logger.error("%s: %s; this attempt continues without it", self.service, in_one_line(error))
@@ -83,10 +83,8 @@ class Wandb(Tracker):
         super().__init__(config)
 
     def _start(self, config: RunConfig) -> None:
-        try:
-            from wandb import Settings, init, teardown
-        except ImportError:
-            raise missing_package("observers.wandb", "wandb") from None
+        from wandb import Settings, init, teardown
+
         self._teardown = teardown
         self._run = init(
             project=self._settings.project,
@@ -98,7 +96,7 @@ class Wandb(Tracker):
             dir=str(config.folder),
             config=config.model_dump(mode="json"),
             allow_val_change=True,
-            settings=Settings(console="off", silent=True),
+            settings=Settings(console="off", silent=True, finish_timeout=_FINISH_TIMEOUT_S),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -127,11 +125,9 @@ class Mlflow(Tracker):
         # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        try:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
-        except ImportError:
-            raise missing_package("observers.mlflow", "mlflow") from None
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=self._settings.tracking_uri)
         if (recorded := self._recorded_id()) is not None:
@@ -161,8 +157,7 @@ class Mlflow(Tracker):
 def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0.
 
-    Raises:
-        MissingPackageError: the package of one is not installed.
+    `pipeline.inputs.check_trackers` has found their packages installed.
     """
     trackers: list[Observer] = []
     if config.observers.wandb is not None:
@@ -170,13 +165,6 @@ def make_trackers(config: RunConfig) -> list[Observer]:
     if config.observers.mlflow is not None:
         trackers.append(Mlflow(config, config.observers.mlflow))
     return trackers
-
-
-def missing_package(setting: str, extra: str) -> MissingPackageError:
-    """The error for a `setting` whose package is not installed."""
-    return MissingPackageError(
-        f"{setting}: the package is not installed; pip install 'scale-cpt[{extra}]', or remove the section"
-    )
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

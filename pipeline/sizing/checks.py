@@ -15,7 +15,15 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.inputs import Samples, check_context, check_model, check_vocabulary, open_layout, open_samples
+from pipeline.inputs import (
+    Samples,
+    check_context,
+    check_model,
+    check_trackers,
+    check_vocabulary,
+    open_layout,
+    open_samples,
+)
 from pipeline.methods.scale import check_named_expansion
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
@@ -63,6 +71,7 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
     `base_config` is a config.json to use where the base's folder is missing.
     """
     layout, deepspeed = faults.attempt(lambda: open_layout(config, world_size)) or (None, None)
+    faults.attempt(lambda: check_trackers(config))
     base = faults.attempt(lambda: open_base(config.base))
     if base is not None:
         faults.attempt(lambda: base.file_of)  # reads every weight file's header

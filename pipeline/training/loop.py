@@ -62,6 +62,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     while position.step < schedule.steps:
         observers.on_step_begin(position.step + 1)
         step = take_step(trainer, position, signals)
+        observers.on_step_computed(step.position.step)
         position, figures = step.position, step.figures
         phases.finished(position.step)
         check_skipped_steps(config, position)

@@ -61,6 +61,9 @@ class Observer:
     def on_step_begin(self, step: int) -> None:
         """Step `step`, counted from 1, is about to be computed."""
 
+    def on_step_computed(self, step: int) -> None:
+        """Step `step` was computed; a validation, or a rollback, may follow before `on_step`."""
+
     def on_step(self, event: StepEvent) -> None:
         """A step is finished."""
 
@@ -86,6 +89,10 @@ class Observers(Observer):
     def on_step_begin(self, step: int) -> None:
         for member in self.members:
             member.on_step_begin(step)
+
+    def on_step_computed(self, step: int) -> None:
+        for member in self.members:
+            member.on_step_computed(step)
 
     def on_step(self, event: StepEvent) -> None:
         for member in self.members:

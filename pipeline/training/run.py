@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline import log, methods
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
 from pipeline.health.liveness import Phases, Verdict
@@ -49,8 +49,10 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
     """
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
-        inputs = broadcast_from_rank0(lambda: begin_attempt(config_path, phases, lock))
-        folder = inputs.config.folder
+        config = broadcast_from_rank0(lambda: load_config(config_path))
+        set_collective_timeout(config.watchdog)  # before rank 0 reads files, which may take long
+        inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
+        folder = config.folder
         with _faults_on_record(folder, phases):
             code = FINISHED if inputs.finished else attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
@@ -58,9 +60,8 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
         return code
 
 
-def begin_attempt(config_path: Path, phases: Phases, lock: ExitStack) -> Inputs:
+def begin_attempt(config: RunConfig, phases: Phases, lock: ExitStack) -> Inputs:
     """On rank 0: locks the run folder until `lock` is closed, and reads and checks all files that the run names."""
-    config = load_config(config_path)
     lock.enter_context(RunLock(config.folder))
     with _faults_on_record(config.folder, phases):
         return read_inputs(config, dist.get_world_size())
@@ -95,11 +96,13 @@ def attempt(
             trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
             trainer.observers.on_end(finished=False)
             raise
+        if outcome.finished:
+            summarise(trainer, outcome, difference)
+        # Last: a tracker may wait for its service, and the run is complete without it.
         trainer.observers.on_end(finished=outcome.finished)
         if not outcome.finished:
             _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
             return RESUME_LATER
-        summarise(trainer, outcome, difference)
         return FINISHED
 
 

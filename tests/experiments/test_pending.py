@@ -118,7 +118,10 @@ def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     record_end(run.config.folder, stage="train", exit_code=CONFIG_ERROR, error="no such corpus", retry=decision)
     with pytest.raises(StudyError) as raised:
         pending_after(runs, [str(LOW), str(HIGH)])
-    said = f"{LOW}: its job is over, and it is not done; the run is failed: train: no such corpus (its cause is to be"
+    said = (
+        f"{LOW}: its job has ended, but the run is not finished"
+        "; the run is failed: train: no such corpus (its cause is to be"
+    )
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
     assert str(LOW) in [task.name for task in pending_after(runs, [])]  # submitted by hand

@@ -43,6 +43,11 @@ def test_samples_keep_within_the_budget_and_differ(runs, tmp_path):
     assert all(search._matcher.trained(method) <= search.max_parameters for method in sampled)
 
 
+def test_a_budget_below_the_smallest_expansion_is_refused(runs, tmp_path):
+    with pytest.raises(ConfigError, match=r"--max-parameters: 10; the smallest expansion trains \d{4,}"):
+        Search(runs, tmp_path / "search", max_parameters=10)
+
+
 def test_a_stopped_trial_is_resumed(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(search_module, "HEARTBEAT_S", 1)
     with monkeypatch.context() as stopped:

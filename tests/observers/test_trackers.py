@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlflow import MlflowClient
 
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import ConfigError, MissingPackageError
+from pipeline.inputs import check_trackers
 from pipeline.observers.trackers import flattened, make_trackers
-from pipeline.training.observer import StepEvent
+from pipeline.run_folder.status import TRAINING
+from pipeline.training.observer import Observer, StepEvent
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, metrics, train
+from tests.training.runs import make_run, metrics, start_deepspeed, train
 
 WANDB = {"wandb": {"project": "tests", "mode": "offline"}}
 LOGGER = "pipeline.observers.trackers"
@@ -122,7 +125,7 @@ def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, package, None)
     config = configured(tmp_path, WANDB if package == "wandb" else mlflow_in(tmp_path))
     with pytest.raises(MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"):
-        make_trackers(config)
+        check_trackers(config)
 
 
 def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog):
@@ -150,3 +153,26 @@ def test_no_tracker_is_the_default_and_unknown_ones_are_refused(tmp_path):
     assert make_trackers(configured(tmp_path, {})) == []
     with pytest.raises(ConfigError, match=r"observers.comet: unknown key"):
         configured(tmp_path, {"comet": {}})
+
+
+class _Witness(Observer):
+    """Records whether the run's summary exists when the observers end: a service that hangs then costs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_end(self, *, finished: bool) -> None:
+        (self.folder / "witness").write_text(f"{finished} {(self.folder / TRAINING).exists()}")
+
+
+def _train_with_witness(config: Path) -> int:
+    start_deepspeed()
+    from pipeline.training.run import run_training
+
+    return run_training(config, torch.device("cpu"), lambda _: [_Witness(config.parent)])
+
+
+def test_the_run_is_complete_before_its_observers_end(tokens, tmp_path):
+    config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
+    assert run_ranks(_train_with_witness, 1, config) == [0]
+    assert (tmp_path / "witness").read_text() == "True True"

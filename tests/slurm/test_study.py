@@ -42,14 +42,14 @@ def submit(cluster: Cluster, study: Path, *options: str) -> int:
 def submitted_by(cluster: Cluster, driver: int) -> list[int]:
     """The jobs that a driver submitted: the runs, and last the next driver."""
     assert cluster.wait(driver).state == "COMPLETED", cluster.output(driver)
-    return [int(job) for job in re.findall(r"job (\d+)(?:: train of| goes on after)", cluster.output(driver))]
+    return [int(job) for job in re.findall(r"job (\d+)(?:: train of| continues after)", cluster.output(driver))]
 
 
 def error_of(cluster: Cluster, driver: int) -> str:
     """The one line with which a driver ended the chain."""
     assert cluster.wait(driver).state == "FAILED", cluster.output(driver)
     (error,) = (line for line in cluster.output(driver).splitlines() if line.startswith("error: "))
-    assert "goes on after" not in cluster.output(driver)
+    assert "continues after" not in cluster.output(driver)
     return error
 
 
@@ -75,7 +75,7 @@ def test_the_chain_ends_where_a_run_fails_and_goes_on_when_it_is_submitted_again
 ):
     study = write_small(tmp_path, tokens, 1e-3, global_batch_size=2)
     run, following = submitted_by(slurm_cluster, submit(slurm_cluster, study, "--ntasks-per-node=2"))
-    said = "error: fft.lr_0.001.seed_1: its job is over, and it is not done; the run is failed: train: "
+    said = "error: fft.lr_0.001.seed_1: its job has ended, but the run is not finished; the run is failed: train: "
     error = error_of(slurm_cluster, following)
     assert error.startswith(said) and "global_batch_size" in error
     assert slurm_cluster.job(run)["JobState"] == "FAILED"

@@ -90,7 +90,7 @@ def check_trackers(config: RunConfig) -> None:
     for name in ("wandb", "mlflow"):
         if getattr(config.observers, name) is not None and find_spec(name) is None:
             raise MissingPackageError(
-                f"observers.{name}: its package is not installed; pip install 'scale-cpt[{name}]', or remove the section"
+                f"observers.{name}: the package is missing; pip install 'scale-cpt[{name}]', or remove the section"
             )
 
 

@@ -15,7 +15,7 @@ _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
 _BEFORE_THE_FIRST_S = 1.0
 _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
-_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_fmt}{postfix}"
+_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}"
 _FORMATS = {  # by whether it is a terminal, and whether it shows the time left
     (True, True): None,  # tqdm's own
     (True, False): "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",

@@ -19,8 +19,7 @@ from pipeline.data.corpora import is_tokenized
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import free_bytes
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from pipeline.scale import expansion as expansions
-from pipeline.scale.expansion import open_expansion
+from pipeline.scale.expansion import MANIFEST, open_expansion
 from pipeline.sizing.checks import CorpusPlan, Faults, Opened, plan_corpora, validate_inputs
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
@@ -204,7 +203,7 @@ def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
     if not is_tokenized(config.data):
         yield f"{config.data.folder}: the token corpora (tools/preprocess_data.py)"
     if isinstance(config.method, ScaleMethod):
-        if not (config.upscaled_folder / expansions.MANIFEST).exists():
+        if not (config.upscaled_folder / MANIFEST).exists():
             yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"
         else:
             faults.attempt(lambda: open_expansion(config.upscaled_folder))

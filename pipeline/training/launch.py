@@ -213,14 +213,17 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
     return local_rank
 
 
-def set_collective_timeout(limits: Watchdog) -> timedelta:
-    """Sets and returns how long a collective over all ranks may take: longer than the watchdog allows any phase.
+def collective_timeout(limits: Watchdog) -> timedelta:
+    """How long a collective may take: longer than the watchdog allows any phase.
 
     So the watchdog names the missing rank before gloo or NCCL end the processes that wait for it.
     """
-    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
+    return max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
+
+
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Sets how long a collective over all ranks may take from now on."""
     _set_pg_timeout(timeout)
-    return timeout
 
 
 def finish() -> None:

@@ -31,7 +31,7 @@ from pipeline.run_folder.status import TRAINING
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
 from pipeline.training.engine import Engine, build_model
-from pipeline.training.launch import StopSignals, set_collective_timeout
+from pipeline.training.launch import StopSignals, collective_timeout, set_collective_timeout
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.observer import ObserverFactory, Observers, RunContext
 from pipeline.training.validation import Validation, check_preservation
@@ -50,7 +50,7 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path))
-        set_collective_timeout(config.watchdog)  # before rank 0 reads files, which may take long
+        set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
         inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
         folder = config.folder
         with _faults_on_record(folder, phases):
@@ -114,7 +114,7 @@ def prepare(
     Every rank must call it.
     """
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
-    timeout = set_collective_timeout(config.watchdog)
+    timeout = collective_timeout(config.watchdog)
     groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
     check_allocation(config, inputs.deepspeed_config, inputs.base, groups, device)
     torch.manual_seed(config.seed)

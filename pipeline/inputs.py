@@ -15,11 +15,11 @@ from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError, MissingPackageError
-from pipeline.methods import training_method
+from pipeline.methods import build_model, training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.topology import Layout, TensorParallel, check_sequence_length
+from pipeline.parallel.topology import Layout, TensorParallel
 from pipeline.run_folder.status import TRAINING
 
 _logger = log.get_logger(__name__)
@@ -136,9 +136,8 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
 
 def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
     """Raises what building the model would, without memory or communication."""
-    check_sequence_length(config.data.sequence_length, tp)
     with torch.device("meta"):
-        training_method(config).build(spec, tp, config.activation_checkpointing)
+        build_model(config, spec, tp)
 
 
 def is_finished(config: RunConfig, base: BaseFolder) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config.run import Corpus, Data
+from pipeline.config.run import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
@@ -57,17 +57,18 @@ class TrainingSamples:
         self._corpora = {
             name: _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
             for name, corpus in data.corpora.items()
-            if corpus.role == "new" or data.replay_fraction > 0
+            if corpus.role == "new" or data.fractions[corpus.role] > 0
         }
         shares = {
             name: Share(
                 weight=data.corpora[name].weight,
                 budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
-                is_new=data.corpora[name].role == "new",
+                role=data.corpora[name].role,
             )
             for name, corpus in self._corpora.items()
         }
-        blend = Blend(shares, data.replay_fraction)
+        self._roles = {name: share.role for name, share in shares.items()}
+        blend = Blend(shares, data.fractions)
         self.total = blend.total
         self._order = SampleOrder(blend, {name: len(corpus) for name, corpus in self._corpora.items()}, seed)
 
@@ -83,6 +84,10 @@ class TrainingSamples:
     def corpus_of(self, index: int) -> str:
         """The corpus that the sample at the global `index` comes from."""
         return self._order.blend[index].corpus
+
+    def role_of(self, index: int) -> Role:
+        """The role of that corpus."""
+        return self._roles[self.corpus_of(index)]
 
 
 @dataclass(frozen=True)

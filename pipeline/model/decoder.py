@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,6 +22,11 @@ LogitsPath = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
 
 The last two also mask adapters and added layers."""
+
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""Tokens, positions and document ids, each [B, S]."""
+REFERENCE = "reference."
+"""How the names of parameters of the frozen copy of the base begin."""
 
 
 class Decoder(nn.Module):
@@ -47,6 +53,9 @@ class Decoder(nn.Module):
         self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
+        # First, so that a weight which `output` shares with it has its name from here.
+        self.register_module("reference", None)
+        self.reference: Decoder | None
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
         self.rotary = RotaryEmbedding(spec.rotary, spec.head_dim)
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
@@ -65,19 +74,28 @@ class Decoder(nn.Module):
         adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
         return self.plan is not None or adapted or bool(self.added_layers)
 
+    def add_reference(self) -> None:
+        """Adds a frozen copy of the base, uninitialised: what rehearsal needs where the base itself trains."""
+        self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
+        self.output.reference = self.reference.output.base
+
     def forward(
         self,
         tokens: Tensor,
         targets: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        kl_rows: int = 0,
+        reference_rows: int = 0,
     ) -> Losses:
         """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
         All inputs are [B, S]. Attention stays within runs of equal `document_ids`; `positions` default to 0, 1, ….
+        The first `kl_rows` sequences are rehearsed. `reference_rows`, at least as many, is how many the base itself
+        runs on; under ZeRO-3 it must be equal on all ranks.
         """
-        hidden = self.hidden_states(tokens, positions, document_ids)
-        losses: Losses = self.output(hidden, targets.reshape(-1))
+        hidden = self.hidden_states(tokens, positions, document_ids, reference_rows=reference_rows)
+        losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
         return losses.of_shape(targets.shape)
 
     @torch.no_grad()
@@ -100,8 +118,12 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         *,
         path: LogitsPath = "model",
+        reference_rows: int = 0,
     ) -> HiddenStates:
-        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens."""
+        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens.
+
+        `reference` are those of the base alone, of the first `reference_rows` sequences.
+        """
         streams: Streams = self.embedding(tokens)
         context = self._context(tokens, positions, document_ids, streams[0].dtype)
         if path == "base" and self.tp.size <= 2:
@@ -111,16 +133,35 @@ class Decoder(nn.Module):
         masked = path != "model"
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
+        reference: Tensor | None = None
+        rehearsed = _first_rows(reference_rows, tokens, positions, document_ids)
+        runs_along = reference_rows > 0 and self.reference is None and not routed
+        rehearsed_context = self._context(*rehearsed, streams[0].dtype) if runs_along else context
         for layer in self.layers:
+            # All paths run layer by layer, so that ZeRO-3 gathers each layer once for them.
             if routed and layer.collaborative:
-                # Both paths run layer by layer, so that ZeRO-3 gathers each layer once for both.
                 preserved = self._run(layer, preserved or streams, context, masked=True)
+            if runs_along and layer.collaborative:
+                with torch.no_grad():
+                    x = streams[0][:reference_rows] if reference is None else reference
+                    reference, _ = self._run(layer, (x, None), rehearsed_context, masked=True)
             streams = self._run(layer, streams, context, masked)
         final = self.final_norm(*streams)
-        if preserved is not None:
-            return self._whole_rows(*final, *self.final_norm(*preserved))
-        hidden = self._whole_rows(*final)
+        hidden = self._whole_rows(*final, *(() if preserved is None else self.final_norm(*preserved)))
+        if reference_rows:
+            hidden = replace(hidden, reference=self._reference_states(hidden, reference, rehearsed))
         return HiddenStates(hidden.x) if path == "base" else hidden
+
+    @torch.no_grad()
+    def _reference_states(self, hidden: HiddenStates, x: Tensor | None, inputs: Inputs) -> Tensor:
+        """The base's own last hidden states of `inputs`: [R·S, D]. x: [R, S, D], its stream where that ran along."""
+        if self.reference is not None:
+            return self.reference.hidden_states(*inputs).x
+        if x is not None:
+            return self._whole_rows(self.final_norm(x, None)[0]).x
+        # Preserve's base stream, and that of Route's preserved path, are the base's.
+        same = hidden.x if hidden.preserved_x is None else hidden.preserved_x
+        return same[: inputs[0].numel()].detach()
 
     def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
         """streams: [B, S (/ tp_size), ...] -> the same for all positions, one token a row."""
@@ -149,6 +190,14 @@ class Decoder(nn.Module):
         if self.activation_checkpointing == "collaborative":
             return bool(layer.collaborative)
         return self.activation_checkpointing == "all"
+
+
+def _first_rows(rows: int, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Inputs:
+    return (
+        tokens[:rows],
+        None if positions is None else positions[:rows],
+        None if document_ids is None else document_ids[:rows],
+    )
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:

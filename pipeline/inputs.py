@@ -10,7 +10,7 @@ import torch
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import check_same_model, load_manifest
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, Sampling
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
@@ -114,6 +114,31 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
             f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
             f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
             "tokens beyond from the tokenizer"
+        )
+
+
+def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Checks that a base can write documents of at most `max_tokens` tokens.
+
+    Raises:
+        ConfigError: it cannot begin one, its context is too short, or an opening leaves no room.
+    """
+    if not tokenizer.document_start and not sampling.openings:
+        raise ConfigError(
+            f"{tokenizer.path}: puts no token before a text, so the base has nothing to begin with; give `openings`, "
+            "files of documents that it continues"
+        )
+    if max_tokens > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} is beyond the base's context of {spec.max_position_embeddings} tokens; use at "
+            f"most {spec.max_position_embeddings}"
+        )
+    frame = len(tokenizer.document_start) + len(tokenizer.document_end)
+    least = frame + (sampling.opening_tokens or 0) + 1
+    if max_tokens < least:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} leaves the base nothing to write after opening_tokens "
+            f"({sampling.opening_tokens or 0}) and the tokens around a document ({frame}); use at least {least}"
         )
 
 

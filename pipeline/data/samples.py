@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.config.run import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
-from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
 from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
 
 __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "rank_indices"]
@@ -55,7 +55,12 @@ class TrainingSamples:
     def __init__(self, data: Data, *, seed: int, tokenizer_fingerprint: str | None) -> None:
         self.sequence_length = data.sequence_length
         self._corpora = {
-            name: _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
+            name: _packed(
+                TokenCorpus(
+                    train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint, made_by=made_by(corpus)
+                ),
+                data,
+            )
             for name, corpus in data.corpora.items()
             if corpus.role == "new" or data.fractions[corpus.role] > 0
         }

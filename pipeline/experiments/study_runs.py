@@ -174,8 +174,9 @@ def _comparable(config: RunConfig) -> dict[str, Any]:
     """The sections of a configuration, with absolute paths of texts, so that their spelling does not count."""
     values = config.model_dump()
     for corpus in values["data"]["corpora"].values():
-        for part in ("input", "heldout_input"):
-            corpus[part] = [str(Path(path).resolve()) for path in corpus[part]]
+        for section, part in ((corpus, "input"), (corpus, "heldout_input"), (corpus["sample"] or {}, "openings")):
+            if part in section:
+                section[part] = [str(Path(path).resolve()) for path in section[part]]
     return values
 
 

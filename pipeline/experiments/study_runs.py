@@ -155,7 +155,8 @@ class StudyRuns:
             "seed": trial.seed,
             "schedule": {"learning_rate": trial.learning_rate},
         }
-        return self._run(str(trial), _merged(self.study.settings, varied), f"settings, for {trial.method}")
+        settings = _merged(self.study.settings, self.study.methods[trial.method].settings)
+        return self._run(str(trial), _merged(settings, varied), f"settings, for {trial.method}")
 
     def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
         own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}

@@ -50,13 +50,21 @@ def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 
     )
 
 
-def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsPerToken:
-    """Counts a sequence that is rehearsed, or (kl_rows 0) is not."""
+def count_inference_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
+    """Counts the forward pass of `meta_model`, which was built under `torch.device("meta")`."""
+    with torch.no_grad():
+        return _count(meta_model, sequence_length)
+
+
+def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int = 0) -> FlopsPerToken:
+    """Counts a sequence that is rehearsed, or (kl_rows 0) is not; where gradients are off, its forward pass."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     layers = meta_model.layers
     times = Counter(shorten(meta_model))
     with FlopCounterMode(display=False) as counter:
-        meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total.backward()
+        total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+        if torch.is_grad_enabled():
+            total_loss.backward()
     meta_model.layers = layers
     matrix = total = 0
     counts = counter.get_flop_counts()

@@ -118,6 +118,13 @@ def test_weights_divide_the_draws_of_each_role():
     }
 
 
+def test_every_role_has_its_share():
+    shares = {"ko": NO_LIMIT, "en": Share(2.0, None, "replay"), "own": Share(7.0, None, "rehearsal")}
+    blend = Blend(shares, {"replay": 1 / 32, "rehearsal": 1 / 16})
+    drawn = Counter(blend[index].corpus for index in range(BLOCK))
+    assert drawn == {"ko": BLOCK * 29 // 32, "en": BLOCK // 32, "own": BLOCK // 16}
+
+
 def test_without_replay_fraction_replay_corpora_are_not_drawn():
     blend = Blend({"a": Share(1, 100), "r": Share(1, None, "replay")})
     assert {blend[index].corpus for index in range(100)} == {"a"}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import BaseModelError
 from pipeline.model.decoder import Decoder
 from pipeline.rehearsal.generation import BaseWriter, _document
 from tests.bases import STORIES
 from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, own_decoder, random_base
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEARLY_GREEDY = 1e-6
 FAMILIES = ("stories260K", "llama", "neox")
 
@@ -142,8 +142,11 @@ def test_a_seed_decides_the_text_whatever_was_drawn_before():
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path):
-    base = copied_stories(tmp_path / "base", config={"auto_map": {"AutoModelForCausalLM": "modeling.Model"}})
-    (base / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
-    with pytest.raises(BaseModelError, match="needs the code in its folder"):
-        writer(base)
+    """transformers has code of its own for every architecture that can be a base."""
+    base = copied_stories(
+        tmp_path / "base", config={"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
+    )
+    (base / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
+    ours, stories = (writer(path).write(openings(3), temperature=1.0, max_tokens=9, seed=1) for path in (base, STORIES))
+    assert ours[0].tolist() == stories[0].tolist()
     assert not (tmp_path / "ran").exists()

@@ -89,11 +89,6 @@ def test_the_corpus_is_one_that_training_reads(written: Path):
     assert samples[0].tokens.shape == (24,)
 
 
-def test_the_bytes_do_not_depend_on_the_workers(written: Path, tmp_path: Path):
-    sample(tmp_path / "own", workers=2)
-    assert same(tmp_path / "own", written)
-
-
 @pytest.mark.parametrize("batches", [0, 1, 5])
 def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Path, batches: int):
     output = tmp_path / "own"
@@ -105,20 +100,18 @@ def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Pa
     assert same(output, written)
 
 
-def test_killed_and_continued_with_other_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):
+def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):
     output = tmp_path / "own"
-    flags = ["--base", STORIES, "--output", output, "--tokens", "600", "--max-tokens", "24", "--workers", "2"]
-    running = subprocess.Popen(
-        [sys.executable, PROJECT / "tools" / "sample_base.py", *flags], stderr=subprocess.DEVNULL
-    )
+    flags = ["--base", STORIES, "--output", output, "--tokens", "600", "--max-tokens", "24", "--workers", "1"]
+    tool = [sys.executable, PROJECT / "tools" / "sample_base.py", "--device", "cpu"]
+    running = subprocess.Popen([*tool, *flags], stderr=subprocess.DEVNULL)
     while not list((output / ".units").glob("00000-*.json")) and running.poll() is None:
-        time.sleep(0.01)
+        time.sleep(0.001)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    assert not (output / "manifest.json").exists()
-    done = list((output / ".units").glob("00000-*.json"))
-    assert done
-    sample(output)
+    done = len(list((output / ".units").glob("00000-*.json")))
+    assert 0 < done < len(TokenCorpus(written).manifest.shards) and not (output / "manifest.json").exists()
+    sample(output, workers=2)
     assert same(output, written)
 
 

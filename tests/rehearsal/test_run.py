@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -170,3 +171,32 @@ def test_the_spelling_of_the_openings_paths_does_not_count(tmp_path: Path, monke
     )
     assert first != second and _comparable(first) == _comparable(second)
     assert "openings" not in first.data.model_dump(mode="json", exclude=_PATHS)["corpora"]["own"]["sample"]
+
+
+def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
+    begun, own = tmp_path / "begun", tmp_path / "own"
+    file = write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
+    sample_to = (
+        "sample_base.py",
+        "--base",
+        STORIES,
+        "--tokens",
+        "20",
+        "--max-tokens",
+        "8",
+        "--workers",
+        "1",
+        "--output",
+    )
+    tokenize_to = ("preprocess_data.py", "--input", file, "--tokenizer", STORIES, "--workers", "1", "--output")
+
+    with mock.patch("pipeline.data.preprocess._tokenize", side_effect=DataError("stopped")):
+        assert run_main(*tokenize_to, begun).returncode == 1
+    done = run_main(*sample_to, begun)
+    assert done.returncode == 1
+    assert "plan.json: was written by another tool, which is making another corpus there" in done.stderr
+
+    assert run_main(*sample_to, own, "--openings", file, "--opening-tokens", "2").returncode == 0
+    done = run_main(*tokenize_to, own)
+    assert done.returncode == 1
+    assert "own: holds text that a model wrote (tools/sample_base.py)" in done.stderr

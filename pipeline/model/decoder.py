@@ -14,6 +14,7 @@ from pipeline.model.spec import DecoderSpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer
 from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
@@ -24,7 +25,13 @@ The last two also mask adapters and added layers."""
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model; its parameters are named in docs/architecture.md."""
+    """A decoder-only language model; its parameters are named in docs/architecture.md.
+
+    Attributes:
+        gate: decides per token, on the exact base stream, whether the model may differ from its base. It is fitted
+            after training and set for inference in one process only: training, and with it tensor parallelism,
+            sequence parallelism and ZeRO, never has one.
+    """
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class Decoder(nn.Module):
         self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
+        self.gate: Gate | None = None
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
         self.rotary = RotaryEmbedding(spec.rotary, spec.head_dim)
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
@@ -108,19 +116,47 @@ class Decoder(nn.Module):
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
         # expansion stream runs along, without effect on the base stream, so that the base's results are bit-identical.
-        masked = path != "model"
+        masked: bool | Tensor = path != "model"
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
-        for layer in self.layers:
+        closed: Tensor | None = None
+        gate = self._gate_of(path)
+        for index, layer in enumerate(self.layers):
+            if gate is not None and index == gate.layer:
+                closed = _closed(gate, preserved or streams, document_ids)
+                masked = False if routed else closed
             if routed and layer.collaborative:
                 # Both paths run layer by layer, so that ZeRO-3 gathers each layer once for both.
                 preserved = self._run(layer, preserved or streams, context, masked=True)
             streams = self._run(layer, streams, context, masked)
+        if gate is not None and closed is None:
+            closed = _closed(gate, preserved or streams, document_ids)
         final = self.final_norm(*streams)
+        if closed is not None:
+            exact = final if preserved is None else self.final_norm(*preserved)
+            return self._whole_rows(*choose_path(closed, exact, final))
         if preserved is not None:
             return self._whole_rows(*final, *self.final_norm(*preserved))
         hidden = self._whole_rows(*final)
         return HiddenStates(hidden.x) if path == "base" else hidden
+
+    @torch.no_grad()
+    def base_stream(
+        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None, *, layer: int
+    ) -> Tensor:
+        """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
+        x, _ = self.embedding(tokens)
+        context = self._context(tokens, positions, document_ids, x.dtype)
+        for below in self.layers[:layer]:
+            x, _ = self._run(below, (x, None), context, masked=True)
+        return x
+
+    def _gate_of(self, path: LogitsPath) -> Gate | None:
+        if self.gate is None or path != "model":
+            return None
+        if self.plan is None or self.gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
+            raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
+        return self.gate
 
     def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
         """streams: [B, S (/ tp_size), ...] -> the same for all positions, one token a row."""
@@ -136,7 +172,7 @@ class Decoder(nn.Module):
         rotary = self.rotary.table(positions, dtype)
         return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
 
-    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool) -> Streams:
+    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool | Tensor) -> Streams:
         result: Streams
         if torch.is_grad_enabled() and self.is_checkpointed(layer):
             result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
@@ -149,6 +185,11 @@ class Decoder(nn.Module):
         if self.activation_checkpointing == "collaborative":
             return bool(layer.collaborative)
         return self.activation_checkpointing == "all"
+
+
+def _closed(gate: Gate, streams: Streams, document_ids: Tensor | None) -> Tensor:
+    """The tokens that stay on the base's path: bool [B, S, 1]."""
+    return ~gate.open_tokens(streams[0], document_ids).unsqueeze(-1)
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,11 @@
-"""Runs a tool's `main`: a user's fault ends in one line and a non-zero exit code, a bug in a traceback."""
+"""Runs a tool's `main`: a user's fault ends in one line and a non-zero exit code, a bug in a traceback.
+
+And types of arguments that several tools have.
+"""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import sys
 import traceback
@@ -37,3 +41,19 @@ def _report_system_error(error: OSError) -> int:
     where = error.filename or "the output"
     print(f"error: no space left on the disk of {where}; free some and start again", file=sys.stderr)
     return PASSING_FAULT
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
+    return number
+
+
+def share(text: str) -> tuple[int, int]:
+    """An argument K/N: the K-th of N jobs that share their work, from 0."""
+    k, n = map(int, text.split("/"))
+    if not 0 <= k < n:
+        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, found {text}")
+    return k, n

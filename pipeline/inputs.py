@@ -10,16 +10,16 @@ import torch
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import check_same_model, load_manifest
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, Sampling
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError, MissingPackageError
-from pipeline.methods import training_method
+from pipeline.methods import build_model, training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.topology import Layout, TensorParallel, check_sequence_length
+from pipeline.parallel.topology import Layout, TensorParallel
 from pipeline.run_folder.status import TRAINING
 
 _logger = log.get_logger(__name__)
@@ -117,6 +117,31 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
         )
 
 
+def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Checks that a base can write documents of at most `max_tokens` tokens.
+
+    Raises:
+        ConfigError: it cannot begin one, its context is too short, or an opening leaves no room.
+    """
+    if not tokenizer.document_start and not sampling.openings:
+        raise ConfigError(
+            f"{tokenizer.path}: puts no token before a text, so the base has nothing to begin with; give `openings`, "
+            "files of documents that it continues"
+        )
+    if max_tokens > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} is beyond the base's context of {spec.max_position_embeddings} tokens; use at "
+            f"most {spec.max_position_embeddings}"
+        )
+    frame = len(tokenizer.document_start) + len(tokenizer.document_end)
+    least = frame + (sampling.opening_tokens or 0) + 1
+    if max_tokens < least:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} leaves the base nothing to write after opening_tokens "
+            f"({sampling.opening_tokens or 0}) and the tokens around a document ({frame}); use at least {least}"
+        )
+
+
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
     """The corpora of a run whose base has the tokenizer of that fingerprint; None accepts any.
 
@@ -136,9 +161,8 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
 
 def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
     """Raises what building the model would, without memory or communication."""
-    check_sequence_length(config.data.sequence_length, tp)
     with torch.device("meta"):
-        training_method(config).build(spec, tp, config.activation_checkpointing)
+        build_model(config, spec, tp)
 
 
 def is_finished(config: RunConfig, base: BaseFolder) -> bool:

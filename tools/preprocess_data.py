@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.command_line import run
+from pipeline.command_line import positive, run, share
 from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
@@ -70,20 +70,6 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
-    return number
-
-
-def _share(text: str) -> tuple[int, int]:
-    k, n = map(int, text.split("/"))
-    if not 0 <= k < n:
-        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, found {text}")
-    return k, n
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -108,13 +94,13 @@ def _options() -> argparse.Namespace:
     )
     add(
         "--workers",
-        type=_positive,
+        type=positive,
         default=len(os.sched_getaffinity(0)),
         help="processes (default: the cores of this machine)",
     )
     add(
         "--share",
-        type=_share,
+        type=share,
         default=(0, 1),
         metavar="K/N",
         help="this is the K-th of N such jobs, as in a Slurm array",

@@ -25,7 +25,10 @@ from pipeline.parallel.topology import Layout
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
-_PATHS: Any = {"folder": True, "corpora": {"__all__": {"input", "heldout_input"}}}
+_PATHS: Any = {
+    "folder": True,
+    "corpora": {"__all__": {"input": True, "heldout_input": True, "sample": {"openings"}}},
+}
 
 
 class _Record(BaseModel):

@@ -48,6 +48,8 @@ class Sampling(Section):
     )
     chat_template: bool = False
     """the openings are a user's messages, framed by the tokenizer's chat template"""
+    seed: int = 0
+    """of the text; not the run's, because runs with other seeds read the same corpus"""
 
     @model_validator(mode="after")
     def _a_chat_has_messages(self) -> Sampling:
@@ -92,6 +94,8 @@ class Corpus(Section):
                 raise ValueError("input: name at least one file")
         elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
             raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
+        elif self.prompt_key is not None:
+            raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
         return self
 
     @model_validator(mode="after")

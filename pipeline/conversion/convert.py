@@ -73,8 +73,11 @@ def newest_checkpoint(config: RunConfig) -> Path:
 
 
 def run_probe(config: RunConfig) -> MakeProbe:
-    """The text to verify a run's export on: each corpus's held-out files, or else its inputs."""
-    corpora = config.data.corpora
+    """The text to verify a run's export on: each corpus's held-out files, or else its inputs.
+
+    Text that the base wrote has neither.
+    """
+    corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
     return probe_maker(
         {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()},
         {name: Keys(corpus.text_key, corpus.prompt_key) for name, corpus in corpora.items()},

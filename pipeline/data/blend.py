@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from pipeline.config.run import Role
 from pipeline.errors import DataError
 
 BLOCK = 1 << 16
@@ -28,11 +29,11 @@ _MASK_64 = 2**64 - 1
 
 
 class Share(NamedTuple):
-    """A corpus in a blend: its weight, and after how many samples it is exhausted (None: never)."""
+    """A corpus in a blend: its weight in its role, and after how many samples it is exhausted (None: never)."""
 
     weight: float
     budget: int | None
-    is_new: bool = True
+    role: Role = "new"
 
 
 class Draw(NamedTuple):
@@ -47,17 +48,19 @@ class Blend:
 
     Args:
         shares: the corpora, in an order that must not change during a run.
-        replay_fraction: the fraction of draws from corpora that are not new; within each of the two groups the weights
-            decide. The blend ends when every new corpus is exhausted.
+        fractions: the fraction of draws from the corpora of each role except `new`, which gets the rest; within a role
+            the weights decide. The blend ends when every new corpus is exhausted.
 
     Attributes:
         total: the number of samples, or None if a new corpus is never exhausted.
     """
 
-    def __init__(self, shares: Mapping[str, Share], replay_fraction: float = 0.0) -> None:
+    def __init__(self, shares: Mapping[str, Share], fractions: Mapping[Role, float] | None = None) -> None:
         self.names = list(shares)
         self._shares = list(shares.values())
-        self._replay_fraction = Fraction(replay_fraction).limit_denominator(BLOCK)
+        self._fractions = {
+            role: Fraction(fraction).limit_denominator(BLOCK) for role, fraction in (fractions or {}).items()
+        }
         self._segments = self._lay_out()
         self._starts = [segment.start for segment in self._segments]
         self.total = self._segments[-1].stop
@@ -93,7 +96,7 @@ class Blend:
         """At most two segments per corpus: full blocks while budgets last, then a smaller one for the first to end."""
         segments: list[_Segment] = []
         start, drawn = 0, [0] * len(self._shares)
-        while any(share.is_new and _left(share, used) for share, used in zip(self._shares, drawn, strict=True)):
+        while any(share.role == "new" and _left(share, used) for share, used in zip(self._shares, drawn, strict=True)):
             left = [_left(share, used) for share, used in zip(self._shares, drawn, strict=True)]
             quotas = self._quotas(left)
             counts = [int(left[c] // quotas[c]) for c in range(len(left)) if quotas[c] and left[c] != math.inf]
@@ -110,11 +113,14 @@ class Blend:
     def _quotas(self, left: Sequence[float]) -> list[int]:
         """How many of BLOCK draws each corpus gets that is not exhausted; at least one if its share is not 0."""
         live = [share for share, remaining in zip(self._shares, left, strict=True) if remaining]
-        group_weight = {is_new: sum(s.weight for s in live if s.is_new is is_new) for is_new in (True, False)}
-        replay = self._replay_fraction if group_weight[False] else Fraction(0)
-        group_draws = {True: float((1 - replay) * BLOCK), False: float(replay * BLOCK)}
+        weights: dict[Role, float] = {}
+        for share in live:
+            weights[share.role] = weights.get(share.role, 0.0) + share.weight
+        # A role whose corpora are all exhausted leaves its draws to the new ones.
+        fractions = {role: fraction for role, fraction in self._fractions.items() if role in weights}
+        fractions["new"] = 1 - sum(fractions.values(), Fraction(0))
         exact = [
-            group_draws[share.is_new] * share.weight / group_weight[share.is_new] if remaining else 0.0
+            float(fractions.get(share.role, 0) * BLOCK) * share.weight / weights[share.role] if remaining else 0.0
             for share, remaining in zip(self._shares, left, strict=True)
         ]
         quotas = [max(1, math.floor(value)) if value else 0 for value in exact]

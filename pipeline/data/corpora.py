@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.unit_work import Job, is_heldout
 from pipeline.data.units import good_documents
 from pipeline.errors import DataError
+
+TOKENIZER = "tools/preprocess_data.py"
+SAMPLER = "tools/sample_base.py"
 
 
 def train_folder(data: Data, corpus: str) -> Path:
@@ -30,16 +33,37 @@ def has_heldout(data: Data, corpus: str) -> bool:
     return bool(described.heldout_input) or described.heldout_fraction > 0
 
 
+def made_by(corpus: Corpus) -> str:
+    """The tool that makes a corpus."""
+    return TOKENIZER if corpus.sample is None else SAMPLER
+
+
+def unfinished_corpora(data: Data) -> list[str]:
+    """The corpora of a run that are not complete, their held-out parts included, in the order of the configuration."""
+    parts = {
+        name: [train_folder(data, name), *([heldout_folder(data, name)] if has_heldout(data, name) else [])]
+        for name in data.corpora
+    }
+    return [name for name, folders in parts.items() if not all((folder / MANIFEST).exists() for folder in folders)]
+
+
 def is_tokenized(data: Data) -> bool:
-    """Whether every corpus of a run is complete, including its held-out part if it has one."""
-    folders = [train_folder(data, name) for name in data.corpora]
-    folders += [heldout_folder(data, name) for name in data.corpora if has_heldout(data, name)]
-    return all((folder / MANIFEST).exists() for folder in folders)
+    """Whether every corpus of a run is complete."""
+    return not unfinished_corpora(data)
+
+
+def named_inputs(data: Data) -> Iterator[Sequence[str]]:
+    """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings."""
+    for corpus in data.corpora.values():
+        openings = corpus.sample.openings if corpus.sample is not None else []
+        yield from filter(None, (corpus.input, corpus.heldout_input, openings))
 
 
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
-    """The jobs that make all corpora of a run, with the base model's own tokenizer."""
+    """The jobs that tokenize the corpora of a run, with the base model's own tokenizer."""
     for name, corpus in data.corpora.items():
+        if corpus.sample is not None:
+            continue
         job = Job(
             inputs=tuple(corpus.input),
             tokenizer=str(tokenizer),

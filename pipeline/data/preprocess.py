@@ -7,33 +7,29 @@ bytes.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline import log
+from pipeline.data.job_state import begin, input_hash, make_folder, own_first, refuse_other, remove_state
 from pipeline.data.records import BadRecordLimit
-from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, ShardRecord, TokenizerRecord, load_manifest
+from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, tokenize_unit
+from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, sums_of, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, published_file, rename_aside, write_json
+from pipeline.files import published_file, write_json
 from pipeline.log import progress_bar
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
-_T = TypeVar("_T")
 
 
 class Plan(BaseModel):
@@ -91,10 +87,10 @@ def preprocess(
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
         by_index = list(enumerate(files))
-        split = dict(workers.run(partial(_split_one, job, plan.unit_bytes), _own_first(by_index, share)))
+        split = dict(workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share)))
         units = [unit for index in range(len(files)) for unit in split[index]]
         records = _tokenize(job, units, workers, max_bad_fraction, share)
-        hashes = dict(workers.run(partial(_hash_one, job), _own_first(by_index, share)))
+        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share)))
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
         ]
@@ -109,23 +105,17 @@ def preprocess(
 
 
 def _begin(job: Job, plan: Plan) -> None:
-    try:
-        job.state.mkdir(parents=True, exist_ok=True)
-        if job.heldout_fraction > 0:
-            job.heldout.mkdir(exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename}: cannot make this folder ({error.strerror}); choose another --output"
-        ) from None
-    path = job.state / "plan.json"
-    if not path.exists():
-        write_json(path, plan.model_dump())
-    _refuse_other(job, plan, Plan.model_validate_json(path.read_bytes()))
+    make_folder(job.state)
+    if job.heldout_fraction > 0:
+        make_folder(job.heldout)
+    begin(job.output, job.state, plan)
 
 
 def _finished(job: Job, plan: Plan) -> Manifest:
     """The manifest of a corpus that is already complete, if it is the one that `job` describes."""
     manifest = load_manifest(job.output)
+    if manifest.sampling is not None:
+        raise DataError(f"{job.output}: holds text that a model wrote (tools/sample_base.py); choose another --output")
     found = Plan(
         inputs=[(file.path, file.bytes) for file in manifest.inputs],
         fingerprint=manifest.tokenizer.fingerprint,
@@ -136,21 +126,10 @@ def _finished(job: Job, plan: Plan) -> Manifest:
         heldout_fraction=manifest.heldout_fraction,
         unit_bytes=plan.unit_bytes,
     )
-    _refuse_other(job, plan, found)
-    _remove_state(job)
+    refuse_other(job.output, plan, found)
+    remove_state(job.state)
     _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
     return manifest
-
-
-def _refuse_other(job: Job, expected: Plan, found: Plan) -> None:
-    for name in Plan.model_fields:
-        values = [repr(getattr(plan, name)) for plan in (expected, found)]
-        if values[0] != values[1]:
-            shown = [value if len(value) <= 120 else value[:117] + "..." for value in values]
-            raise DataError(
-                f"{job.output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found "
-                f"{shown[1]}; remove the folder to start again, or choose another --output"
-            )
 
 
 def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
@@ -166,22 +145,6 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
 
 def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
     return unit.name, tokenize_unit(job, unit)
-
-
-def _hash_one(job: Job, task: tuple[int, Path]) -> tuple[int, str]:
-    """The SHA-256 of one input file, computed once and kept in the job's state."""
-    index, path = task
-    cached = job.state / f"{index:05d}.sha256.json"
-    if not cached.exists():
-        write_json(cached, file_hash(path))
-    return index, str(orjson.loads(cached.read_bytes()))
-
-
-def _own_first(tasks: Sequence[_T], share: tuple[int, int]) -> list[_T]:
-    """This job's share of the tasks, then the other jobs' tasks from the end, which those jobs reach last."""
-    k, n = share
-    others = [task for at, task in enumerate(tasks) if at % n != k]
-    return [*tasks[k::n], *reversed(others)]
 
 
 def _tokenize(
@@ -206,7 +169,7 @@ def _tokenize(
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
-            for name, record in workers.run(partial(_tokenize_one, job), _own_first(unfinished, share)):
+            for name, record in workers.run(partial(_tokenize_one, job), own_first(unfinished, share)):
                 documents += record.train.documents + record.heldout.documents
                 tokens += record.train.tokens + record.heldout.tokens
                 seconds = max(bar.format_dict["elapsed"], 1e-9)
@@ -244,7 +207,7 @@ def _publish(
         describe("heldout", [(unit.name, record.heldout) for unit, record in outcomes]).save(job.heldout)
     manifest = describe(job.part, [(unit.name, record.train) for unit, record in outcomes])
     manifest.save(job.output)
-    _remove_state(job)
+    remove_state(job.state)
     return manifest
 
 
@@ -258,7 +221,6 @@ def _manifest(
     part: str,
     shards: Sequence[tuple[str, PartCounts]],
 ) -> Manifest:
-    total = PartCounts(**{name: sum(getattr(counts, name) for _, counts in shards) for name in PartCounts.model_fields})
     return Manifest(
         part=part,
         tokenizer=TokenizerRecord(
@@ -272,25 +234,12 @@ def _manifest(
         text_key=job.text_key,
         prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
-        **total.model_dump(),
-        tokens_per_character=round(total.tokens / max(total.characters, 1), 6),
-        tokens_per_byte=round(total.tokens / max(total.bytes, 1), 6),
+        **sums_of(shards),
         rejected=dict(sorted(rejected.items())),
         inputs=inputs,
-        shards=[
-            ShardRecord(name=name, documents=counts.documents, tokens=counts.tokens)
-            for name, counts in shards
-            if counts.documents
-        ],
     )
 
 
 def _quarantines(job: Job, units: Iterable[Unit]) -> Iterator[Path]:
     """The quarantine files that exist, in the order of the units."""
     return filter(Path.exists, (job.state / f"{unit.name}.quarantine.jsonl" for unit in units))
-
-
-def _remove_state(job: Job) -> None:
-    """Removes the state of a finished corpus. It is renamed first, because another job may be reading it."""
-    with contextlib.suppress(OSError):  # another job is renaming and removing it
-        shutil.rmtree(rename_aside(job.state), ignore_errors=True)

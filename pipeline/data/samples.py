@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config.run import Corpus, Data
+from pipeline.config.run import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
-from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
 from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
 
 __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "open_packed", "rank_indices"]
@@ -55,19 +55,25 @@ class TrainingSamples:
     def __init__(self, data: Data, *, seed: int, tokenizer_fingerprint: str | None) -> None:
         self.sequence_length = data.sequence_length
         self._corpora = {
-            name: _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
+            name: _packed(
+                TokenCorpus(
+                    train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint, made_by=made_by(corpus)
+                ),
+                data,
+            )
             for name, corpus in data.corpora.items()
-            if corpus.role == "new" or data.replay_fraction > 0
+            if corpus.role == "new" or data.fractions[corpus.role] > 0
         }
         shares = {
             name: Share(
                 weight=data.corpora[name].weight,
                 budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
-                is_new=data.corpora[name].role == "new",
+                role=data.corpora[name].role,
             )
             for name, corpus in self._corpora.items()
         }
-        blend = Blend(shares, data.replay_fraction)
+        self._roles = {name: share.role for name, share in shares.items()}
+        blend = Blend(shares, data.fractions)
         self.total = blend.total
         self._order = SampleOrder(blend, {name: len(corpus) for name, corpus in self._corpora.items()}, seed)
 
@@ -83,6 +89,10 @@ class TrainingSamples:
     def corpus_of(self, index: int) -> str:
         """The corpus that the sample at the global `index` comes from."""
         return self._order.blend[index].corpus
+
+    def role_of(self, index: int) -> Role:
+        """The role of that corpus."""
+        return self._roles[self.corpus_of(index)]
 
 
 @dataclass(frozen=True)

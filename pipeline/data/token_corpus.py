@@ -54,11 +54,29 @@ class ShardRecord(_Strict):
     tokens: int
 
 
+class SamplingRecord(_Strict):
+    """How a base model wrote a corpus. `base` holds the SHA-256 of its weight files, by their names.
+
+    `tokens` were asked for; the others are settings of config.run.Sampling. `batch_size` documents were written at a
+    time, which decides how sums are rounded, and so the text.
+    """
+
+    base: dict[str, str]
+    tokens: int
+    temperature: float
+    max_tokens: int
+    opening_tokens: int | None
+    chat_template: bool
+    seed: int
+    batch_size: int
+
+
 class Manifest(_Strict):
     """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers.
 
     `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
-    None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
+    None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`. In a corpus that a base
+    model wrote (`sampling`), `inputs` are the files of its openings, and the text includes them.
     """
 
     format: str = "scale-cpt token corpus 1"
@@ -79,14 +97,15 @@ class Manifest(_Strict):
     rejected: dict[str, int]
     inputs: list[InputFile]
     shards: list[ShardRecord]
+    sampling: SamplingRecord | None = None
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which completes the corpus."""
         write_json(folder / MANIFEST, self.model_dump())
 
 
-def load_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of the corpus in `folder`.
+def load_manifest(folder: Path, *, made_by: str = "tools/preprocess_data.py") -> Manifest:
+    """Reads the manifest of the corpus in `folder`. `made_by` is the tool that makes it, for error messages.
 
     Raises:
         DataError: it is missing or damaged.
@@ -95,7 +114,7 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        state = "is unfinished: start tools/preprocess_data.py again" if folder.is_dir() else "does not exist"
+        state = f"is unfinished: start {made_by} again" if folder.is_dir() else f"does not exist: start {made_by}"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None
     except ValidationError as error:
         fault: Any = error.errors()[0]
@@ -106,13 +125,17 @@ def load_manifest(folder: Path) -> Manifest:
 class TokenCorpus:
     """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
 
+    `made_by` is the tool that makes it, for error messages.
+
     Raises:
         DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
     """
 
-    def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, tokenizer_fingerprint: str | None = None, made_by: str = "tools/preprocess_data.py"
+    ) -> None:
         self.folder = folder
-        self.manifest = load_manifest(folder)
+        self.manifest = load_manifest(folder, made_by=made_by)
         found = self.manifest.tokenizer.fingerprint
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(

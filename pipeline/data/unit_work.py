@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
 from pipeline.data.records import Document, Keys, Quarantine, Rejected
+from pipeline.data.token_corpus import ShardRecord
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_prompt_lengths, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
@@ -78,6 +79,21 @@ class PartCounts(BaseModel):
     bytes: int = 0
     prompt_tokens: int = 0
     prompt_bytes: int = 0
+
+
+def sums_of(shards: Sequence[tuple[str, PartCounts]]) -> dict[str, Any]:
+    """The fields of a manifest that follow from its shards, given by their names and counts; empty ones are omitted."""
+    total = PartCounts(**{name: sum(getattr(counts, name) for _, counts in shards) for name in PartCounts.model_fields})
+    return {
+        **total.model_dump(),
+        "tokens_per_character": round(total.tokens / max(total.characters, 1), 6),
+        "tokens_per_byte": round(total.tokens / max(total.bytes, 1), 6),
+        "shards": [
+            ShardRecord(name=name, documents=counts.documents, tokens=counts.tokens)
+            for name, counts in shards
+            if counts.documents
+        ],
+    }
 
 
 class UnitRecord(BaseModel):

@@ -16,6 +16,7 @@ from pipeline.errors import DataError, LayoutError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+_number = 0
 
 
 class Workers:
@@ -49,14 +50,15 @@ class Workers:
 
 
 @contextlib.contextmanager
-def local_workers(count: int) -> Iterator[Workers]:
-    """`count` processes of this machine; a single worker is this process."""
+def local_workers(count: int, *, preload: str = "pipeline.data.unit_work") -> Iterator[Workers]:
+    """`count` processes of this machine, which import the module `preload` once; a single worker is this process."""
     if count == 1:
         yield Workers(None)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.data.unit_work"])
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as executor:
+    context.set_forkserver_preload([preload])
+    started = context.Value("i", 0)
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=(started,)) as executor:
         executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
         yield Workers(executor)
 
@@ -85,8 +87,17 @@ def mpi_workers() -> Iterator[Workers | None]:
         yield None if executor is None else Workers(executor)
 
 
-def _follow_parent() -> None:
-    """Makes a worker end with its parent, and leaves Ctrl-C to the parent."""
+def worker_number() -> int:
+    """This process's number among its pool's `local_workers`, from 0."""
+    return _number
+
+
+def _begin_work(started: Any) -> None:  # noqa: ANN401
+    """Numbers a worker, makes it end with its parent, and leaves Ctrl-C to the parent."""
+    global _number
+    with started.get_lock():
+        _number = started.value
+        started.value += 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

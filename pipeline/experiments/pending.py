@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.config.method import ScaleMethod
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
-from pipeline.data.corpora import is_tokenized
+from pipeline.data.corpora import SAMPLER, TOKENIZER, made_by, unfinished_corpora
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
 from pipeline.experiments.results import Outcome, has_diverged, is_trained, read_outcome
 from pipeline.experiments.study_runs import StudyRun, StudyRuns, Trial
@@ -42,11 +42,16 @@ def pending_tasks(runs: StudyRuns) -> list[Task]:
     study = runs.study
     for run, stage in zip(runs.stages, study.stages.values(), strict=True):
         if not _is_converted(run):
-            return [Task(run, ("tokenize", *_training_stages(run), "convert"), stage.ranks)]
+            sampling = ("sample",) if any(corpus.sample for corpus in run.config.data.corpora.values()) else ()
+            return [Task(run, ("tokenize", *sampling, *_training_stages(run), "convert"), stage.ranks)]
     trials = {trial: runs.trial(trial) for trial in known_trials(runs)}
     first = next(iter(trials.values()))
-    if not is_tokenized(first.config.data):
-        return [Task(first, ("tokenize",), 1)]
+    # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
+    corpora = first.config.data.corpora
+    unfinished = {made_by(corpora[name]) for name in unfinished_corpora(first.config.data)}
+    for tool, making in ((TOKENIZER, "tokenize"), (SAMPLER, "sample")):
+        if tool in unfinished:
+            return [Task(first, (making,), 1)]
     return [Task(run, _training_stages(run), study.ranks) for trial, run in trials.items() if not _is_over(runs, trial)]
 
 

@@ -80,6 +80,9 @@ class Compared(Section):
     )
     learning_rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     """the rate with the lowest held-out perplexity of the new corpus, with the first seed, is chosen"""
+    settings: RunSettings = Field(
+        default={}, description="what differs from the study's `settings`, such as another share of replay"
+    )
 
     @model_validator(mode="after")
     def _one_method_and_different_rates(self) -> Compared:
@@ -87,6 +90,7 @@ class Compared(Section):
             raise ValueError("give method or matched, one of them")
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("learning_rates: each once")
+        _check_absent(self.settings, (*_FROM_STUDY, *_VARIED))
         return self
 
 

@@ -155,7 +155,8 @@ class StudyRuns:
             "seed": trial.seed,
             "schedule": {"learning_rate": trial.learning_rate},
         }
-        return self._run(str(trial), _merged(self.study.settings, varied), f"settings, for {trial.method}")
+        settings = _merged(self.study.settings, self.study.methods[trial.method].settings)
+        return self._run(str(trial), _merged(settings, varied), f"settings, for {trial.method}")
 
     def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
         own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
@@ -174,8 +175,9 @@ def _comparable(config: RunConfig) -> dict[str, Any]:
     """The sections of a configuration, with absolute paths of texts, so that their spelling does not count."""
     values = config.model_dump()
     for corpus in values["data"]["corpora"].values():
-        for part in ("input", "heldout_input"):
-            corpus[part] = [str(Path(path).resolve()) for path in corpus[part]]
+        for section, part in ((corpus, "input"), (corpus, "heldout_input"), (corpus["sample"] or {}, "openings")):
+            if part in section:
+                section[part] = [str(Path(path).resolve()) for path in section[part]]
     return values
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
-from pipeline.methods.method import TrainingMethod
+from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
+from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
 
 
@@ -37,14 +38,26 @@ def training_method(config: RunConfig) -> TrainingMethod:
     return method_for(config.method, config.upscaled_folder, config.seed)
 
 
-def build_model(config: RunConfig, base: BaseFolder, tp: TensorParallel) -> Decoder:
-    """The run's model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
+def build_model(
+    config: RunConfig,
+    spec: DecoderSpec,
+    tp: TensorParallel,
+    activation_checkpointing: ActivationCheckpointing | None = None,
+) -> Decoder:
+    """The model that a run trains, with this rank's shards, uninitialised; `requires_grad` is set where they train.
+
+    `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run rehearses and the
+    base itself trains, the model has a frozen copy of the base.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
-    return training_method(config).build(base.spec, tp, config.activation_checkpointing)
+    model = training_method(config).build(spec, tp, activation_checkpointing or config.activation_checkpointing)
+    model.output.kl_coefficient = config.data.rehearsal_coefficient
+    if config.data.kl_fraction > 0 and not model.keeps_base:
+        model.add_reference()
+    return model
 
 
 def check_files(config: RunConfig, share: slice) -> None:

@@ -13,7 +13,7 @@ from pipeline.config.method import Freeze, LlamaPro, Lora
 from pipeline.errors import ConfigError
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
@@ -32,7 +32,7 @@ class FullFineTuningMethod(TrainingMethod):
         return Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing)
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        load_base(model, base, tp)
+        load_base(model, base, tp, source=lambda name: name.removeprefix(REFERENCE))
 
 
 class FreezeMethod(FullFineTuningMethod):

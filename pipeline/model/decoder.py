@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -22,6 +23,11 @@ LogitsPath = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
 
 The last two also mask adapters and added layers."""
+
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+"""Tokens, positions and document ids, each [B, S]."""
+REFERENCE = "reference."
+"""How the names of parameters of the frozen copy of the base begin."""
 
 
 class Decoder(nn.Module):
@@ -55,6 +61,9 @@ class Decoder(nn.Module):
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
         self.gate: Gate | None = None
+        # First, so that a weight which `output` shares with it has its name from here.
+        self.register_module("reference", None)
+        self.reference: Decoder | None
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
         self.rotary = RotaryEmbedding(spec.rotary, spec.head_dim)
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
@@ -73,19 +82,28 @@ class Decoder(nn.Module):
         adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
         return self.plan is not None or adapted or bool(self.added_layers)
 
+    def add_reference(self) -> None:
+        """Adds a frozen copy of the base, uninitialised: what rehearsal needs where the base itself trains."""
+        self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
+        self.output.reference = self.reference.output.base
+
     def forward(
         self,
         tokens: Tensor,
         targets: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        kl_rows: int = 0,
+        reference_rows: int = 0,
     ) -> Losses:
         """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
         All inputs are [B, S]. Attention stays within runs of equal `document_ids`; `positions` default to 0, 1, ….
+        The first `kl_rows` sequences are rehearsed. `reference_rows`, at least as many, is how many the base itself
+        runs on; under ZeRO-3 it must be equal on all ranks.
         """
-        hidden = self.hidden_states(tokens, positions, document_ids)
-        losses: Losses = self.output(hidden, targets.reshape(-1))
+        hidden = self.hidden_states(tokens, positions, document_ids, reference_rows=reference_rows)
+        losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
         return losses.of_shape(targets.shape)
 
     @torch.no_grad()
@@ -108,37 +126,66 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         *,
         path: LogitsPath = "model",
+        reference_rows: int = 0,
     ) -> HiddenStates:
-        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens."""
+        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens.
+
+        `reference` are those of the base alone, of the first `reference_rows` sequences.
+        """
         streams: Streams = self.embedding(tokens)
         context = self._context(tokens, positions, document_ids, streams[0].dtype)
+        if path == "model" and self.gate is not None:
+            return self._gated_states(self.gate, streams, context, document_ids)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
         # expansion stream runs along, without effect on the base stream, so that the base's results are bit-identical.
-        masked: bool | Tensor = path != "model"
+        masked = path != "model"
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
-        closed: Tensor | None = None
-        gate = self._gate_of(path)
-        for index, layer in enumerate(self.layers):
-            if gate is not None and index == gate.layer:
-                closed = _closed(gate, preserved or streams, document_ids)
-                masked = False if routed else closed
+        reference: Tensor | None = None
+        rehearsed = _first_rows(reference_rows, tokens, positions, document_ids)
+        runs_along = reference_rows > 0 and self.reference is None and not routed
+        rehearsed_context = self._context(*rehearsed, streams[0].dtype) if runs_along else context
+        for layer in self.layers:
+            # All paths run layer by layer, so that ZeRO-3 gathers each layer once for them.
             if routed and layer.collaborative:
-                # Both paths run layer by layer, so that ZeRO-3 gathers each layer once for both.
                 preserved = self._run(layer, preserved or streams, context, masked=True)
+            if runs_along and layer.collaborative:
+                with torch.no_grad():
+                    x = streams[0][:reference_rows] if reference is None else reference
+                    reference, _ = self._run(layer, (x, None), rehearsed_context, masked=True)
             streams = self._run(layer, streams, context, masked)
-        if gate is not None and closed is None:
-            closed = _closed(gate, preserved or streams, document_ids)
         final = self.final_norm(*streams)
-        if closed is not None:
-            exact = final if preserved is None else self.final_norm(*preserved)
-            return self._whole_rows(*choose_path(closed, exact, final))
-        if preserved is not None:
-            return self._whole_rows(*final, *self.final_norm(*preserved))
-        hidden = self._whole_rows(*final)
+        hidden = self._whole_rows(*final, *(() if preserved is None else self.final_norm(*preserved)))
+        if reference_rows:
+            hidden = replace(hidden, reference=self._reference_states(hidden, reference, rehearsed))
         return HiddenStates(hidden.x) if path == "base" else hidden
+
+    def _gated_states(
+        self, gate: Gate, streams: Streams, context: Context, document_ids: Tensor | None
+    ) -> HiddenStates:
+        """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
+
+        Route runs both paths, and a closed token takes the preserved one. Adapt and Preserve run one, and the gate
+        decides before the first layer with W12.
+        """
+        if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
+            raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
+        preserved, closed = streams, None
+        masked: bool | Tensor = False
+        for index, layer in enumerate(self.layers):
+            if index == gate.layer:
+                closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+                masked = False if self.plan.routed else closed
+            if self.plan.routed and layer.collaborative:
+                preserved = self._run(layer, preserved, context, masked=True)
+                streams = self._run(layer, streams, context, masked=False)
+            else:
+                preserved = streams = self._run(layer, streams, context, masked)
+        if closed is None:
+            closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+        return self._whole_rows(*choose_path(closed, self.final_norm(*preserved), self.final_norm(*streams)))
 
     @torch.no_grad()
     def base_stream(
@@ -151,12 +198,16 @@ class Decoder(nn.Module):
             x, _ = self._run(below, (x, None), context, masked=True)
         return x
 
-    def _gate_of(self, path: LogitsPath) -> Gate | None:
-        if self.gate is None or path != "model":
-            return None
-        if self.plan is None or self.gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
-            raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
-        return self.gate
+    @torch.no_grad()
+    def _reference_states(self, hidden: HiddenStates, x: Tensor | None, inputs: Inputs) -> Tensor:
+        """The base's own last hidden states of `inputs`: [R·S, D]. x: [R, S, D], its stream where that ran along."""
+        if self.reference is not None:
+            return self.reference.hidden_states(*inputs).x
+        if x is not None:
+            return self._whole_rows(self.final_norm(x, None)[0]).x
+        # Preserve's base stream, and that of Route's preserved path, are the base's.
+        same = hidden.x if hidden.preserved_x is None else hidden.preserved_x
+        return same[: inputs[0].numel()].detach()
 
     def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
         """streams: [B, S (/ tp_size), ...] -> the same for all positions, one token a row."""
@@ -187,9 +238,12 @@ class Decoder(nn.Module):
         return self.activation_checkpointing == "all"
 
 
-def _closed(gate: Gate, streams: Streams, document_ids: Tensor | None) -> Tensor:
-    """The tokens that stay on the base's path: bool [B, S, 1]."""
-    return ~gate.open_tokens(streams[0], document_ids).unsqueeze(-1)
+def _first_rows(rows: int, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Inputs:
+    return (
+        tokens[:rows],
+        None if positions is None else positions[:rows],
+        None if document_ids is None else document_ids[:rows],
+    )
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:

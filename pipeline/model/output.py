@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import VOCABULARY, greedy_choices_, nll_and_logit_gradient_
+from pipeline.parallel.layers import (
+    IGNORED,
+    VOCABULARY,
+    greedy_choices_,
+    kl_and_logit_gradient_,
+    nll_and_logit_gradient_,
+)
 from pipeline.parallel.sharding import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import preserved_tokens
@@ -28,15 +34,17 @@ class HiddenStates:
     """The decoder's last hidden states, one token a row: x [N, D], x_up [N, U].
 
     Route adds those of the preserved path, `preserved_x` and `preserved_x_up`; x and x_up are the adapted path's.
+    `reference` [R, D] are the base's own of the first R tokens, for rehearsal.
     """
 
     x: Tensor
     x_up: Tensor | None = None
     preserved_x: Tensor | None = None
     preserved_x_up: Tensor | None = None
+    reference: Tensor | None = None
 
     def rows(self, rows: slice) -> HiddenStates:
-        """The hidden states of some of the tokens."""
+        """The hidden states of some of the tokens, without `reference`."""
         return HiddenStates(*(None if stream is None else stream[rows] for stream in self))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Tensor | None]:
@@ -47,8 +55,9 @@ class Losses(NamedTuple):
     """The losses of N targets, [N] or [B, S].
 
     Attributes:
-        total: the summed nll (a scalar), to differentiate.
-        nll: each target's negative log likelihood, fp32; zero where nothing is predicted.
+        total: the summed nll and, times its coefficient, the summed kl (a scalar), to differentiate.
+        nll: each target's negative log likelihood, fp32; zero where nothing is predicted, or kl is measured instead.
+        kl: KL(base || model) at each token of a rehearsed sequence, in nats, fp32; zero elsewhere.
         preserved: bool; which tokens took Route's preserved path.
         is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are computed, to save
             time.
@@ -56,19 +65,22 @@ class Losses(NamedTuple):
 
     total: Tensor
     nll: Tensor
+    kl: Tensor
     preserved: Tensor
     is_greedy_choice: Tensor | None
 
     def of_shape(self, shape: torch.Size) -> Losses:
         """The same, reshaped to `shape`."""
         chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
-        return Losses(self.total, self.nll.view(shape), self.preserved.view(shape), chosen)
+        return Losses(self.total, self.nll.view(shape), self.kl.view(shape), self.preserved.view(shape), chosen)
 
 
 class OutputProjection(nn.Module):
     """logits = W_out x + W_out^up x_up: [N, V]; under Route, Eq. 5 of the paper decides per token.
 
     The weights are parameters of this module, not of submodules, because `_ChunkedLoss` multiplies with them.
+    `reference` is a frozen copy of the base's W_out where W_out itself trains. `kl_coefficient` is the factor of
+    KL(base || model) in the loss.
     """
 
     def __init__(
@@ -82,6 +94,8 @@ class OutputProjection(nn.Module):
         self.expansion: nn.Parameter | None = None
         if expansion_size is not None:
             self.expansion = sharded_parameter((vocab_size, expansion_size), VOCABULARY, tp)
+        self.reference: nn.Parameter | None = None
+        self.kl_coefficient = 1.0
         self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
         self.columns = max(0, min(stop, vocab_size) - self.first)
 
@@ -89,10 +103,17 @@ class OutputProjection(nn.Module):
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         return self.route(hidden).logits
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
-        """Runs of rows that have at most `CHUNK_ELEMENTS` logits each."""
+    def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+        """Runs of rows that have at most `CHUNK_ELEMENTS` logits each; none holds rows on both sides of `kl_tokens`.
+
+        KL needs three values for each logit, so its chunks are smaller.
+        """
         size = max(1, CHUNK_ELEMENTS // self.base.shape[0])
-        return (slice(first, first + size) for first in range(0, tokens, size))
+        kl_size = max(1, size // 3)
+        for first in range(0, kl_tokens, kl_size):
+            yield slice(first, min(first + kl_size, kl_tokens))
+        for first in range(kl_tokens, tokens, size):
+            yield slice(first, first + size)
 
     def route(self, hidden: HiddenStates) -> Routed:
         """The logits of n tokens, and which path each took."""
@@ -109,14 +130,19 @@ class OutputProjection(nn.Module):
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
         return Routed(z.add_(F.linear(x_up, self.expansion)), x_up, preserved)
 
-    def forward(self, hidden: HiddenStates, targets: Tensor) -> Losses:
-        """The losses of targets: [N]."""
+    def reference_logits(self, x: Tensor) -> Tensor:
+        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size]."""
+        return F.linear(x, self.base if self.reference is None else self.reference).float()
+
+    def forward(self, hidden: HiddenStates, targets: Tensor, kl_tokens: int = 0) -> Losses:
+        """The losses of targets: [N]. The first `kl_tokens` are rehearsed; `hidden.reference` has at least as many."""
         base: Tensor = self.base
         expansion: Tensor | None = self.expansion
         if not torch.is_grad_enabled():
             # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
-        return Losses(*_ChunkedLoss.apply(self, targets, *hidden, base, expansion))
+        reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
+        return Losses(*_ChunkedLoss.apply(self, targets, reference, *hidden, base, expansion))
 
 
 @dataclass(frozen=True)
@@ -129,22 +155,23 @@ class Routed:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sums the nll over chunks of tokens; the forward pass computes the gradients."""
+    """Sums the losses over chunks of tokens; the forward pass computes the gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
         projection: OutputProjection,
         targets: Tensor,
+        reference: Tensor | None,
         x: Tensor,
         x_up: Tensor | None,
         preserved_x: Tensor | None,
         preserved_x_up: Tensor | None,
         base: Tensor,
         expansion: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         # Gradients of hidden states are written once. Those of weights are summed over chunks: in fp32, since 16 bits
         # would lose small terms.
         kinds = (x.dtype,) * 4 + (torch.float32,) * 2
@@ -155,28 +182,35 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         )
         columns: dict[str, Any] = {"first": projection.first, "vocab_size": projection.vocab_size, "tp": projection.tp}
-        nll = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+        nll = torch.zeros(len(targets), dtype=torch.float32, device=targets.device)
+        kl = torch.zeros_like(nll)
         preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
         is_greedy_choice = None if any(wanted) else torch.empty_like(preserved)
-        for rows in projection.chunks(len(targets)):
+        for rows in projection.chunks(len(targets), 0 if reference is None else len(reference)):
             chunk = hidden.rows(rows)
             routed = projection.route(chunk)
             if routed.preserved is not None:
                 preserved[rows] = routed.preserved
             if is_greedy_choice is not None:
                 is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == targets[rows]
-            nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, targets[rows], **columns)
+            if reference is not None and rows.start < len(reference):
+                base_logits, ignored = projection.reference_logits(reference[rows]), targets[rows] == IGNORED
+                kl[rows], logit_gradient = kl_and_logit_gradient_(routed.logits, base_logits, ignored, **columns)
+                logit_gradient *= projection.kl_coefficient
+            else:
+                nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, targets[rows], **columns)
             if any(wanted):
                 gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion)
         ctx.gradients = gradients
-        ctx.mark_non_differentiable(nll, preserved)
-        return nll.sum(), nll, preserved, is_greedy_choice
+        ctx.mark_non_differentiable(nll, kl, preserved)
+        total = nll.sum() if reference is None else nll.sum() + projection.kl_coefficient * kl.sum()
+        return total, nll, kl, preserved, is_greedy_choice
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         gradients = (getattr(ctx.gradients, kind.name) for kind in fields(_Gradients))
         scaled = (None if gradient is None else gradient * scale for gradient in gradients)
-        return (None, None, *scaled)
+        return (None, None, None, *scaled)
 
 
 @dataclass

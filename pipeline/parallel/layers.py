@@ -139,6 +139,41 @@ def nll_and_logit_gradient_(
     return nll, gradient
 
 
+def kl_and_logit_gradient_(
+    logits: Tensor, reference: Tensor, ignored: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """KL(reference || model) of each token in nats, and its gradient with respect to the model's logits.
+
+    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are overwritten. ignored: bool
+    [N]; the divergence and the gradient of these tokens are zero.
+    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal logits give exact
+    zeros.
+    """
+    columns = max(0, min(vocab_size - first, logits.shape[1]))
+    logits[:, columns:] = 0  # padding has no gradient
+    whole, logits, reference = logits, logits[:, :columns], reference[:, :columns]
+    # A rank may hold padding only.
+    largest = torch.stack(
+        [z.amax(dim=1) if columns else z.new_full((len(z),), -torch.inf) for z in (logits, reference)]
+    )
+    if tp.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+    logits -= largest[0].unsqueeze(1)
+    reference -= largest[1].unsqueeze(1)
+
+    difference = reference - logits
+    p, q = reference.exp_(), logits.exp_()
+    sums = torch.stack([p.sum(dim=1), q.sum(dim=1), difference.mul_(p).sum(dim=1)])
+    if tp.size > 1:
+        dist.all_reduce(sums, group=tp.group)
+    p_sum, q_sum, weighted = sums
+
+    kl = (weighted / p_sum - p_sum.log() + q_sum.log()).masked_fill(ignored, 0)
+    q.div_(q_sum.masked_fill(ignored, torch.inf).unsqueeze(1))
+    q.sub_(p.div_(p_sum.masked_fill(ignored, torch.inf).unsqueeze(1)))
+    return kl, whole
+
+
 def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
     """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the largest logit.
 

@@ -27,8 +27,8 @@ from pipeline.run_folder.lock import LockOwner, RunLock
 
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
-_RESUMABLE = "tokenize"
-"""The stage that resumes where it was stopped, but writes no checkpoint."""
+_RESUMABLE = ("tokenize", "sample")
+"""The stages that resume where they were stopped, but write no checkpoint."""
 _CHECKPOINT = re.compile(r"step_(\d+)$")
 
 
@@ -251,7 +251,7 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
 
     A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
     attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
-    Only tokenizing that was stopped by a signal always counts as progress.
+    Only tokenizing and sampling that were stopped by a signal always count as progress.
     """
     own = Attempt(name=this_attempt())
     series = [attempt for attempt in read_attempts(folder) if attempt.series == own.series]
@@ -262,9 +262,9 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
         for attempt in series
         if attempt is not own
         and attempt.counts
-        and not (attempt.ended and (attempt.ended.stage, attempt.ended.exit_code) == (_RESUMABLE, RESUME_LATER))
+        and not (attempt.ended and _will_resume(attempt.ended.stage, attempt.ended.exit_code))
     ]
-    if (stage, exit_code) != (_RESUMABLE, RESUME_LATER):
+    if not _will_resume(stage, exit_code):
         attempts.append(own)
     idle = idle_attempts(attempts, newest_checkpoint_step(folder))
     if not worth_another_attempt(exit_code):
@@ -278,6 +278,10 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
         decision = Decision(True, f"restart {restarts + 1}, {idle} of at most {without_progress} without progress")
     record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
     return decision
+
+
+def _will_resume(stage: str, exit_code: int) -> bool:
+    return stage in _RESUMABLE and exit_code == RESUME_LATER
 
 
 def idle_attempts(attempts: list[Attempt], newest: int) -> int:

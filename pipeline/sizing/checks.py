@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
-from pipeline.data.corpora import corpus_jobs, is_tokenized, train_folder
+from pipeline.config.run import RunConfig, Sampling
+from pipeline.data.corpora import is_tokenized, named_inputs, train_folder
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -19,6 +19,7 @@ from pipeline.inputs import (
     Samples,
     check_context,
     check_model,
+    check_sampling,
     check_trackers,
     check_vocabulary,
     open_layout,
@@ -87,7 +88,14 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
+        for corpus in config.data.corpora.values():
+            if (sample := corpus.sample) is not None:
+                faults.attempt(lambda sample=sample: _check_sampling(config, sample, tokenizer, spec))  # type: ignore[misc]
     return Opened(layout, deepspeed, spec, tokenizer)
+
+
+def _check_sampling(config: RunConfig, sample: Sampling, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    check_sampling(sample, sample.max_tokens or config.data.sequence_length, tokenizer, spec)
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
@@ -141,8 +149,8 @@ def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults)
         for name in config.data.corpora:
             faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]
     elif not faults.errors:
-        for job in corpus_jobs(config.data, config.base):
-            faults.attempt(lambda job=job: input_files(job.inputs))  # type: ignore[misc]
+        for files in named_inputs(config.data):
+            faults.attempt(lambda files=files: input_files(files))  # type: ignore[misc]
     samples_read = config.schedule.steps * config.schedule.global_batch_size
     epochs = samples.training.epochs_after(samples_read) if samples else {}
     plans = []

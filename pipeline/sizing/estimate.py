@@ -15,7 +15,7 @@ from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, UserError
-from pipeline.methods import training_method
+from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
@@ -96,7 +96,8 @@ class Estimator:
     def parameters(self) -> Parameters:
         """The parameter counts of the run's model."""
         with torch.device("meta"):
-            return count_parameters(self._model("none"), Decoder(self.spec))
+            model = training_method(self.config).build(self.spec, SINGLE, "none")
+            return count_parameters(model, Decoder(self.spec))
 
     @property
     def tokens_per_step(self) -> int:
@@ -108,7 +109,9 @@ class Estimator:
         if activation_checkpointing not in self._flops:
             with torch.device("meta"):
                 model = self._model(activation_checkpointing)
-                self._flops[activation_checkpointing] = count_flops(model, self.config.data.sequence_length)
+                self._flops[activation_checkpointing] = count_flops(
+                    model, self.config.data.sequence_length, self.config.data.kl_fraction
+                )
         return self._flops[activation_checkpointing]
 
     def estimate(self, choice: Choice) -> Estimate:
@@ -158,7 +161,7 @@ class Estimator:
         return estimates, refused
 
     def _model(self, activation_checkpointing: ActivationCheckpointing) -> Decoder:
-        return training_method(self.config).build(self.spec, SINGLE, activation_checkpointing)
+        return build_model(self.config, self.spec, SINGLE, activation_checkpointing)
 
     def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering | None]:
         zero = zero_settings(self.deepspeed, choice.zero_stage)

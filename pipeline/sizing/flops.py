@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.run import RunConfig
-from pipeline.methods import training_method
+from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
@@ -35,13 +35,36 @@ class FlopsPerToken:
         return self.matrix + self.attention
 
 
-def count_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
-    """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set."""
+def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0) -> FlopsPerToken:
+    """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set.
+
+    `kl_fraction` of the sequences also take what KL(base || model) costs.
+    """
+    plain = _count(meta_model, sequence_length, kl_rows=0)
+    if not kl_fraction:
+        return plain
+    rehearsed = _count(meta_model, sequence_length, kl_rows=1)
+    return FlopsPerToken(
+        plain.matrix + kl_fraction * (rehearsed.matrix - plain.matrix),
+        plain.attention + kl_fraction * (rehearsed.attention - plain.attention),
+    )
+
+
+def count_inference_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
+    """Counts the forward pass of `meta_model`, which was built under `torch.device("meta")`."""
+    with torch.no_grad():
+        return _count(meta_model, sequence_length)
+
+
+def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int = 0) -> FlopsPerToken:
+    """Counts a sequence that is rehearsed, or (kl_rows 0) is not; where gradients are off, its forward pass."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     layers = meta_model.layers
     times = Counter(shorten(meta_model))
     with FlopCounterMode(display=False) as counter:
-        meta_model(tokens, tokens).total.backward()
+        total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+        if torch.is_grad_enabled():
+            total_loss.backward()
     meta_model.layers = layers
     matrix = total = 0
     counts = counter.get_flop_counts()
@@ -101,5 +124,5 @@ def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None)
     if peak is None:
         return None
     with torch.device("meta"):
-        model = training_method(config).build(spec, SINGLE, "none")
-        return count_flops(model, config.data.sequence_length).total / peak
+        model = build_model(config, spec, SINGLE, "none")
+        return count_flops(model, config.data.sequence_length, config.data.kl_fraction).total / peak

@@ -7,11 +7,11 @@ layers count for what they really cost. Layers that cost the same run once and a
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
-from pipeline.methods import training_method
+from pipeline.methods import build_model
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
-from pipeline.parallel.topology import TensorParallel, check_sequence_length
+from pipeline.parallel.topology import TensorParallel
 from pipeline.sizing.gathering import Segment
 
 Message = tuple[int, str, int]
@@ -72,22 +72,27 @@ def measure_micro_batch(
     """
     messages: list[Message] = []
     tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
-    check_sequence_length(config.data.sequence_length, tp)
     with torch.device("meta"), default_dtype(dtype):
-        model = training_method(config).build(spec, tp, activation_checkpointing)
+        model = build_model(config, spec, tp, activation_checkpointing)
     sizes = tuple(parameter.numel() for parameter in model.parameters())
     trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     representatives = shorten(model)
     every_chunk = model.output.chunks
-    # All chunks of the loss cost the same: a few show the peak. (Their messages are a few bytes per token.)
-    model.output.chunks = lambda count: islice(every_chunk(count), 3)  # type: ignore[assignment, method-assign]
+
+    def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+        """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes per token.)"""
+        chunks = list(every_chunk(tokens, kl_tokens))
+        return iter(chunks[:3] + chunks[3:][-2:])
+
+    model.output.chunks = few_chunks  # type: ignore[method-assign]
+    kl_rows = math.ceil(config.data.kl_fraction * config.schedule.micro_batch_size)
     with FakeTensorMode():
         _move_to_cpu(model)
         shape = config.schedule.micro_batch_size, config.data.sequence_length
         tokens = torch.zeros(shape, dtype=torch.long)
         document_ids = torch.zeros(shape, dtype=torch.long) if config.data.document_mask else None
         run = _Run(model, messages)
-        run.step(tokens, tokens, tokens, document_ids)
+        run.step(tokens, tokens, tokens, document_ids, kl_rows, kl_rows)
     times = Counter(representatives)
     payload: Counter[tuple[int, str]] = Counter()
     for (group_size, collective, length), layer in zip(messages, run.message_layers, strict=True):
@@ -152,7 +157,7 @@ class _Run:
         self._held_before = 0
         self._in_forward = True
 
-    def step(self, *batch: Tensor | None) -> None:
+    def step(self, *batch: Tensor | int | None) -> None:
         """Forward and backward pass."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -209,9 +214,13 @@ class _Run:
             self.backward_uses.update(module.parameters(recurse=False))
 
     def segments(self) -> list[Segment]:
-        """The embedding, each layer that ran, and the final norm with the output projection."""
+        """The embedding, each layer that ran, and the final norm with the output projection.
+
+        A frozen copy of the base is left out: it is used in the forward pass only, which is not the peak.
+        """
         embedding = list(self.model.embedding.parameters())
-        segments, seen = [self._segment(embedding)], set(embedding)
+        copied = [] if self.model.reference is None else self.model.reference.parameters()
+        segments, seen = [self._segment(embedding)], {*embedding, *copied}
         for index, layer in enumerate(self.model.layers):
             parameters = list(layer.parameters())
             segments.append(self._segment(parameters, self.forward_calls[index], self.model.is_checkpointed(layer)))

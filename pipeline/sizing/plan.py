@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate, load_config
-from pipeline.data.corpora import is_tokenized
+from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import free_bytes
 from pipeline.run_folder.metrics import METRICS, read_metrics
@@ -200,8 +200,10 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> Che
 
 def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
     """The inputs that earlier stages have not made yet. An initial expansion that exists must be readable."""
-    if not is_tokenized(config.data):
-        yield f"{config.data.folder}: the token corpora (tools/preprocess_data.py)"
+    corpora = config.data.corpora
+    for tool in sorted({made_by(corpora[name]) for name in unfinished_corpora(config.data)}):
+        what = "the text that the base writes" if tool == SAMPLER else "the token corpora"
+        yield f"{config.data.folder}: {what} ({tool})"
     if isinstance(config.method, ScaleMethod):
         if not (config.upscaled_folder / MANIFEST).exists():
             yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"

@@ -18,12 +18,18 @@ from pipeline.parallel.topology import Layout
 
 
 class MicroBatch(NamedTuple):
-    """The decoder's inputs, each [B, S]; `document_ids` is None where attention may cross documents."""
+    """The decoder's inputs, each [B, S]; `document_ids` is None where attention may cross documents.
+
+    The first `kl_rows` sequences train by KL(base || model). `reference_rows` is the largest such number among the
+    ranks: the base runs on as many, so that all ranks run the same layers.
+    """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     document_ids: Tensor | None
+    kl_rows: int = 0
+    reference_rows: int = 0
 
 
 class TrainingBatches:
@@ -35,20 +41,37 @@ class TrainingBatches:
         self.samples = samples
         self.schedule = config.schedule
         self.document_mask = config.data.document_mask
+        self.kl_roles = config.data.kl_roles
+        self.rehearses = config.data.kl_fraction > 0
         self.dp_rank, self.dp_size = layout.dp_rank(rank), layout.dp_size
         self.device = device
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches that this rank accumulates for the optimizer step after `step` steps."""
+        by_rank = [self._indices(step, rank) for rank in range(self.dp_size)] if self.rehearses else []
+        for number, indices in enumerate(self._indices(step, self.dp_rank)):
+            # Stable: those that train by KL come first, otherwise in order.
+            samples = [self.samples[index] for index in sorted(indices, key=lambda index: not self._is_kl(index))]
+            yield collate(samples, self.document_mask, self.device)._replace(
+                kl_rows=self._kl_rows(indices),
+                reference_rows=max((self._kl_rows(own[number]) for own in by_rank), default=0),
+            )
+
+    def _indices(self, step: int, dp_rank: int) -> list[list[int]]:
         batch_size = self.schedule.global_batch_size
-        for indices in rank_indices(
+        return rank_indices(
             step * batch_size,
             global_batch_size=batch_size,
             micro_batch_size=self.schedule.micro_batch_size,
-            dp_rank=self.dp_rank,
+            dp_rank=dp_rank,
             dp_size=self.dp_size,
-        ):
-            yield collate([self.samples[index] for index in indices], self.document_mask, self.device)
+        )
+
+    def _is_kl(self, index: int) -> bool:
+        return self.rehearses and self.samples.role_of(index) in self.kl_roles
+
+    def _kl_rows(self, indices: Sequence[int]) -> int:
+        return sum(map(self._is_kl, indices))
 
 
 def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device) -> MicroBatch:

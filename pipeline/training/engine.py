@@ -18,7 +18,7 @@ from pipeline.config.run import RunConfig, Schedule
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
 from pipeline.model.output import HiddenStates, Losses
 from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import (
@@ -40,7 +40,7 @@ def build_model(
     """The run's model with unset values; every rank must call it, and holds at most the shard that it will train."""
     partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
     with default_dtype(deepspeed_config.dtype), partitioning:
-        model = methods.build_model(config, base, groups.tensor_parallel)
+        model = methods.build_model(config, base.spec, groups.tensor_parallel)
     deepspeed_internals.attach_zero_partitions(model)
     return model
 
@@ -63,7 +63,11 @@ class Engine:
         Raises:
             ConfigError: DeepSpeed refuses its JSON file.
         """
-        sizes = [(prod(full_shape_of(parameter)), parameter.requires_grad) for parameter in model.parameters()]
+        sizes = [
+            (prod(full_shape_of(parameter)), parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if not name.startswith(REFERENCE)
+        ]
         self.trainable_parameters = sum(size for size, is_trained in sizes if is_trained)
         self.total_parameters = sum(size for size, _ in sizes)
         self.routed = model.plan is not None and model.plan.routed
@@ -85,20 +89,20 @@ class Engine:
         deepspeed_internals.attach_zero_partitions(self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
-        """The negative log likelihoods (nll) of the targets of a micro-batch."""
+        """The losses of the targets of a micro-batch."""
         return Losses(*self._engine(*batch))
 
-    def backward(self, nll_sum: Tensor) -> None:
-        """Adds the gradient of a micro-batch. nll_sum: scalar.
+    def backward(self, loss_sum: Tensor) -> None:
+        """Adds the gradient of a micro-batch. loss_sum: scalar.
 
         DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient of a step is that of
-        the summed nll over `global_batch_size · sequence_length`, however the batch is spread.
+        the summed loss over `global_batch_size · sequence_length`, however the batch is spread.
 
         A loss that is not finite may have a finite gradient. It is made NaN here: DeepSpeed finds that in the
         norm, on every rank, before it changes any weight.
         """
-        finite = torch.where(nll_sum.detach().isfinite(), 1.0, torch.nan)
-        self._engine.backward(nll_sum * finite / self._tokens_per_micro_batch)
+        finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
+        self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
     def step(self, learning_rate: float) -> None:
         """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is finite."""

@@ -15,6 +15,7 @@ from pipeline.checkpoint.manifest import Position, StepRecord
 from pipeline.config.run import RunConfig, learning_rate
 from pipeline.data.token_corpus import IGNORED
 from pipeline.health.liveness import Phases
+from pipeline.model.output import Losses
 from pipeline.parallel.ranks import raise_on_all_ranks, summed, warn_on_rank0
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
@@ -157,6 +158,8 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
     record = StepRecord(number, totals.nll_per_token, trainer.engine.gradient_norm)
     after = after.changed(recent=remembered(position.recent, record, trainer.config.stability))
     figures = {"loss": totals.nll_per_token, "learning_rate": rate, "gradient_norm": record.gradient_norm}
+    if totals.kl_per_token is not None:
+        figures["kl_rehearsal"] = totals.kl_per_token
     if trainer.engine.routed:
         figures["preserved_fraction"] = totals.preserved_fraction
     if attempt > 0:
@@ -188,15 +191,23 @@ def _compute(trainer: Trainer, index: int, rate: float, *, stop: bool) -> StepTo
             engine.backward(losses.total)
         with phases("step"):
             engine.step(rate)
-        sums.add(losses.total, batch.targets, losses.preserved)
+        sums.add(losses, batch.targets, batch.kl_rows)
     with phases("communication"):
         return sums.over_all_ranks(engine, stop=stop)
 
 
 class StepTotals(NamedTuple):
-    """A step over all ranks: the mean nll of the predicted tokens, and whether any rank was asked to stop."""
+    """A step over all ranks.
+
+    Attributes:
+        nll_per_token: the mean over predicted tokens, without rehearsed ones.
+        kl_per_token: the mean KL(base || model) over rehearsed tokens; None without any.
+        preserved_fraction: the share of all these tokens that took Route's preserved path.
+        stop: whether any rank was asked to stop.
+    """
 
     nll_per_token: float
+    kl_per_token: float | None
     preserved_fraction: float
     stop: bool
 
@@ -205,22 +216,29 @@ class StepSums:
     """Adds up a step's micro-batches on the device; one collective and one wait bring all ranks' sums together."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
 
-    def add(self, nll_sum: Tensor, targets: Tensor, preserved: Tensor) -> None:
-        """Adds a micro-batch. nll_sum: scalar; targets, preserved: [B, S]."""
+    def add(self, losses: Losses, targets: Tensor, kl_rows: int) -> None:
+        """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are rehearsed."""
         predicted = targets != IGNORED
-        self._sums[0] += nll_sum.detach()
-        self._sums[1] += predicted.sum()
-        self._sums[2] += (preserved & predicted).sum()
+        self._sums[0] += losses.nll.sum()
+        self._sums[1] += predicted[kl_rows:].sum()
+        self._sums[2] += losses.kl.sum()
+        self._sums[3] += predicted[:kl_rows].sum()
+        self._sums[4] += (losses.preserved & predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:
         """The step's totals; every rank must call it, and all get the same result."""
         if engine.tensor_parallel.rank != 0:
             self._sums.zero_()  # tensor-parallel neighbours read the same tokens
-        self._sums[3] = float(stop)
-        nll_sum, predicted, preserved, stops = summed(self._sums).tolist()
-        return StepTotals(nll_sum / max(1.0, predicted), preserved / max(1.0, predicted), stops > 0)
+        self._sums[5] = float(stop)
+        nll, predicted, kl, rehearsed, preserved, stops = summed(self._sums).tolist()
+        return StepTotals(
+            nll_per_token=nll / max(1.0, predicted),
+            kl_per_token=kl / rehearsed if rehearsed else None,
+            preserved_fraction=preserved / max(1.0, predicted + rehearsed),
+            stop=stops > 0,
+        )
 
 
 def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord]) -> Position:

@@ -45,7 +45,7 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
 def initial_model(config: RunConfig) -> Decoder:
     """The run's model before its first step."""
     base = open_base(config.base)
-    model = methods.build_model(config, base, SINGLE)
+    model = methods.build_model(config, base.spec, SINGLE)
     methods.load_initial_weights(model, config, base, SINGLE)
     return model
 

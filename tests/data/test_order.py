@@ -98,7 +98,7 @@ def test_any_range_has_the_proportions(weights: list[float], start: int, length:
 
 
 def test_replay_is_one_in_sixteen_of_every_batch():
-    blend = Blend({"korean": NO_LIMIT, "english": Share(1.0, None, is_new=False)}, replay_fraction=1 / 16)
+    blend = Blend({"korean": NO_LIMIT, "english": Share(1.0, None, role="replay")}, fractions={"replay": 1 / 16})
     batches = [sum(blend[index].corpus == "english" for index in range(at, at + 16)) for at in range(0, 16 * 512, 16)]
     assert abs(sum(batches) - 512) <= 1
     assert set(batches) <= {0, 1, 2}
@@ -106,8 +106,8 @@ def test_replay_is_one_in_sixteen_of_every_batch():
 
 def test_weights_divide_the_draws_of_each_role():
     blend = Blend(
-        {"a": Share(3, None), "b": Share(1, None), "c": Share(5, None, False), "d": Share(5, None, False)},
-        replay_fraction=0.5,
+        {"a": Share(3, None), "b": Share(1, None), "c": Share(5, None, "replay"), "d": Share(5, None, "replay")},
+        fractions={"replay": 0.5},
     )
     drawn = Counter(blend[index].corpus for index in range(BLOCK))
     assert {name: round(count / BLOCK, 3) for name, count in drawn.items()} == {
@@ -118,14 +118,23 @@ def test_weights_divide_the_draws_of_each_role():
     }
 
 
+def test_every_role_has_its_share():
+    shares = {"ko": NO_LIMIT, "en": Share(2.0, None, "replay"), "own": Share(7.0, None, "rehearsal")}
+    blend = Blend(shares, {"replay": 1 / 32, "rehearsal": 1 / 16})
+    drawn = Counter(blend[index].corpus for index in range(BLOCK))
+    assert drawn == {"ko": BLOCK * 29 // 32, "en": BLOCK // 32, "own": BLOCK // 16}
+
+
 def test_without_replay_fraction_replay_corpora_are_not_drawn():
-    blend = Blend({"a": Share(1, 100), "r": Share(1, None, False)})
+    blend = Blend({"a": Share(1, 100), "r": Share(1, None, "replay")})
     assert {blend[index].corpus for index in range(100)} == {"a"}
     assert blend.total == 100
 
 
 def test_the_others_continue_after_a_corpus_is_exhausted():
-    blend = Blend({"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, False)}, replay_fraction=0.25)
+    blend = Blend(
+        {"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, "replay")}, fractions={"replay": 0.25}
+    )
     names = [blend[index].corpus for index in range(blend.total or 0)]
     assert Counter(names)["short"] == 30
     assert Counter(names)["long"] == 300
@@ -145,7 +154,9 @@ def test_a_negative_index_of_a_blend_is_an_error():
 
 
 def order(seed: int = 1) -> SampleOrder:
-    blend = Blend({"ko": Share(3.0, None), "law": Share(1.0, 40), "en": Share(1.0, None, False)}, replay_fraction=0.1)
+    blend = Blend(
+        {"ko": Share(3.0, None), "law": Share(1.0, 40), "en": Share(1.0, None, "replay")}, fractions={"replay": 0.1}
+    )
     return SampleOrder(blend, {"ko": 37, "law": 20, "en": 11}, seed)
 
 
@@ -199,7 +210,7 @@ def test_a_large_index_takes_no_more_time_or_memory():
     tracemalloc.start()
     began = time.thread_time()  # of this thread alone: other processes share the machine
     samples = 60_000_000_000 // 8192
-    blend = Blend({"fineweb2": NO_LIMIT, "english": Share(1.0, None, False)}, replay_fraction=1 / 16)
+    blend = Blend({"fineweb2": NO_LIMIT, "english": Share(1.0, None, "replay")}, fractions={"replay": 1 / 16})
     ours = SampleOrder(blend, {"fineweb2": samples, "english": 1_000_000}, seed=1234)
     drawn = [ours[10**9 + index] for index in range(100)]
     elapsed = time.thread_time() - began

@@ -178,7 +178,7 @@ class _Disturbed(Workers):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "_hash_one"])
+@pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "input_hash"])
 def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
     """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
@@ -203,7 +203,7 @@ def test_records_removed_while_the_manifest_is_written_are_counted(tmp_path: Pat
         for record in sorted(state.glob("*-*[0-9].json"))[::2]:
             record.unlink()
 
-    disturbed = _Disturbed("_hash_one", after=lose_half)
+    disturbed = _Disturbed("input_hash", after=lose_half)
     assert preprocess(job(tmp_path / "shared", source, unit_bytes=2**12), disturbed) == whole
 
 

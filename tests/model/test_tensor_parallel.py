@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.config.method import Method
 from pipeline.model.decoder import Decoder, LogitsPath
-from pipeline.model.from_hf import open_base
+from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.distributed import run_ranks
@@ -51,9 +51,10 @@ class Case:
     activation_checkpointing: str = "none"
     sequence_parallel: bool = False
     documents: bool = False
+    rehearses: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("sequence_parallel", "documents") if getattr(self, name)]
+        flags = [name for name in ("sequence_parallel", "documents", "rehearses") if getattr(self, name)]
         return " ".join((self.base, self.method, *self.changes, self.activation_checkpointing, *flags))
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
@@ -64,6 +65,9 @@ class Case:
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
             model = started(base, settings, tp)
             shake(model, 0.05)
+            if self.rehearses and not model.keeps_base:
+                model.add_reference()
+                load_base(model.reference, base, tp)
             return model
         settings = scale_settings(self.method, **self.changes)
 
@@ -85,6 +89,7 @@ class Outcome:
     logits: dict[str, Tensor]
     loss: Tensor
     nll: Tensor
+    kl: Tensor
     preserved: Tensor
     gradients: dict[str, Tensor]
     partitions: dict[str, Partition]
@@ -92,10 +97,10 @@ class Outcome:
     """Of the gradients that this rank counts in the global norm, by DeepSpeed's rule."""
 
 
-def outcome(model: Decoder, documents: bool = False) -> Outcome:
+def outcome(model: Decoder, case: Case) -> Outcome:
     tokens, targets = some_batch(model.spec, 2, 24)
-    positions, document_ids = two_documents(tokens) if documents else (None, None)
-    losses = model(tokens, targets, positions, document_ids)
+    positions, document_ids = two_documents(tokens) if case.documents else (None, None)
+    losses = model(tokens, targets, positions, document_ids, int(case.rehearses), int(case.rehearses))
     losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
@@ -104,6 +109,7 @@ def outcome(model: Decoder, documents: bool = False) -> Outcome:
         logits={path: model.logits(tokens, positions, document_ids, path=path) for path in get_args(LogitsPath)},
         loss=losses.total.detach(),
         nll=losses.nll,
+        kl=losses.kl,
         preserved=losses.preserved,
         gradients=gradients,
         partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
@@ -126,7 +132,7 @@ def all_ranks() -> TensorParallel:
 
 def outcomes_of_rank(cases: list[tuple[Case, Path]]) -> dict[str, Outcome]:
     tp = all_ranks()
-    return {str(case): outcome(case.build(path, tp), case.documents) for case, path in cases}
+    return {str(case): outcome(case.build(path, tp), case) for case, path in cases}
 
 
 EVERY_METHOD = [
@@ -134,11 +140,20 @@ EVERY_METHOD = [
     for base in ("llama", "neox")
     for method in ("preserve", "adapt", "route", "fft")
 ]
+REHEARSING = [
+    Case("llama", "preserve", rehearses=True, sequence_parallel=True),
+    Case("neox", "adapt", BOTH, rehearses=True, documents=True),
+    Case("llama tied", "route", BOTH, rehearses=True),
+    Case("llama", "adapt", BOTH, "all", rehearses=True, sequence_parallel=True, documents=True),
+    Case("llama tied", "fft", rehearses=True, sequence_parallel=True),
+    Case("neox", "lora", {"rank": 4}, rehearses=True),
+]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 CASES = {
     2: [
         *EVERY_METHOD,
         *SEQUENCE_PARALLEL,
+        *REHEARSING,
         Case("llama", "adapt", ONE_KV_HEAD),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("llama biases", "fft"),
@@ -166,6 +181,7 @@ CASES = {
     4: [
         *EVERY_METHOD,
         *SEQUENCE_PARALLEL,
+        *REHEARSING[:4],
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
         Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}),
@@ -201,13 +217,17 @@ def outcomes(base):
 )
 def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
     ranks = outcomes(tp_size, case)
-    whole = outcome(case.build(base(case.base).path, SINGLE), case.documents)
+    whole = outcome(case.build(base(case.base).path, SINGLE), case)
     for path, expected in whole.logits.items():
         columns = torch.cat([rank.logits[path] for rank in ranks], dim=-1)[..., : expected.shape[-1]]
         assert_near(columns, expected, f"logits of path {path}")
     for rank in ranks:
         assert_near(rank.loss, whole.loss, "loss")
         assert_near(rank.nll, whole.nll, "nll")
+        if case.rehearses:
+            # A difference of log probabilities, which are rounded however small it is.
+            assert whole.kl.any()
+            assert (rank.kl - whole.kl).abs().max() <= TOLERANCE * max(1.0, float(whole.kl.max()))
         assert torch.equal(rank.preserved, whole.preserved)
     if case.method == "route":
         assert whole.preserved.any()

@@ -70,7 +70,7 @@ def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGL
     from pipeline.model.from_hf import open_base
 
     torch.set_default_dtype(dtype)
-    model = methods.build_model(config, open_base(config.base), tp)
+    model = methods.build_model(config, open_base(config.base).spec, tp)
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from pipeline.config.run import load_config
+from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
-from pipeline.sizing.flops import count_flops, dense_tflops, mfu_per_token_rate, peak_flops
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.flops import count_flops, count_inference_flops, dense_tflops, mfu_per_token_rate, peak_flops
 from tests.training.runs import write_config
 
 PRESERVE = {
@@ -65,3 +67,20 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     assert preserve < full  # most of the model is the base, which has no backward pass for its weights
     assert rate(method=PRESERVE, activation_checkpointing="all") == preserve
     assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None
+
+
+def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
+    spec = base("stories260K").spec
+
+    def flops(method, **data):
+        changes = {f"data__{key}": value for key, value in {"replay_fraction": 0.5, **data}.items()}
+        config = load_config(write_config(tmp_path, tmp_path, method=method, **changes))
+        with torch.device("meta"):
+            return count_flops(build_model(config, spec, SINGLE), 32, config.data.kl_fraction)
+
+    with torch.device("meta"):
+        whole = count_inference_flops(Decoder(spec), 32)
+    for method, extra in (({"name": "fft"}, whole.matrix), (PRESERVE, 2 * spec.vocab_size * spec.widths.hidden_size)):
+        plain, rehearsed = flops(method), flops(method, replay_loss="kl")
+        assert rehearsed.matrix - plain.matrix == 0.5 * extra
+    assert whole.matrix == flops({"name": "fft"}).matrix / 3

@@ -36,3 +36,31 @@ def test_tensor_parallel_neighbours_read_the_same(tokens, tmp_path):
     )
     assert torch.equal(first.tokens, second.tokens)
     assert not torch.equal(first.tokens, other.tokens)
+
+
+def test_rehearsed_sequences_come_first_and_all_ranks_run_the_base_on_as_many(tokens, tmp_path):
+    config = load_config(write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4))
+    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
+    replayed = {tuple(samples[index].tokens.tolist()) for index in range(80) if samples.role_of(index) == "replay"}
+    assert len(replayed) > 10
+    counts = []
+    for step in range(10):
+        ranks = [
+            list(TrainingBatches(samples, config, Layout(2, 1), rank, torch.device("cpu")).of_step(step))
+            for rank in (0, 1)
+        ]
+        for batches in zip(*ranks, strict=True):
+            for batch in batches:
+                is_replayed = [tuple(row.tolist()) in replayed for row in batch.tokens]
+                assert is_replayed == sorted(is_replayed, reverse=True)
+                assert sum(is_replayed) == batch.kl_rows
+            assert {batch.reference_rows for batch in batches} == {max(batch.kl_rows for batch in batches)}
+            counts.append(tuple(batch.kl_rows for batch in batches))
+    assert any(first != second for first, second in counts)
+
+
+def test_without_rehearsal_no_sequence_is_marked(tokens, tmp_path):
+    config = load_config(write_config(tmp_path, tokens))
+    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
+    batch = next(TrainingBatches(samples, config, Layout(1, 1), 0, torch.device("cpu")).of_step(0))
+    assert (batch.kl_rows, batch.reference_rows) == (0, 0)

@@ -127,4 +127,4 @@ def _model(config: Path):
     from pipeline import methods
 
     with torch.device("meta"):
-        return methods.build_model(load_config(config), open_base(STORIES), SINGLE)
+        return methods.build_model(load_config(config), open_base(STORIES).spec, SINGLE)

@@ -1,0 +1,1 @@
+"""Text that a base model writes itself, as a token corpus."""

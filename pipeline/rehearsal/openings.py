@@ -1,0 +1,109 @@
+"""Openings: the ids with which documents begin before the base writes on, chosen by the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from pipeline import log
+from pipeline.config.run import Sampling
+from pipeline.data.blend import Permutation
+from pipeline.data.records import Keys
+from pipeline.data.token_shards import Shard, shard_files, token_dtype, writing_shard
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.units import good_documents, input_files
+from pipeline.errors import DataError
+
+# No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short opening.
+_CHARACTERS_PER_TOKEN = 64
+_logger = log.get_logger(__name__)
+_Ids = npt.NDArray[Any]
+
+
+def write_openings(
+    prefix: Path, sampling: Sampling, text_key: str, *, base: Path, tokenizer: Tokenizer, longest: int
+) -> None:
+    """Writes the openings' ids as the shard `prefix`, unless it exists; every opening has at most `longest`.
+
+    Openings that are longer are left out. Reading ends with as many as `sampling.tokens` can need, equally many of each
+    file.
+
+    Raises:
+        DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
+    """
+    if shard_files(prefix)[1].exists():
+        return
+    encode = _chat_encoder(base) if sampling.chat_template else partial(_encoded, tokenizer, sampling.opening_tokens)
+    files = input_files(sampling.openings)
+    too_long = 0
+    with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for number, file in enumerate(files, start=1):
+            for document in good_documents([str(file)], Keys(text_key)):
+                ids = encode(document.text)
+                if len(ids) > longest:
+                    too_long += 1
+                    continue
+                writer.add(ids, np.array([len(ids)]))
+                if writer.tokens >= sampling.tokens * number / len(files):
+                    break
+    where = ", ".join(sampling.openings)
+    if writer.documents == 0:
+        raise DataError(
+            f"{where}: no opening can be used ({too_long} are longer than {longest} tokens); name other files or "
+            f"another text_key than {text_key!r}, raise max_tokens, or set opening_tokens"
+        )
+    if too_long:
+        _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)
+
+
+def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
+    """The openings number `first`, `first + stride`, … in an endless order of those in the shard `prefix`.
+
+    The order is random passes over all of them, one after the other. So jobs of `stride` such sequences use each
+    opening about equally often.
+    """
+    shard = Shard(prefix)
+    number = first
+    while True:
+        a_pass, position = divmod(number, shard.documents)
+        yield shard.document(Permutation(shard.documents, seed, a_pass)[position])
+        number += stride
+
+
+def _encoded(tokenizer: Tokenizer, opening_tokens: int | None, text: str) -> _Ids:
+    """What precedes a document, and its first `opening_tokens` ids, or all."""
+    beginning = text if opening_tokens is None else text[: opening_tokens * _CHARACTERS_PER_TOKEN]
+    ids = tokenizer.reference.encode([beginning]).ids[:opening_tokens]
+    return np.concatenate([np.array(tokenizer.document_start, dtype=np.int64), ids.astype(np.int64)])
+
+
+def _chat_encoder(base: Path) -> Callable[[str], _Ids]:
+    """Frames a user's message by the chat template in the folder `base`, up to where the answer begins."""
+    try:
+        library = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{base}: transformers cannot load its tokenizer and chat template: {' '.join(str(error).split())[:200]}"
+        ) from None
+    if not library.chat_template:
+        raise DataError(f"{base}: its tokenizer has no chat template; leave out chat_template, or take a chat model")
+
+    def encode(text: str) -> _Ids:
+        try:
+            ids: Sequence[int] = library.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{base}: its chat template cannot frame a user's message: {' '.join(str(error).split())[:200]}"
+            ) from None
+        return np.array(ids, dtype=np.int64)
+
+    return encode

@@ -1,0 +1,159 @@
+"""Rehearsal: the loss KL(base || model) on some sequences of a batch, against a literal computation with autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter
+
+from pipeline.config.method import Method
+from pipeline.model.decoder import REFERENCE
+from pipeline.model.from_hf import load_base
+from pipeline.parallel.layers import kl_and_logit_gradient_
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+from tests.widened import (
+    balance_router,
+    scale_settings,
+    shake,
+    some_batch,
+    some_tokens,
+    started,
+    trained_gradients,
+    unwidened,
+    widened,
+)
+
+METHODS = {
+    "preserve": None,
+    "adapt": None,
+    "route": None,
+    "lora": {"name": "lora", "rank": 4},
+    "llama_pro": {"name": "llama_pro", "added_layers": 3},
+    "fft": {"name": "fft"},
+    "freeze": {"name": "freeze", "frozen_layers": 2},
+}
+COEFFICIENT = 0.7
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rehearsing(base, method, noise=0.1):
+    """A model of any method away from its base, with a frozen copy of the base where it needs one."""
+    if METHODS[method] is None:
+        model = widened(base, scale_settings(method), noise=noise)
+        if method == "route" and noise:
+            balance_router(model, some_tokens(base.spec, 4, 24))
+    else:
+        model = started(base, TypeAdapter(Method).validate_python(METHODS[method]))
+        shake(model, noise / 2)
+    if not model.keeps_base:
+        model.add_reference()
+        load_base(model.reference, base)
+    model.output.kl_coefficient = COEFFICIENT
+    return model
+
+
+def two_documents(tokens):
+    """Positions and document ids of rows with a border after ten tokens."""
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return torch.where(places >= 10, places - 10, places), (places >= 10).long()
+
+
+def literal_logits(model, preserved, *batch):
+    """The model's logits [B·S, V], with autograd's graph."""
+    hidden = model.hidden_states(*batch)
+    z = F.linear(hidden.x, model.output.base)
+    if hidden.x_up is None:
+        return z
+    x_up = hidden.x_up
+    if hidden.preserved_x is not None:
+        column = preserved.reshape(-1, 1)
+        z = torch.where(column, (z + F.linear(hidden.preserved_x, model.output.base)) / 2, z)
+        x_up = torch.where(column, hidden.preserved_x_up, x_up)
+    return z + F.linear(x_up, model.output.expansion)
+
+
+@pytest.mark.parametrize("name", ["llama tied", "neox"])
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, name):
+    monkeypatch.setattr("pipeline.model.output.CHUNK_ELEMENTS", 97 * 30)  # borders of chunks within rows
+    model, plain = rehearsing(base(name), method), unwidened(base(name))
+    tokens, targets = some_batch(model.spec, 4, 24)
+    positions, document_ids = two_documents(tokens)
+    losses = model(tokens, targets, positions, document_ids, 2, 3)
+    losses.total.backward()
+    gradients = {key: value.clone() for key, value in trained_gradients(model).items()}
+    model.zero_grad()
+
+    logits = literal_logits(model, losses.preserved, tokens, positions, document_ids)
+    with torch.no_grad():
+        reference = plain.logits(tokens, positions, document_ids).flatten(0, 1).log_softmax(-1)
+    kl = F.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
+    kl = kl.masked_fill(targets.flatten() == -100, 0).view(4, 24)
+    nll = F.cross_entropy(logits, targets.flatten(), reduction="none").view(4, 24)
+    expected = COEFFICIENT * kl[:2].sum() + nll[2:].sum()
+    expected.backward()
+
+    assert kl[:2].sum() > 0.1  # the model did leave its base
+    assert not losses.nll[:2].any()
+    assert not losses.kl[2:].any()
+    # fp32 logits of size 10, one product instead of two for Route's paths.
+    torch.testing.assert_close(losses.kl[:2], kl[:2], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(losses.nll[2:], nll[2:], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(losses.total, expected, rtol=1e-5, atol=0)
+    for key, expected_gradient in trained_gradients(model).items():
+        # Sums of the same terms in another order.
+        error = (gradients[key] - expected_gradient).abs().max()
+        assert error <= 1e-5 * expected_gradient.abs().max() + 1e-6, key
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_the_base_neither_loss_nor_gradient_is_left(base, method):
+    model = rehearsing(base("llama"), method, noise=0.0)
+    tokens, targets = some_batch(model.spec, 2, 24)
+    losses = model(tokens, targets, None, None, 2, 2)
+    assert not losses.kl.any()
+    losses.total.backward()
+    assert all(not gradient.any() for gradient in trained_gradients(model).values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_reference_rows_than_rehearsed_ones_change_nothing(base, method):
+    """A rank runs the base on as many rows as the rank that needs the most."""
+    model = rehearsing(base("llama"), method)
+    tokens, targets = some_batch(model.spec, 3, 24)
+    plain, with_reference = model(tokens, targets), model(tokens, targets, None, None, 0, 2)
+    assert torch.equal(plain.nll, with_reference.nll)
+    assert torch.equal(plain.total, with_reference.total)
+    few, many = model(tokens, targets, None, None, 1, 1), model(tokens, targets, None, None, 1, 3)
+    assert few.kl.sum() > 0
+    # A product over more rows may round otherwise.
+    torch.testing.assert_close(few.kl, many.kl, rtol=1e-5, atol=1e-5)
+
+
+def test_the_frozen_copy_of_the_base_does_not_train(base):
+    model = rehearsing(base("llama tied"), "fft", noise=0.0)
+    copied = {name for name, _ in model.named_parameters() if name.startswith(REFERENCE)}
+    plain = unwidened(base("llama tied"))
+    assert {name.removeprefix(REFERENCE) for name in copied} == {name for name, _ in plain.named_parameters()}
+    assert not any(name.startswith(REFERENCE) for name, _ in named_trained_parameters(model))
+    before = plain.logits(some_tokens(model.spec, 1, 8))
+    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    model(*some_batch(model.spec, 2, 24)).total.backward()
+    optimizer.step()
+    assert torch.equal(model.reference.logits(some_tokens(model.spec, 1, 8)), before)
+    assert not torch.equal(model.logits(some_tokens(model.spec, 1, 8)), before)
+
+
+def test_padding_columns_have_no_gradient():
+    """A vocabulary of 5 in 8 columns."""
+    generator = torch.Generator().manual_seed(3)
+    logits, reference = (torch.randn(6, 8, generator=generator) for _ in range(2))
+    ignored = torch.tensor([False, True, False, False, False, False])
+    q, p = logits[:, :5].log_softmax(-1), reference[:, :5].log_softmax(-1)
+    kl, gradient = kl_and_logit_gradient_(logits.clone(), reference.clone(), ignored, first=0, vocab_size=5, tp=SINGLE)
+    expected = (p.exp() * (p - q)).sum(-1).masked_fill(ignored, 0)
+    torch.testing.assert_close(kl, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient[:, :5], (q.exp() - p.exp()) * ~ignored.unsqueeze(1), rtol=1e-6, atol=1e-6)
+    assert not gradient[:, 5:].any()

@@ -1,0 +1,102 @@
+"""Text that a base model writes itself, as a token corpus for rehearsal: restartable at any moment.
+
+    python tools/sample_base.py --config configs/….yaml
+    python tools/sample_base.py --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
+
+With a run's configuration, every corpus of role rehearsal that it names is made; without one, give the base and the
+settings, which are those of `data.corpora.<name>.sample` in docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.command_line import positive, run, share
+from pipeline.config.reading import checked
+from pipeline.config.run import Sampling, load_config
+from pipeline.errors import ConfigError
+from pipeline.run_folder.attempts import stage_of
+
+if TYPE_CHECKING:
+    from pipeline.rehearsal.corpus import SamplingJob
+
+
+def main() -> None:
+    options = _options()
+    if options.config and not any(corpus.sample for corpus in load_config(options.config).data.corpora.values()):
+        return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
+    with stage_of(options.config, "sample"):
+        _sample(options)
+
+
+def _sample(options: argparse.Namespace) -> None:
+    import torch
+
+    from pipeline.data.workers import local_workers
+    from pipeline.rehearsal.corpus import device_kind, finished, plan_of, sample_corpus
+
+    planned = [(job, plan_of(job)) for job in _jobs(options)]
+    unfinished = [(job, plan) for job, plan in planned if finished(job, plan) is None]
+    if not unfinished:
+        return
+    on_gpus = device_kind(options.device) == "cuda"
+    default = torch.cuda.device_count() if on_gpus else len(os.sched_getaffinity(0))
+    with local_workers(options.workers or default, preload="pipeline.rehearsal.corpus") as workers:
+        for job, plan in unfinished:
+            manifest = sample_corpus(job, plan, workers, device=options.device, share=options.share)
+            print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
+
+
+def _jobs(options: argparse.Namespace) -> list[SamplingJob]:
+    from pipeline.rehearsal.corpus import SamplingJob, sampling_jobs
+
+    if options.config:
+        return list(sampling_jobs(load_config(options.config), options.batch_size))
+    if not (options.base and options.output and options.tokens and options.max_tokens):
+        raise ConfigError("give --config, or all of --base, --output, --tokens and --max-tokens")
+    given = {name: getattr(options, name) for name in Sampling.model_fields}
+    sampling = checked(Sampling, given, source="the command line", listed_in="--help")
+    return [
+        SamplingJob(
+            base=options.base,
+            output=options.output,
+            sampling=sampling,
+            max_tokens=options.max_tokens,
+            text_key=options.text_key,
+            batch_size=options.batch_size,
+        )
+    ]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", type=Path, help="a run configuration, instead of --base, --output and the settings")
+    add("--workers", type=positive, help="processes, each with the base (default: one per GPU, or per core without)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPUs if there are any")
+    add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
+    add(
+        "--share",
+        type=share,
+        default=(0, 1),
+        metavar="K/N",
+        help="this is the K-th of N such jobs, as in a Slurm array",
+    )
+    add("--base", type=Path, help="a Hugging Face folder")
+    add("--output", type=Path, help="the corpus folder")
+    add("--tokens", type=positive, help="how many are written, at least")
+    add("--max-tokens", type=positive, help="of a document, its opening included")
+    add("--temperature", type=float, default=1.0, help="default: 1, the base's own distribution")
+    add("--openings", nargs="+", default=[], metavar="FILE", help="documents whose beginnings the base continues")
+    add("--opening-tokens", type=positive, help="the beginning of each that is used (default: all of it)")
+    add("--text-key", default="text", help="the key or column that holds them (default: text)")
+    add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
+    add("--seed", type=int, default=0, help="of the text (default: 0)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -109,7 +109,10 @@ def as_windows(samples: Sequence[Sample], is_new: bool) -> Windows:
 
 
 def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which tokens are no padding; padding is a last document of one token, repeated, with nothing to predict."""
+    """Which tokens are no padding, which is a last document of one token, repeated, with nothing to predict.
+
+    A document of a single token at the end of a sample is taken for padding too.
+    """
     last = sample.document_ids == sample.document_ids[-1]
     is_padding = (sample.targets[last] == IGNORED).all() and (sample.tokens[last] == sample.tokens[-1]).all()
     padded: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = ~last if is_padding else np.ones_like(last)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
+
 import pytest
 import torch
 
@@ -14,10 +17,15 @@ DTYPES = [torch.float32, torch.bfloat16]
 VARIANTS = ["preserve", "adapt", "route"]
 
 
-def trained(base, name, variant, dtype=torch.float32, **changes):
-    """A widened model whose every added block matters."""
+@cache
+def _trained(opened, variant):
     module = {} if variant == "preserve" else {"collaborative_modules": "both"}
-    return widened(base(name), scale_settings(variant, **module, **changes), noise=0.1).to(dtype).eval()
+    return widened(opened, scale_settings(variant, **module), noise=0.1).eval()
+
+
+def trained(base, name, variant, dtype=torch.float32):
+    """A widened model whose every added block matters."""
+    return deepcopy(_trained(base(name), variant)).to(dtype)
 
 
 def packed(model):
@@ -123,7 +131,7 @@ def test_rows_decide_for_themselves(variant, base):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decisions_read_no_trained_block(variant, base):
-    model, other = (trained(base, "neox", variant, initialisers={}) for _ in range(2))
+    model, other = (trained(base, "neox", variant) for _ in range(2))
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if ".base." not in name and name != "output.base":

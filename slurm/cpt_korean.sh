@@ -7,7 +7,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #
-# The whole run, from text to a tested Hugging Face folder, in six stages. Stages that are done are skipped, so the same
+# The whole run, from text to a tested Hugging Face folder, in seven stages. Stages that are done are skipped, so the same
 # command again continues where it stopped; sample, in which the base writes text for rehearsal, also where a run has none.
 #
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
@@ -34,7 +34,7 @@ if [[ "${arguments[0]:-}" == --dry-run ]]; then
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
-STAGES=${STAGES:-tokenize sample upscale train convert evaluate}
+STAGES=${STAGES:-tokenize sample upscale train gate convert evaluate}
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of tokenization.
 [[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
@@ -46,9 +46,10 @@ for stage in $STAGES; do
         sample) run_stage sample here python tools/sample_base.py --config "$CONFIG" ;;
         upscale) run_stage upscale here python tools/upscale.py --config "$CONFIG" ;;
         train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" ;;
+        gate) run_stage gate here python tools/fit_gate.py --config "$CONFIG" ;;
         convert) run_stage convert here python tools/convert_checkpoint.py --config "$CONFIG" ;;
         evaluate) run_stage evaluate here python tools/evaluate.py --config "$CONFIG" ;;
-        *) die "STAGES: there is no stage \"$stage\"; choose from tokenize sample upscale train convert evaluate" ;;
+        *) die "STAGES: there is no stage \"$stage\"; choose from tokenize sample upscale train gate convert evaluate" ;;
     esac
 done
 say "done"

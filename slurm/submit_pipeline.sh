@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The run as a chain of jobs, each with the nodes it needs: tokenization → training → conversion → evaluation.
+# The run as a chain of jobs, each with the nodes it needs: tokenization → training → gate and conversion → evaluation.
 # Text for rehearsal is written at the beginning of the training job, on the GPUs of its first node.
 # A job starts when the one before has succeeded. If one fails, those after it are cancelled.
 # The options of this script are sbatch's, for the training job:
@@ -19,7 +19,7 @@ choose_config "$@"
 if ! command -v sbatch >/dev/null; then
     say "no sbatch here: the stages run on this machine"
     bash slurm/tokenize_korean.sh "$CONFIG"
-    exec bash slurm/cpt_korean.sh "$CONFIG" sample upscale train convert evaluate
+    exec bash slurm/cpt_korean.sh "$CONFIG" sample upscale train gate convert evaluate
 fi
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"

@@ -7,7 +7,8 @@ r"""Converts a training checkpoint to a Hugging Face folder, and checks that it 
 
 With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
 of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package PEFT;
-`expansion` holds only what SCALE added; `auto` is stock where possible.
+`expansion` holds only what SCALE added; `auto` is stock where possible. A run whose configuration has a section `gate`
+is converted with its gate, into the format `scale`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="the run's YAML file")
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
+    parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
     parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
@@ -36,6 +38,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     named = (arguments.checkpoint, arguments.base)
+    if arguments.config and arguments.gate:
+        parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
     if any(named) if arguments.config else not all((*named, arguments.output)):
         parser.error("give --config, or --checkpoint with --base and --output")
     with stage_of(arguments.config, "convert", alone=True):
@@ -53,7 +57,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
         make_probe = run_probe(config)
     else:
-        conversion = Conversion(arguments.checkpoint, arguments.base, arguments.output, arguments.format, dtype)
+        named = (arguments.checkpoint, arguments.base, arguments.output)
+        conversion = Conversion(*named, format=arguments.format, dtype=dtype, gate=arguments.gate)
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.method import Method
+from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.reading import (
     Decay,
     Fraction,
@@ -25,6 +25,7 @@ from pipeline.config.reading import (
 )
 
 Role = Literal["new", "replay", "rehearsal"]
+GateFeatures = Literal["token", "token+running_mean"]
 
 
 class Sampling(Section):
@@ -157,6 +158,28 @@ class Data(Section):
     def kl_fraction(self) -> float:
         """The share of the samples that train by KL(base || model)."""
         return sum(fraction for role, fraction in self.fractions.items() if role in self.kl_roles)
+
+
+class GateSettings(Section):
+    """A gate fitted after training: per token it decides whether the text is new (docs/gate.md). Method scale only."""
+
+    features: GateFeatures = "token"
+    """of the base's residual stream: each token's own, or also their decaying mean over the document so far"""
+    layer: NonNegativeInt | None = Field(
+        default=None,
+        description="the stream before this layer is read; default: the last place where it is exactly the base's, "
+        "after the last layer for preserve and route, before l_fp for adapt",
+    )
+    negatives: list[CorpusName] = Field(
+        default=[],
+        description="corpora of text that is not new; default: those of role rehearsal, or else those of role replay",
+    )
+    tokens: PositiveInt = 100_000
+    """of new text and of text that is not, each: so many to fit the gate, and as many others to set its threshold"""
+    splices: bool = False
+    """also fit on windows that begin in one kind of text and end in the other"""
+    max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
+    """at most this share of the tokens that are not new may open: sets the threshold"""
 
 
 class Metrics(Section):
@@ -372,6 +395,7 @@ class RunConfig(Section):
     """corpora and samples"""
     schedule: Schedule
     """steps, batch and learning rate"""
+    gate: GateSettings | None = Field(default=None, description="fitted after training; default: none")
     parallel: Parallel = Parallel()
     """layout of the ranks"""
     validation: Validation = Validation()
@@ -396,6 +420,40 @@ class RunConfig(Section):
     """a file of ds_configs/: ZeRO and precision"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
     """recompute activations in the backward pass: of the layers above l_fp, or of all"""
+
+    @model_validator(mode="after")
+    def _gate_fits(self) -> RunConfig:
+        if self.gate is None:
+            return self
+        if not isinstance(self.method, ScaleMethod):
+            raise ValueError(
+                f"gate: closes what SCALE adds, and method {self.method.name} adds no such blocks; remove it"
+            )
+        l_fp = self.method.l_fp
+        if (
+            self.method.variant == "adapt"
+            and self.gate.layer is not None
+            and l_fp is not None
+            and self.gate.layer > l_fp
+        ):
+            raise ValueError(
+                f"gate.layer: {self.gate.layer} is above method.l_fp {l_fp}, where adapt changes the base's stream"
+            )
+        for name in self.gate.negatives:
+            if name not in self.data.corpora or self.data.corpora[name].role == "new":
+                raise ValueError(f"gate.negatives: {name} is no corpus of role rehearsal or replay")
+        if not self.gate_negatives:
+            raise ValueError("gate: needs text that is not new; add a corpus of role rehearsal or replay")
+        return self
+
+    @property
+    def gate_negatives(self) -> list[str]:
+        """The corpora of text that is not new, from which a gate learns."""
+        by_role: dict[Role, list[str]] = {"new": [], "replay": [], "rehearsal": []}
+        for name, corpus in self.data.corpora.items():
+            by_role[corpus.role].append(name)
+        named = [] if self.gate is None else self.gate.negatives
+        return named or by_role["rehearsal"] or by_role["replay"]
 
     @property
     def upscaled_folder(self) -> Path:

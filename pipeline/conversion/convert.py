@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion import write_expansion
+from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
@@ -37,13 +38,14 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """A request to convert a checkpoint. `dtype` None is the base's own type."""
+    """A request to convert a checkpoint. `dtype` None is the base's own type; `gate` the folder of its gate, if any."""
 
     checkpoint: Path
     base: Path
     output: Path
     format: Format = "auto"
     dtype: torch.dtype | None = None
+    gate: Path | None = None
 
 
 def latest_conversion(
@@ -51,11 +53,14 @@ def latest_conversion(
 ) -> Conversion:
     """The conversion of a run's newest checkpoint into `output`, by default the run's own `hf` folder.
 
+    A run whose configuration has a section `gate` is converted with its gate.
+
     Raises:
         CheckpointError: the run has saved none, or `latest` names none.
     """
     output = output or config.folder / HF_FOLDER
-    return Conversion(newest_checkpoint(config), config.base, output, format=format, dtype=dtype)
+    gate = config.folder / GATE_FOLDER if config.gate is not None else None
+    return Conversion(newest_checkpoint(config), config.base, output, format=format, dtype=dtype, gate=gate)
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
@@ -85,13 +90,17 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     Returns False, and writes nothing, if an equal request has already made it.
 
     Raises:
-        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
+            gate that is not fitted for this checkpoint.
         ConversionError: the format cannot express the model, what was written differs from it, or the output holds
             something else.
     """
     model = open_trained(conversion.checkpoint, conversion.base)
+    if conversion.gate is not None:
+        model = with_gate(model, conversion.gate)
     request = {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
+        "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
     }
@@ -129,9 +138,28 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     return True
 
 
+def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
+    """The model with the gate in `folder`.
+
+    Raises:
+        CheckpointError: the gate is missing, damaged, or was fitted for another checkpoint.
+    """
+    gate, record = open_gate(folder)
+    fitted_for = record.request.get("checkpoint_manifest")
+    if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE) or model.plan is None:
+        raise CheckpointError(
+            f"{folder}: fitted for another checkpoint than {model.checkpoint}; run the stage gate (tools/fit_gate.py) "
+            "again"
+        )
+    gate.check_fits(model.plan, model.spec.widths.hidden_size, str(folder))
+    return replace(model, gate=gate)
+
+
 def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) -> None:
     if not isinstance(model.settings, ScaleMethod):
         raise ConversionError(f"{model.checkpoint}: method {model.settings.name} has no expansion; use --format stock")
+    if model.gate is not None:
+        _logger.info("%s: the expansion alone, without the gate; a run that trains it further fits its own", output)
     # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
     origin = {
         **record,

@@ -19,6 +19,7 @@ from pipeline.conversion.stock import stock_export, why_not_stock
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.base_folder import FUSED_PARTS, hf_tensor
+from pipeline.scale.gate import DECAY
 
 
 def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
@@ -63,11 +64,30 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "routed": plan.routed,
         "router_threshold": plan.router_threshold,
         "norm_statistics": plan.norm,
+        **_gate_entries(model),
         **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
         "dtype": dtype_name(dtype),
     }
     tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
+    if model.gate is not None:
+        # In fp32 whatever the rest is: 16 bits would change decisions.
+        for name, tensor in model.gate.tensors.items():
+            made = PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)
+            tensors.append(made)
     return Export("scale", config, tensors, dtype, code={"modeling_scale.py": inspect.getsource(modeling_scale)})
+
+
+def _gate_entries(model: TrainedModel) -> dict[str, Any]:
+    gate = model.gate
+    if gate is None:
+        return {}
+    return {
+        "gate_layer": gate.layer,
+        "gate_features": gate.features,
+        "gate_decay": DECAY,
+        "gate_bias": gate.bias,
+        "gate_threshold": gate.threshold,
+    }
 
 
 # PEFT's format of LoRA. If query, key and value are one map in the base's folder (GPT-NeoX), our adapters of rank r for

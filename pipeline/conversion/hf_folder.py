@@ -53,11 +53,19 @@ _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "to
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: its shape is known beforehand, `make` reads or computes its values."""
+    """A tensor to be written: its shape is known beforehand, `make` reads or computes its values.
+
+    `dtype`: the type in which it is written; None: that of the export.
+    """
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    dtype: torch.dtype | None = None
+
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """Its size in a file of an export in `dtype`."""
+        return prod(self.shape) * (self.dtype or dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
     planned = {tensor.name: tensor for tensor in export.tensors}
     split = split_state_dict_into_shards_factory(
         planned,
-        get_storage_size=lambda tensor: prod(tensor.shape) * export.dtype.itemsize,
+        get_storage_size=lambda tensor: tensor.bytes_in(export.dtype),
         filename_pattern="adapter_model.safetensors" if adapters else "model{suffix}.safetensors",
         max_shard_size=sys.maxsize if adapters else file_bytes,
     )
@@ -97,7 +105,8 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
         for name, tensors in split.filename_to_tensors.items():
             write_safetensors(folder / name, [planned[tensor] for tensor in tensors], export.dtype, bar.update)
     if split.is_sharded:
-        metadata = {"total_parameters": total_size // export.dtype.itemsize, "total_size": total_size}
+        parameters = sum(prod(tensor.shape) for tensor in export.tensors)
+        metadata = {"total_parameters": parameters, "total_size": total_size}
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename})
     for name, text in export.code.items():
         write_text(folder / name, text)
@@ -118,9 +127,9 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for planned in tensors:
-        start, end = end, end + prod(planned.shape) * dtype.itemsize
+        start, end = end, end + planned.bytes_in(dtype)
         header[planned.name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "dtype": _SAFETENSORS_DTYPES[planned.dtype or dtype],
             "shape": planned.shape,
             "data_offsets": [start, end],
         }
@@ -129,7 +138,7 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for planned in tensors:
-            tensor = planned.make().to(dtype).contiguous()
+            tensor = planned.make().to(planned.dtype or dtype).contiguous()
             if tuple(tensor.shape) != planned.shape:
                 raise AssertionError(f"{planned.name}: made {tuple(tensor.shape)}, planned {planned.shape}")
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)

@@ -13,6 +13,10 @@ linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Languag
 `expansion_to_base` exists only in collaborative layers. A routed model runs the layers above `l_fp` twice, with and
 without those blocks, and takes per token the path that the router chooses (Eq. 5).
 
+With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
+closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
+without those blocks, and an open one the other.
+
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
 
@@ -26,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -63,6 +68,11 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     ffn_bias: bool = False
     parallel_residual: bool = False
     rotary: dict[str, Any] | None = None
+    gate_layer: int | None = None
+    gate_features: str = "token"
+    gate_decay: float = 0.8
+    gate_bias: float = 0.0
+    gate_threshold: float = 0.0
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
@@ -77,11 +87,14 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class StreamPath(NamedTuple):
-    """The streams x [B, S, D] and x_up [B, S, U] of one path; `masked` leaves every expansion_to_base out."""
+    """The streams x [B, S, D] and x_up [B, S, U] of one path.
+
+    `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens.
+    """
 
     x: Tensor
     x_up: Tensor
-    masked: bool = False
+    masked: bool | Tensor = False
 
     def plus(self, y: Tensor, y_up: Tensor) -> StreamPath:
         return StreamPath(self.x + y, self.x_up + y_up, self.masked)
@@ -98,10 +111,11 @@ class WidenedLinear(nn.Module):
         self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
         self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
 
-    def forward(self, x: Tensor, x_up: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, x_up: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
         y = self.base(x)
-        if self.expansion_to_base is not None and not masked:
-            y = y + self.expansion_to_base(x_up)
+        if self.expansion_to_base is not None and masked is not True:
+            widened = y + self.expansion_to_base(x_up)
+            y = torch.where(masked, y, widened) if isinstance(masked, Tensor) else widened
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
@@ -285,6 +299,66 @@ class ScaleEmbedding(nn.Module):
         return StreamPath(self.base(tokens), self.expansion(tokens))
 
 
+class ScaleGate(nn.Module):
+    """Decides which tokens stay closed, by a linear score of the base's stream x [B, S, D] before `gate_layer`.
+
+    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
+    far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
+    """
+
+    WINDOW_DOUBLINGS = 7  # the mean reads 2 ** 7 tokens; what it leaves out is below the resolution of fp32
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.cache_layer = config.num_hidden_layers
+        self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
+        self.has_mean = config.gate_features == "token+running_mean"
+        size = config.hidden_size * (2 if self.has_mean else 1)
+        self.mean = nn.Parameter(torch.zeros(size))
+        self.std = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+        """The closed tokens, bool [B, S, 1]. What the running mean needs is cached.
+
+        is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
+        """
+        features = x.float()
+        features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
+        if self.has_mean:
+            features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
+        score = ((features - self.mean.float()) / self.std.float() * self.weight.float()).sum(-1, keepdim=True)
+        return score + self.bias <= self.threshold
+
+    def _running_mean(
+        self,
+        values: Tensor,
+        is_text: Tensor | None,
+        documents: Tensor | None,
+        cache: Any,  # noqa: ANN401
+    ) -> Tensor:
+        length = values.shape[1]
+        counts = values.new_ones(*values.shape[:2], 1) if is_text is None else is_text.to(values).unsqueeze(-1)
+        values = values * counts
+        if cache is not None:
+            # One layer more in the cache, so that it is reordered and cropped with the others.
+            if len(cache.layers) == self.cache_layer:
+                cache.layers.append(DynamicLayer())
+            kept = cache.update(values.unsqueeze(1), counts.unsqueeze(1), self.cache_layer)
+            values, counts = (tensor[:, 0, -(length + 2**self.WINDOW_DOUBLINGS - 1) :] for tensor in kept)
+        total = torch.cat([values, counts], dim=-1)
+        for doubling in range(self.WINDOW_DOUBLINGS):
+            shift = 2**doubling
+            if shift >= total.shape[1]:
+                break
+            earlier = self.decay**shift * total[:, :-shift]
+            if documents is not None:
+                earlier = earlier * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1)
+            total = torch.cat([total[:, :shift], total[:, shift:] + earlier], dim=1)
+        total = total[:, -length:]
+        return total[..., :-1] / total[..., -1:].clamp(min=1e-30)
+
+
 class ScaleOutput(nn.Module):
     """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own."""
 
@@ -316,6 +390,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     base_model_prefix = ""
     _no_split_modules = ("ScaleLayer",)
     _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ("token_gate",)
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__(config)
@@ -323,6 +398,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.layers = nn.ModuleList(ScaleLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.final_norm = WidenedNorm(config)
         self.output = ScaleOutput(config)
+        self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -356,18 +432,50 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             position_ids=position_ids,
         )
         rotary = Rotary.at(position_ids, self.config, streams.x.dtype)
-        paths = [streams]
+        paths, closed = [streams], None
         for index, layer in enumerate(self.layers):
+            if self.token_gate is not None and index == self.config.gate_layer:
+                closed = self._closed(paths, attention_mask, position_ids, past_key_values)
+                if not self.config.routed:
+                    paths = [paths[0]._replace(masked=closed)]
             if self.config.routed and index == self.config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             paths = layer(paths, rotary, mask, past_key_values)
+        if self.token_gate is not None and closed is None:
+            closed = self._closed(paths, attention_mask, position_ids, past_key_values)
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
         paths = [self.final_norm(StreamPath(path.x[:, kept], path.x_up[:, kept])) for path in paths]
+        if closed is not None:
+            # Zeros in x_up add exactly nothing to the logits. Without a router both are the same path.
+            preserved, adapted, shut = paths[0], paths[-1], closed[:, kept].to(paths[0].x.device)
+            paths = [
+                StreamPath(torch.where(shut, preserved.x, adapted.x), adapted.x_up.masked_fill(shut, 0)),
+            ]
         logits = self.output(paths, self.embedding.base.weight)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _closed(
+        self,
+        paths: list[StreamPath],
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """The gate's decisions [B, S, 1], on the path that no expansion_to_base block has changed."""
+        if self.token_gate is None:
+            raise ValueError("the model has no gate")
+        x, is_text, documents = paths[0].x, None, None
+        if attention_mask is None and cache is None:
+            # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+            breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
+            documents = F.pad(breaks.cumsum(dim=1), (1, 0))
+        if attention_mask is not None and attention_mask.dim() == 2:
+            is_text = attention_mask[:, -x.shape[1] :].bool()
+        closed: Tensor = self.token_gate(x, is_text, documents, cache)
+        return closed
 
     @staticmethod
     def _positions(input_ids: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401

@@ -79,6 +79,8 @@ def why_not_stock(model: TrainedModel) -> str | None:
     plan = model.plan
     if plan is None:
         return None
+    if model.gate is not None:
+        return "a gate, which decides for each token (without the section gate the run is converted ungated)"
     if model.spec.family != "llama":
         return (
             "a GPT-NeoX base: its LayerNorm takes one mean over the residual stream, and its head size follows from it"

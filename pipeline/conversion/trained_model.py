@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -26,6 +26,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
+from pipeline.scale.gate import Gate
 from pipeline.scale.layers import block_kind, block_norms
 from pipeline.scale.plan import ExpansionPlan
 
@@ -42,6 +43,7 @@ class TrainedModel:
         method: what those settings make of the base.
         structure: the decoder on the meta device: names, shapes and partitions.
         reader: reads the checkpoint.
+        gate: the gate that was fitted for it, if it is to have one.
     """
 
     checkpoint: Path
@@ -51,6 +53,7 @@ class TrainedModel:
     method: TrainingMethod
     structure: Decoder
     reader: CheckpointReader
+    gate: Gate | None = None
 
     @property
     def spec(self) -> DecoderSpec:
@@ -93,32 +96,57 @@ class TrainedModel:
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """The logits [S, V] in fp32 of each window of tokens [S], computed in `dtype` with one layer in memory.
 
-        A module reads its weights before its forward pass and drops them after it. All windows pass a layer together.
+        All windows pass a layer together.
+        """
+        decoder, fill_output = self.streamed(dtype)
+        tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
+        hidden = decoder.hidden_states(tokens)
+        fill_output()
+        starts = range(0, tokens.numel(), tokens.shape[1])
+        return [
+            decoder.output.logits(hidden.rows(slice(start, start + len(window))))
+            for start, window in zip(starts, windows, strict=True)
+        ]
+
+    @torch.no_grad()
+    def gate_scores(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The gate's score of each token [S] of each window of tokens [S], computed in `dtype`.
+
+        Raises:
+            ValueError: there is no gate.
+        """
+        if self.gate is None:
+            raise ValueError(f"{self.checkpoint}: has no gate")
+        decoder, _ = self.streamed(dtype)
+        tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
+        scores = self.gate.scores(decoder.base_stream(tokens, layer=self.gate.layer))
+        return [score[: len(window)] for score, window in zip(scores, windows, strict=True)]
+
+    def streamed(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Decoder, Callable[[], None]]:
+        """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
+
+        A module reads its weights before its forward pass and drops them after it. `OutputProjection.logits` is no
+        forward pass: the function that comes with the decoder reads the weights of the output projection, to keep.
         """
         decoder = _skeleton(self.method, self.base).to(dtype).eval()
+        decoder.gate = self.gate
 
         def fill(prefix: str, module: nn.Module, *_: object) -> None:
             names = {name: prefix + name for name, _ in module.named_parameters()}
             # A tied output projection has no values of its own.
             sources = {name: path if path in self.shapes else "embedding.base.weight" for name, path in names.items()}
-            values = {name: self.read(source).to(dtype) for name, source in sources.items()}
+            values = {name: self.read(source).to(device, dtype) for name, source in sources.items()}
             module.load_state_dict(values, assign=True)
 
         def drop(module: nn.Module, *_: object) -> None:
             module.to("meta")
 
         layers = {f"layers.{index}.": layer for index, layer in enumerate(decoder.layers)}
-        for prefix, module in {"embedding.": decoder.embedding, **layers, "final_norm.": decoder.final_norm}.items():
+        ends = {"embedding.": decoder.embedding, "final_norm.": decoder.final_norm, "output.": decoder.output}
+        for prefix, module in {**layers, **ends}.items():
             module.register_forward_pre_hook(partial(fill, prefix))
             module.register_forward_hook(drop)
-        tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
-        hidden = decoder.hidden_states(tokens)
-        fill("output.", decoder.output)
-        starts = range(0, tokens.numel(), tokens.shape[1])
-        return [
-            decoder.output.logits(hidden.rows(slice(start, start + len(window))))
-            for start, window in zip(starts, windows, strict=True)
-        ]
+        return decoder, partial(fill, "output.", decoder.output)
 
 
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:

@@ -131,7 +131,8 @@ def probe_maker(
 def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) -> Report:
     """Compares the training model with what `transformers` (PEFT for adapters) makes of `folder`, both in `dtype`.
 
-    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files.
+    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. If
+    the model has a gate, windows end before the first token whose decision rounding may change.
 
     Raises:
         ConversionError: they differ by more than rounding explains.
@@ -139,12 +140,19 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     every_window = [window for windows in probe.values() for window in windows]
     finer, training = iter(model.logits(every_window, _FINER[dtype])), iter(model.logits(every_window, dtype))
     exported = load_exported(folder, model.base.path, dtype)
+    lengths = iter(_certain_lengths(model, every_window, dtype))
     texts, rounding = {}, Difference()
-    for name, windows in probe.items():
-        expected = [next(training) for _ in windows]
+    for name, whole in probe.items():
+        windows = [window[: next(lengths)] for window in whole]
+        if not any(len(window) > 1 for window in windows):
+            raise ConversionError(
+                f"{folder}: rounding in {dtype_name(dtype)} may change the gate's decision at the beginning of every "
+                f"document of {name}; name other files with --text, or convert with --dtype fp32"
+            )
+        expected = [next(training)[: len(window)] for window in windows]
         found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
         texts[name] = compare(windows, expected, found)
-        rounded = compare(windows, [next(finer) for _ in windows], expected)
+        rounded = compare(windows, [next(finer)[: len(window)] for window in windows], expected)
         rounding = rounding.worse(Difference(rounded.max_abs, rounded.kl))
     report = Report(
         dtype=dtype_name(dtype),
@@ -156,6 +164,20 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     )
     check(report, GRANTED[dtype], str(folder))
     return report
+
+
+def _certain_lengths(model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    """How many tokens of each window [S] come before the first whose decision by the gate rounding may change.
+
+    There the score is no farther from the threshold than ROUNDINGS times what rounding does to scores. Tokens before
+    it do not depend on it.
+    """
+    if model.gate is None:
+        return [len(window) for window in windows]
+    scores, finer = (torch.cat(model.gate_scores(windows, kind)) for kind in (dtype, _FINER[dtype]))
+    spread = ROUNDINGS * (scores - finer).abs().max()
+    uncertain = ((scores - model.gate.threshold).abs() <= spread).split([len(window) for window in windows])
+    return [int(torch.cat([flags, flags.new_ones(1)]).int().argmax()) for flags in uncertain]
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:

@@ -11,7 +11,7 @@ from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
 from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
 from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
 
-__all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "rank_indices"]
+__all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "open_packed", "rank_indices"]
 
 
 class SampleOrder:
@@ -143,6 +143,15 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
                 _packed(corpus, data),
             )
     return parts
+
+
+def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> PackedCorpus:
+    """The training part of the corpus `name`, cut into samples, in the order of its documents.
+
+    Raises:
+        DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
+    """
+    return _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
 
 
 def rank_indices(

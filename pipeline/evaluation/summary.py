@@ -17,6 +17,7 @@ from pipeline.evaluation.perplexity import Score, score_folder
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
 from pipeline.run_folder.status import TRAINING
+from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_record
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"
@@ -79,12 +80,16 @@ def open_run(folder: Path) -> FinishedRun:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Everything that the table and summary.json show. `comparison` is the full fine-tuning run, if there is one."""
+    """Everything that the table and summary.json show.
+
+    `gate` is the record of the run's gate, and `comparison` the full fine-tuning run, if there is one.
+    """
 
     config: RunConfig
     run: FinishedRun
     before: Scores
     after: Scores
+    gate: GateRecord | None = None
     comparison: tuple[FinishedRun, Scores] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -92,6 +97,10 @@ class RunSummary:
         values: dict[str, Any] = {key: self.run.training[key] for key in _FROM_TRAINING if key in self.run.training}
         values["trained_fraction"] = self.run.trained_fraction
         values |= _flat(self.before, "before") | _flat(self.after, "after")
+        values["rehearsal_fraction"] = self.config.data.fractions.get("rehearsal", 0)
+        if self.gate is not None:
+            values |= {f"gate_open_{name}": text.open_fraction for name, text in self.gate.heldout.items()}
+            values["closed_max_abs_logit_difference"] = self.gate.closed_max_abs_logit_difference
         values["export_max_abs_logit_difference"] = self.run.verification["max_abs"]
         values["hf_folder"] = str(self.run.hf_folder)
         values["scores"] = {"before": self.before, "after": self.after}
@@ -149,7 +158,8 @@ def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary
     if (other_folder / HF_FOLDER).exists():
         other = open_run(other_folder)
         comparison = other, scores(other.hf_folder)
-    summary = RunSummary(config, run, scores(config.base), scores(run.hf_folder), comparison)
+    gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
+    summary = RunSummary(config, run, scores(config.base), scores(run.hf_folder), gate, comparison)
     write_json(config.folder / SUMMARY, summary.as_json())
     return summary
 

@@ -15,6 +15,7 @@ from pipeline.model.spec import DecoderSpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer
 from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
@@ -30,7 +31,13 @@ REFERENCE = "reference."
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model; its parameters are named in docs/architecture.md."""
+    """A decoder-only language model; its parameters are named in docs/architecture.md.
+
+    Attributes:
+        gate: decides per token, on the exact base stream, whether the model may differ from its base. It is fitted
+            after training and set for inference in one process only: training, and with it tensor parallelism,
+            sequence parallelism and ZeRO, never has one.
+    """
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class Decoder(nn.Module):
         self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing = activation_checkpointing
+        self.gate: Gate | None = None
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
@@ -126,6 +134,8 @@ class Decoder(nn.Module):
         """
         streams: Streams = self.embedding(tokens)
         context = self._context(tokens, positions, document_ids, streams[0].dtype)
+        if path == "model" and self.gate is not None:
+            return self._gated_states(self.gate, streams, context, document_ids)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
@@ -152,6 +162,42 @@ class Decoder(nn.Module):
             hidden = replace(hidden, reference=self._reference_states(hidden, reference, rehearsed))
         return HiddenStates(hidden.x) if path == "base" else hidden
 
+    def _gated_states(
+        self, gate: Gate, streams: Streams, context: Context, document_ids: Tensor | None
+    ) -> HiddenStates:
+        """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
+
+        Route runs both paths, and a closed token takes the preserved one. Adapt and Preserve run one, and the gate
+        decides before the first layer with W12.
+        """
+        if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
+            raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
+        preserved, closed = streams, None
+        masked: bool | Tensor = False
+        for index, layer in enumerate(self.layers):
+            if index == gate.layer:
+                closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+                masked = False if self.plan.routed else closed
+            if self.plan.routed and layer.collaborative:
+                preserved = self._run(layer, preserved, context, masked=True)
+                streams = self._run(layer, streams, context, masked=False)
+            else:
+                preserved = streams = self._run(layer, streams, context, masked)
+        if closed is None:
+            closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+        return self._whole_rows(*choose_path(closed, self.final_norm(*preserved), self.final_norm(*streams)))
+
+    @torch.no_grad()
+    def base_stream(
+        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None, *, layer: int
+    ) -> Tensor:
+        """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
+        x, _ = self.embedding(tokens)
+        context = self._context(tokens, positions, document_ids, x.dtype)
+        for below in self.layers[:layer]:
+            x, _ = self._run(below, (x, None), context, masked=True)
+        return x
+
     @torch.no_grad()
     def _reference_states(self, hidden: HiddenStates, x: Tensor | None, inputs: Inputs) -> Tensor:
         """The base's own last hidden states of `inputs`: [R·S, D]. x: [R, S, D], its stream where that ran along."""
@@ -177,7 +223,7 @@ class Decoder(nn.Module):
         rotary = self.rotary.table(positions, dtype)
         return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
 
-    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool) -> Streams:
+    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool | Tensor) -> Streams:
         result: Streams
         if torch.is_grad_enabled() and self.is_checkpointed(layer):
             result = checkpoint(layer, *streams, context, masked, use_reentrant=False)

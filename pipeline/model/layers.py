@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
 
     `collaborative`: at or above `l_fp`, where the base stream may depend on trained parameters. `added`: a layer that
     the base does not have. `masked` skips what was added to the base's path: every W12, the adapters, and an added
-    layer as a whole.
+    layer as a whole. As a mask [B, S, 1] it skips W12 for some of the tokens.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = widened_norm(spec, plan, tp)
         self.ffn = FeedForward(spec, plan, layer, tp=tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool = False) -> Streams:
-        if masked and self.added:
+    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False) -> Streams:
+        if masked is True and self.added:
             return x, x_up
         attended = self.attention(*self.attention_norm(x, x_up), context, masked=masked)
         if self.parallel_residual:
@@ -107,7 +107,7 @@ class Attention(nn.Module):
     def _heads(self, count: int, count_up: int | None) -> Parts:
         return Part(count * self.head_dim, count), Part(count_up * self.head_dim, count_up) if count_up else None
 
-    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool = False) -> Streams:
+    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
         query, query_up = self.query(x, x_up, masked=masked)
         key, key_up = self.key(x, x_up, masked=masked)
@@ -158,7 +158,7 @@ class FeedForward(nn.Module):
         self.up = column(hidden, inner)
         self.down = WidenedRowLinear(inner, hidden, bias=spec.ffn_bias, collaborative=collaborative, tp=tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool = False) -> Streams:
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
         inner, inner_up = self.up(x, x_up, masked=masked)
         gate, gate_up = (None, None) if self.gate is None else self.gate(x, x_up, masked=masked)

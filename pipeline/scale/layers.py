@@ -81,7 +81,8 @@ class WidenedLinear(nn.Module):
     """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone without an expansion.
 
     x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only.
-    LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so that y is the base's.
+    LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so that y is the base's; as a mask [..., 1] it does
+    so for some of the tokens, exactly, for W12 alone: an adapter counts then for all.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
@@ -106,14 +107,15 @@ class WidenedLinear(nn.Module):
         split = source if self.kind is RowParallelLinear else target
         return self.kind(source.size, target.size, bias=bias, units=split.units, tp=self.tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool = False) -> Streams:
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         y: Tensor = self.base(x)
-        if self.adapter is not None and not masked:
+        if self.adapter is not None and masked is not True:
             y = y + self.adapter(x)
         if self.base_to_expansion is None or self.expansion_to_expansion is None or x_up is None:
             return y, None
-        if self.expansion_to_base is not None and not masked:
-            y = y + self.expansion_to_base(x_up)
+        if self.expansion_to_base is not None and masked is not True:
+            widened = y + self.expansion_to_base(x_up)
+            y = torch.where(masked, y, widened) if isinstance(masked, Tensor) else widened
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 

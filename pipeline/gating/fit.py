@@ -1,0 +1,111 @@
+"""Logistic regression on features, and how well its scores separate: threshold, ROC curve, AUC, calibration."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.errors import DataError
+
+_RIDGE = 1e-4
+"""L2 penalty on the weights of standardised features, so that separable text has a finite solution."""
+_ITERATIONS = 200
+_ROC_POINTS = 100
+_BINS = 10
+
+
+def standardisation(features: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and standard deviation of each feature: features [N, F] -> [F], [F]. A constant feature gets 1."""
+    std, mean = torch.std_mean(features, dim=0, correction=0)
+    return mean, torch.where(std > 1e-6, std, 1.0)
+
+
+def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
+    """The weights [F] and the bias of the log odds that a token is new.
+
+    features: [N, F], standardised, fp32; is_new: bool [N]. Both classes count the same, whatever their sizes. The
+    problem is convex, and L-BFGS starts at zero, so the result depends on nothing else.
+
+    Raises:
+        DataError: one of the classes is empty.
+    """
+    count = len(is_new)
+    positives = int(is_new.sum())
+    if positives in (0, count):
+        raise DataError("gate: expected tokens of new text and of text that is not new, found one kind only")
+    weights = torch.where(is_new, 0.5 / positives, 0.5 / (count - positives)).to(features)
+    targets = is_new.to(features)
+    weight = torch.zeros(features.shape[1], dtype=features.dtype, device=features.device, requires_grad=True)
+    bias = torch.zeros((), dtype=features.dtype, device=features.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=_ITERATIONS,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-6,
+        tolerance_change=1e-9,
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logits = features @ weight + bias
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        total = (weights * losses).sum() + _RIDGE / 2 * weight.square().sum()
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return weight.detach().cpu(), float(bias.detach())
+
+
+def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
+    """The lowest threshold, 0 (even odds) or higher, above which at most that share of the negatives' `scores` [N] lie.
+
+    Raises:
+        DataError: they are too few to tell.
+    """
+    allowed = int(max_open_fraction * len(scores))
+    if allowed < 1:
+        raise DataError(
+            f"gate.max_open_fraction: {max_open_fraction:g} cannot be measured on {len(scores)} unused tokens of text "
+            f"that is not new; expected at least {int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
+        )
+    ordered = scores.sort(descending=True).values
+    return max(0.0, float(ordered[allowed]))
+
+
+def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
+    """The share of the pairs in which the positive has the higher score; ties count half. Scores are [N] and [M]."""
+    ordered = negatives.sort().values
+    below = torch.searchsorted(ordered, positives, right=False).double()
+    not_above = torch.searchsorted(ordered, positives, right=True).double()
+    return float(((below + not_above) / 2).mean() / len(negatives))
+
+
+def roc_points(positives: Tensor, negatives: Tensor) -> list[tuple[float, float]]:
+    """The shares of negatives and of positives above a threshold that falls, from (0, 0) to (1, 1)."""
+    every = torch.cat([positives, negatives]).sort(descending=True).values
+    picked = every[torch.linspace(0, len(every) - 1, min(_ROC_POINTS, len(every))).long()].unique().flip(0)
+    points = [(float((negatives > at).double().mean()), float((positives > at).double().mean())) for at in picked]
+    return [*points, (1.0, 1.0)]
+
+
+def calibration_bins(positives: Tensor, negatives: Tensor) -> list[tuple[float, float, int]]:
+    """For each tenth of the probabilities that occurs: its mean probability, the share that is new, and the tokens.
+
+    Each class counts the same, as it did when the weights were fitted.
+    """
+    probabilities = torch.cat([positives, negatives]).double().sigmoid()
+    is_new = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))]).double()
+    weights = torch.where(is_new.bool(), 0.5 / len(positives), 0.5 / len(negatives)).double()
+    bins = (probabilities * _BINS).long().clamp(max=_BINS - 1)
+    found = []
+    for number in range(_BINS):
+        inside = bins == number
+        if inside.any():
+            total = weights[inside].sum()
+            mean = float((weights * probabilities)[inside].sum() / total)
+            found.append((mean, float((weights * is_new)[inside].sum() / total), int(inside.sum())))
+    return found

@@ -1,0 +1,56 @@
+"""What a gate reads of windows of text: the base's stream, computed one layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pipeline.config.run import GateFeatures
+from pipeline.conversion.trained_model import TrainedModel
+from pipeline.gating.windows import Windows
+from pipeline.log import progress_bar
+from pipeline.scale.gate import Gate, gate_features
+
+GROUP_TOKENS = 2**15
+"""How many tokens pass a layer together. Every group reads the weights again."""
+
+
+class BaseStream:
+    """The base's stream before `layer` of a trained model's base, in the type and on the device for inference."""
+
+    def __init__(self, model: TrainedModel, layer: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = inference_dtype(model, self.device)
+        self.layer = layer
+        self.decoder, _ = model.streamed(self.dtype, self.device)
+
+    def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
+        """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
+        found = [
+            gate_features(stream, kind, group.document_ids.to(self.device))[group.present.to(self.device)].cpu()
+            for group, stream in self._streams(windows, "reading the base's states")
+        ]
+        return torch.cat(found), windows.is_new[windows.present]
+
+    def scores(self, windows: Windows, gate: Gate) -> tuple[Tensor, Tensor]:
+        """The gate's scores of the tokens that are no padding, by kind: those of new text, and the others."""
+        found = [
+            gate.scores(stream, group.document_ids.to(self.device)).cpu()[group.present]
+            for group, stream in self._streams(windows, "testing the gate")
+        ]
+        scores, is_new = torch.cat(found), windows.is_new[windows.present]
+        return scores[is_new], scores[~is_new]
+
+    def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
+        with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
+            for group in windows.groups(GROUP_TOKENS):
+                inputs = (tensor.to(self.device) for tensor in (group.tokens, group.positions, group.document_ids))
+                yield group, self.decoder.base_stream(*inputs, layer=self.layer)
+                bar.update(group.tokens.numel())
+
+
+def inference_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
+    """The base's own type on a GPU; fp32 on a CPU, which is slow in 16 bits."""
+    return model.base_dtype if device.type == "cuda" else torch.float32

@@ -1,0 +1,159 @@
+"""The windows of text that a gate is fitted on: new text, text that is not new, and windows spliced of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.config.run import RunConfig
+from pipeline.data.blend import Permutation, mix
+from pipeline.data.samples import Sample, open_packed
+from pipeline.data.token_corpus import IGNORED, PackedCorpus
+from pipeline.errors import DataError
+
+
+@dataclass(frozen=True)
+class Windows:
+    """N windows of S tokens; every tensor is [N, S].
+
+    Attributes:
+        tokens, targets, positions, document_ids: the decoder's inputs.
+        is_new: which tokens are new text.
+        present: which are no padding.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    document_ids: Tensor
+    is_new: Tensor
+    present: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def groups(self, tokens: int) -> Iterator[Windows]:
+        """Runs of windows of at most `tokens` tokens each, and at least one window."""
+        size = max(1, tokens // self.tokens.shape[1])
+        for first in range(0, len(self), size):
+            yield Windows(*(tensor[first : first + size] for tensor in self._tensors()))
+
+    def __add__(self, other: Windows) -> Windows:
+        return Windows(*map(torch.cat, zip(self._tensors(), other._tensors(), strict=True)))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.targets, self.positions, self.document_ids, self.is_new, self.present
+
+
+@dataclass(frozen=True)
+class FittingText:
+    """What a gate is fitted on (`fit`), and other windows of the same corpora, for its threshold (`unused`)."""
+
+    fit: Windows
+    unused: Windows
+
+
+def read_fitting_text(config: RunConfig, tokenizer_fingerprint: str) -> FittingText:
+    """The windows that the section `gate` of `config` asks for; which they are depends on the run's seed.
+
+    Raises:
+        DataError: a corpus is missing, damaged, or too small to be divided.
+    """
+    if config.gate is None:
+        raise ValueError("the configuration has no section gate")
+    roles = config.data.corpora
+    new = [name for name, corpus in roles.items() if corpus.role == "new"]
+    parts: dict[bool, list[FittingText]] = {True: [], False: []}
+    for is_new, names in ((True, new), (False, config.gate_negatives)):
+        weights = sum(roles[name].weight for name in names)
+        for name in names:
+            packed = open_packed(config.data, name, tokenizer_fingerprint=tokenizer_fingerprint)
+            tokens = ceil(config.gate.tokens * roles[name].weight / weights)
+            count = ceil(tokens / config.data.sequence_length)
+            parts[is_new].append(_divided(packed, count, is_new, mix(config.seed, *name.encode())))
+    old_text, new_text = (_joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
+    fit = old_text + new_text
+    if config.gate.splices:
+        fit = fit + spliced(old_text, new_text, config.seed)
+    return FittingText(fit, _joined([part.unused for is_new in (False, True) for part in parts[is_new]]))
+
+
+def _divided(packed: PackedCorpus, count: int, is_new: bool, key: int) -> FittingText:
+    """`count` windows of a corpus to fit on, and as many others; half of its windows each if it is smaller."""
+    if len(packed) < 2:
+        raise DataError(
+            f"{packed.source.folder}: expected at least two samples of text, to fit a gate on one and test it on the "
+            "other, found one; give it more text, or leave it out of gate.negatives"
+        )
+    count = min(count, len(packed) // 2)
+    order = Permutation(len(packed), key)
+    fit, unused = (
+        as_windows([packed[order[index]] for index in range(first, first + count)], is_new) for first in (0, count)
+    )
+    return FittingText(fit, unused)
+
+
+def as_windows(samples: Sequence[Sample], is_new: bool) -> Windows:
+    """Samples of S tokens as windows, all of new text or all of other text."""
+    columns: Mapping[str, Tensor] = {
+        name: torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
+        for name in ("tokens", "targets", "positions", "document_ids")
+    }
+    present = torch.from_numpy(np.stack([_present(sample) for sample in samples]))
+    return Windows(**columns, is_new=torch.full_like(present, is_new), present=present)
+
+
+def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which tokens are no padding, which is a last document of one token, repeated, with nothing to predict.
+
+    A document of a single token at the end of a sample is taken for padding too.
+    """
+    last = sample.document_ids == sample.document_ids[-1]
+    is_padding = (sample.targets[last] == IGNORED).all() and (sample.tokens[last] == sample.tokens[-1]).all()
+    padded: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = ~last if is_padding else np.ones_like(last)
+    return padded
+
+
+def spliced(old: Windows, new: Windows, seed: int) -> Windows:
+    """Windows whose text changes in the middle of a document: from old to new, and from new to old, by turns.
+
+    Window i ends where it changes with window i of the other; the place is random in its middle half.
+    """
+    random = np.random.default_rng(seed)
+    length, made = old.tokens.shape[1], []
+    for index in range(min(len(old), len(new))):
+        cut = int(random.integers(max(1, length // 4), max(2, 3 * length // 4)))
+        first, second = (old, new) if index % 2 == 0 else (new, old)
+        made.append(_splice(first, second, index, cut))
+    return _joined(made)
+
+
+def _splice(first: Windows, second: Windows, index: int, cut: int) -> Windows:
+    """Window `index` of `first` up to `cut`, and that of `second` from there: one document goes on across the cut."""
+    row = slice(index, index + 1)
+    joined = {
+        name: torch.cat([getattr(first, name)[row, :cut], getattr(second, name)[row, cut:]], dim=1)
+        for name in ("tokens", "targets", "is_new", "present")
+    }
+    before, after = first.document_ids[row, :cut], second.document_ids[row, cut:]
+    positions = second.positions[row, cut:].clone()
+    continued = after == after[:, :1]
+    # The second text's first document continues the first text's last one.
+    positions[continued] += first.positions[index, cut - 1] + 1 - positions[0, 0]
+    return Windows(
+        **joined,
+        positions=torch.cat([first.positions[row, :cut], positions], dim=1),
+        document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
+    )
+
+
+def _joined(parts: Sequence[Windows]) -> Windows:
+    first, *others = parts
+    for other in others:
+        first = first + other
+    return first

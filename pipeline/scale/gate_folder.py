@@ -1,0 +1,130 @@
+"""A fitted gate on disk: gate.safetensors holds its tensors, gate.json everything else and how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pipeline.config.run import GateFeatures
+from pipeline.errors import CheckpointError
+from pipeline.files import file_hash, published_folder, write_json
+from pipeline.scale.gate import TENSORS, Gate
+
+GATE_FOLDER = "gate"
+"""Where a run's gate is, in the run's folder."""
+GATE_RECORD = "gate.json"
+FORMAT = "scale-cpt gate 1"
+_TENSOR_FILE = "gate.safetensors"
+_AGAIN = "fit the gate again with tools/fit_gate.py"
+
+
+class HeldoutText(BaseModel):
+    """What the gate does to the held-out part of a corpus; perplexities are None if that part predicts nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: str
+    sequences: int
+    tokens: int
+    open_fraction: float
+    closed_sequences: int
+    """on which the gate never opens"""
+    base_perplexity: float | None
+    ungated_perplexity: float | None
+    gated_perplexity: float | None
+
+
+class GateRecord(BaseModel):
+    """The contents of gate.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: str = FORMAT
+    request: dict[str, Any]
+    """what the gate was fitted for: the settings, and the checkpoint and corpora by their hashes"""
+    layer: int
+    features: GateFeatures
+    bias: float
+    threshold: float
+    """of the score, the log odds of new text; the score of an open token is above it"""
+    auc: float
+    """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the
+    score orders correctly"""
+    closed_fraction_of_new: float
+    open_fraction_of_negatives: float
+    roc: list[tuple[float, float]]
+    """the open share of negatives, and that of new tokens, as the threshold falls"""
+    calibration: list[tuple[float, float, int]]
+    """for bins of the probability that the text is new: its mean, the share that is new, and the tokens"""
+    heldout: dict[str, HeldoutText]
+    closed_max_abs_logit_difference: float | None
+    """from the base, over held-out sequences on which the gate never opens; None if there is none"""
+    tensors_hash: str = ""
+    """SHA-256 of gate.safetensors"""
+
+
+def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
+    """Writes a gate to `folder`, completely or not at all; replaces an earlier one.
+
+    Raises:
+        CheckpointError: `folder` exists and holds something else.
+    """
+    if folder.exists() and not (folder / GATE_RECORD).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: exists and holds no gate; move it away")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with published_folder(folder) as partial:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}, partial / _TENSOR_FILE)
+        stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
+        write_json(partial / GATE_RECORD, stored.model_dump(mode="json"))
+
+
+def open_record(folder: Path) -> GateRecord:
+    """The gate.json of the gate in `folder`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or not one of this version.
+    """
+    path = folder / GATE_RECORD
+    try:
+        record = GateRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file; the gate is not fitted yet: run the stage gate (tools/fit_gate.py) first"
+        ) from None
+    except ValidationError as error:
+        fault: Mapping[str, Any] = error.errors()[0]
+        where = ".".join(map(str, fault["loc"])) or "the file"
+        raise CheckpointError(f"{path}: damaged ({where}: {fault['msg']}); {_AGAIN}") from None
+    if record.format != FORMAT:
+        raise CheckpointError(f"{path}: expected the format {FORMAT!r}, found {record.format!r}; {_AGAIN}")
+    return record
+
+
+def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
+    """The gate that `write_gate` wrote to `folder`, and its record.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    record, path = open_record(folder), folder / _TENSOR_FILE
+    if not path.is_file() or file_hash(path) != record.tensors_hash:
+        raise CheckpointError(f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}); {_AGAIN}") from None
+    if set(tensors) != set(TENSORS):
+        raise CheckpointError(f"{path}: expected the tensors {', '.join(TENSORS)}; {_AGAIN}")
+    gate = Gate(
+        layer=record.layer,
+        features=record.features,
+        bias=record.bias,
+        threshold=record.threshold,
+        **{name: tensor.float() for name, tensor in tensors.items()},
+    )
+    return gate, record

@@ -1,0 +1,45 @@
+"""Gates for tests: random weights, and a threshold that opens as many tokens as a test needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.model.decoder import Decoder
+from pipeline.scale.gate import Gate, GateFeatures, deepest_gate_layer
+
+Opens = Literal["never", "sometimes", "always"]
+
+
+def random_gate(
+    model: Decoder,
+    tokens: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    features: GateFeatures = "token+running_mean",
+    layer: int | None = None,
+    opens: Opens = "sometimes",
+) -> Gate:
+    """A gate at the deepest layer that the model allows; "sometimes" opens for about half of `tokens`."""
+    assert model.plan is not None
+    size = model.spec.widths.hidden_size * (1 + (features != "token"))
+    random = torch.Generator().manual_seed(3)
+    gate = Gate(
+        layer=deepest_gate_layer(model.plan) if layer is None else layer,
+        features=features,
+        mean=0.1 * torch.randn(size, generator=random),
+        std=0.5 + torch.rand(size, generator=random),
+        weight=torch.randn(size, generator=random),
+        bias=0.3,
+        threshold={"never": 1e30, "always": -1e30}.get(opens, 0.0),
+    )
+    if opens != "sometimes":
+        return gate
+    scores = gate.scores(model.base_stream(tokens, document_ids=document_ids, layer=gate.layer), document_ids)
+    ordered = scores.flatten().sort().values
+    middle = ordered[len(ordered) // 4 : -len(ordered) // 4]
+    widest = int(middle.diff().argmax())  # no token stands at the threshold
+    return replace(gate, threshold=float(middle[widest : widest + 2].mean()))

@@ -1,0 +1,170 @@
+"""What a gate leaves closed is the base's to the last bit; what it opens is the trained model's."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+
+from pipeline.parallel.topology import TensorParallel
+from tests.gating.gates import random_gate
+from tests.widened import scale_settings, some_batch, some_tokens, widened
+
+BASES = ["llama tied", "neox", "neox sequential"]
+DTYPES = [torch.float32, torch.bfloat16]
+VARIANTS = ["preserve", "adapt", "route"]
+
+
+@cache
+def _trained(opened, variant):
+    module = {} if variant == "preserve" else {"collaborative_modules": "both"}
+    return widened(opened, scale_settings(variant, **module), noise=0.1).eval()
+
+
+def trained(base, name, variant, dtype=torch.float32):
+    """A widened model whose every added block matters."""
+    return deepcopy(_trained(base(name), variant)).to(dtype)
+
+
+def packed(model):
+    """Tokens of two rows, with two documents in the first and three in the second, and their positions."""
+    tokens = some_tokens(model.spec, 2, 24)
+    document_ids = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 8 + [2] * 12])
+    positions = torch.cat([torch.arange(9), torch.arange(15), torch.arange(4), torch.arange(8), torch.arange(12)])
+    return tokens, positions.view(2, 24), document_ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", BASES)
+def test_a_gate_that_never_opens_leaves_the_base(name, variant, dtype, base):
+    model = trained(base, name, variant, dtype)
+    batch = packed(model)
+    ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")
+    assert (ungated - base_logits).abs().max() > 0.1
+    model.gate = random_gate(model, batch[0], opens="never")
+    assert torch.equal(model.logits(*batch), base_logits)
+    with torch.no_grad():
+        assert torch.equal(model.hidden_states(*batch).x, model.hidden_states(*batch, path="base").x)
+        tokens, targets = some_batch(model.spec, 2, 24)
+        assert torch.equal(model(tokens, targets).nll, base_nll(model, tokens, targets))
+
+
+def base_nll(model, tokens, targets):
+    hidden = model.hidden_states(tokens, path="base")
+    return model.output(hidden, targets.flatten()).nll.view(targets.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["preserve", "adapt"])
+@pytest.mark.parametrize("name", BASES)
+def test_a_gate_that_opens_everywhere_leaves_the_trained_model(name, variant, dtype, base):
+    model = trained(base, name, variant, dtype)
+    batch = packed(model)
+    ungated = model.logits(*batch)
+    model.gate = random_gate(model, batch[0], opens="always")
+    assert torch.equal(model.logits(*batch), ungated)
+
+
+def test_an_open_token_of_route_takes_the_adapted_path_alone(base):
+    model = trained(base, "llama tied", "route")
+    batch = packed(model)
+    model.output.threshold = 1.1  # the cosine would preserve none
+    adapted = model.logits(*batch)
+    model.output.threshold = -1.1
+    model.gate = random_gate(model, batch[0], opens="always")
+    assert torch.equal(model.logits(*batch), adapted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", ["token", "token+running_mean"])
+@pytest.mark.parametrize("variant", ["preserve", "route"])
+@pytest.mark.parametrize("name", BASES)
+def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(name, variant, features, dtype, base):
+    model = trained(base, name, variant, dtype)
+    batch = packed(model)
+    base_logits = model.logits(*batch, path="base")
+    model.gate = random_gate(model, batch[0], batch[2], features=features, opens="always")
+    opened = model.logits(*batch)
+    model.gate = random_gate(model, batch[0], batch[2], features=features)
+    is_open = decisions(model, *batch)
+    assert 8 < is_open.sum() < 40
+    assert torch.equal(model.logits(*batch), torch.where(is_open.unsqueeze(-1), opened, base_logits))
+
+
+def decisions(model, tokens, positions=None, document_ids=None):
+    stream = model.base_stream(tokens, positions, document_ids, layer=model.gate.layer)
+    return model.gate.open_tokens(stream, document_ids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BASES)
+def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base):
+    """Later closed tokens read what open ones left behind; they differ from the trained model all the same."""
+    model = trained(base, name, "adapt", dtype)
+    batch = packed(model)
+    ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")
+    model.gate = random_gate(model, batch[0], batch[2])
+    is_open, gated = decisions(model, *batch), model.logits(*batch)
+    opened_before = torch.zeros_like(is_open)
+    for document in range(3):
+        inside = batch[2] == document
+        opened_before |= inside & ((is_open & inside).cumsum(dim=1) > 0)
+    assert torch.equal(gated[~opened_before], base_logits[~opened_before]) and (~opened_before).sum() > 2
+    later = opened_before & ~is_open
+    assert (gated[later] != base_logits[later]).any() and (gated[later] != ungated[later]).any(-1).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_decide_for_themselves(variant, base):
+    """A row on which the gate never opens is the base's, whatever it does on the others."""
+    model = trained(base, "llama tied", variant)
+    tokens = some_tokens(model.spec, 12, 2)
+    model.gate = random_gate(model, tokens)
+    shut = ~decisions(model, tokens).any(dim=1)
+    assert shut.any() and not shut.all()
+    assert torch.equal(model.logits(tokens)[shut], model.logits(tokens, path="base")[shut])
+    assert not torch.equal(model.logits(tokens)[~shut], model.logits(tokens, path="base")[~shut])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decisions_read_no_trained_block(variant, base):
+    model, other = (trained(base, "neox", variant) for _ in range(2))
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if ".base." not in name and name != "output.base":
+                parameter.add_(1.0)
+    tokens = some_tokens(model.spec, 2, 24)
+    model.gate = other.gate = random_gate(model, tokens)
+    expected = decisions(model, tokens)
+    assert torch.equal(decisions(other, tokens), expected)
+    found = other.hidden_states(tokens).x_up.view(2, 24, -1).ne(0).any(-1)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_lower_layer_decides_for_all_above(layer, base):
+    model = trained(base, "llama tied", "adapt")
+    tokens = some_tokens(model.spec, 2, 24)
+    base_logits = model.logits(tokens, path="base")
+    model.gate = random_gate(model, tokens, layer=layer, opens="never")
+    assert torch.equal(model.logits(tokens), base_logits)
+    model.gate = random_gate(model, tokens, layer=layer)
+    assert not torch.equal(model.logits(tokens), base_logits)
+
+
+def test_a_gate_where_there_is_no_exact_base_stream_is_refused(base):
+    adapt = trained(base, "llama tied", "adapt")
+    tokens = some_tokens(adapt.spec, 1, 4)
+    adapt.gate = random_gate(adapt, tokens, layer=2)  # above l_fp
+    with pytest.raises(ValueError, match="exact base stream"):
+        adapt.logits(tokens)
+    split = trained(base, "llama tied", "preserve")
+    split.gate = random_gate(split, tokens)
+    split.tp = TensorParallel(rank=0, size=2, group=None)
+    with pytest.raises(ValueError, match="whole on one rank"):
+        split.logits(tokens)
+    split.tp = adapt.tp
+    split.logits(tokens)

@@ -1,0 +1,108 @@
+"""The logistic fit, its threshold, and its figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from pipeline.errors import DataError
+from pipeline.gating.fit import (
+    area_under_roc,
+    calibration_bins,
+    fit_logistic,
+    roc_points,
+    standardisation,
+    threshold_for,
+)
+
+
+def problem(count, shift, seed=0, features=6):
+    """Two classes of features [N, F], a third of them new, whose means are `shift` apart along one direction."""
+    random = torch.Generator().manual_seed(seed)
+    is_new = torch.arange(count) % 3 == 0
+    direction = torch.randn(features, generator=random)
+    noise = torch.randn(count, features, generator=random)
+    return noise + torch.where(is_new, shift, 0.0).unsqueeze(1) * direction / direction.norm(), is_new
+
+
+def test_a_separable_problem_is_separated_with_finite_weights():
+    features, is_new = problem(600, shift=20.0)
+    mean, std = standardisation(features)
+    weight, bias = fit_logistic((features - mean) / std, is_new)
+    scores = ((features - mean) / std) @ weight + bias
+    assert (scores[is_new] > 0).all() and (scores[~is_new] < 0).all()
+    assert weight.isfinite().all() and weight.norm() < 50
+    assert area_under_roc(scores[is_new], scores[~is_new]) == 1.0
+
+
+def test_the_fit_is_that_of_scikit_learn():
+    """Of a problem that overlaps; the classes count the same, though one is twice as large."""
+    features, is_new = problem(900, shift=1.5)
+    weight, bias = fit_logistic(features, is_new)
+    penalty = 1 / 1e-4 / len(features)  # its loss is a sum over balanced weights, which add up to N
+    expected = LogisticRegression(C=penalty, class_weight="balanced", tol=1e-10, max_iter=10_000)
+    expected.fit(features.double().numpy(), is_new.numpy())
+    assert np.allclose(weight.numpy(), expected.coef_[0], atol=2e-3)
+    assert bias == pytest.approx(float(expected.intercept_[0]), abs=2e-3)
+    assert all(torch.equal(a, b) for a, b in [(fit_logistic(features, is_new)[0], weight)])
+
+
+def test_a_constant_feature_has_no_effect():
+    features, is_new = problem(300, shift=2.0)
+    features[:, 2] = 3.0
+    mean, std = standardisation(features)
+    weight, _ = fit_logistic((features - mean) / std, is_new)
+    assert std[2] == 1 and weight[2] == 0
+
+
+@pytest.mark.parametrize("kind", [True, False])
+def test_one_kind_of_text_alone_is_refused(kind):
+    with pytest.raises(DataError, match="one kind only"):
+        fit_logistic(torch.randn(5, 2), torch.full((5,), kind))
+
+
+@given(
+    scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60),
+    fraction=st.floats(0.1, 0.9),
+)
+def test_the_threshold_keeps_within_the_budget_and_is_no_higher_than_needed(scores, fraction):
+    found = torch.tensor(scores, dtype=torch.float32)
+    threshold = threshold_for(found, fraction)
+    assert (found > threshold).double().mean() <= fraction
+    assert threshold >= 0
+    if threshold > 0:
+        below = found[found < threshold].max() if (found < threshold).any() else torch.tensor(-1e9)
+        assert (found > below).double().mean() > fraction or threshold == 0
+
+
+def test_a_budget_that_cannot_be_measured_is_refused():
+    with pytest.raises(DataError, match=r"0\.001 cannot be measured on 100 unused tokens .* at least 1001"):
+        threshold_for(torch.zeros(100), 0.001)
+
+
+@given(
+    positives=st.lists(st.integers(-5, 5), min_size=1, max_size=30),
+    negatives=st.lists(st.integers(-5, 5), min_size=1, max_size=30),
+)
+def test_auc_and_roc(positives, negatives):
+    new, others = (torch.tensor(scores, dtype=torch.float32) for scores in (positives, negatives))
+    labels = [1] * len(positives) + [0] * len(negatives)
+    assert area_under_roc(new, others) == pytest.approx(roc_auc_score(labels, positives + negatives))
+    points = roc_points(new, others)
+    assert points[0] == (0.0, 0.0) and points[-1] == (1.0, 1.0)
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(points, points[1:], strict=False))
+
+
+def test_calibration_of_a_calibrated_score():
+    random = torch.Generator().manual_seed(1)
+    scores = 2 * torch.randn(40_000, generator=random)
+    is_new = torch.rand(40_000, generator=random) < scores.sigmoid()
+    bins = calibration_bins(scores[is_new], scores[~is_new])
+    assert sum(tokens for _, _, tokens in bins) == 40_000 and len(bins) == 10
+    for mean, share, _ in bins:
+        assert share == pytest.approx(mean, abs=0.03)

@@ -1,0 +1,225 @@
+"""The stage from a trained run to a published gate, its export and its summary."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import convert, latest_conversion, run_probe
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.errors import CheckpointError, ConfigError, ConversionError
+from pipeline.evaluation.summary import summarise
+from pipeline.gating.fit_run import fit_gate
+from pipeline.scale.gate_folder import open_gate
+from tests.bases import STORIES, reference
+from tests.distributed import run_ranks
+from tests.training.runs import make_run, train_each
+
+TOOL = Path(__file__).parents[2] / "tools" / "fit_gate.py"
+GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+VARIANTS = {
+    "adapt": {},
+    "preserve": {"method__variant": "preserve", "method__l_fp": None},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tokens, tmp_path_factory):
+    """Finished runs by variant: the configuration's path. Their gates are fitted and converted by the tests."""
+    folder = tmp_path_factory.mktemp("gated")
+    made = {
+        name: make_run(folder / name, tokens, zero=1, schedule__learning_rate=0.02, gate=GATE, **changes)
+        for name, changes in VARIANTS.items()
+    }
+    assert run_ranks(train_each, 1, list(made.values())) == [[0, 0]]
+    return made
+
+
+@pytest.fixture(scope="module")
+def fitted(runs):
+    """The same, with their gates; the records are those of the first fit."""
+    records = {}
+    for name, path in runs.items():
+        records[name], now = fit_gate(load_config(path))
+        assert now
+    return runs, records
+
+
+def changed(path: Path, **gate) -> Path:
+    """A configuration of the same run with another section gate."""
+    values = yaml.safe_load(path.read_text())
+    values["gate"] = {**values["gate"], **gate}
+    other = path.with_name("other.yaml")
+    other.write_text(yaml.safe_dump(values))
+    return other
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_gate_keeps_the_old_text_and_opens_for_the_new(name, fitted):
+    runs, records = fitted
+    record = records[name]
+    korean, english = record.heldout["korean"], record.heldout["english"]
+    assert record.auc > 0.99 and korean.open_fraction > 0.9 and english.open_fraction < 0.05
+    assert record.open_fraction_of_negatives <= 0.01
+    assert record.layer == {"adapt": 3, "preserve": 5}[name]
+    assert english.closed_sequences > 0 and record.closed_max_abs_logit_difference == 0.0
+    assert abs(english.gated_perplexity - english.base_perplexity) < abs(
+        english.ungated_perplexity - english.base_perplexity
+    )
+    assert abs(korean.gated_perplexity / korean.ungated_perplexity - 1) < 0.3
+    assert korean.base_perplexity > 2 * korean.ungated_perplexity
+    gate, stored = open_gate(load_config(runs[name]).folder / "gate")
+    assert stored.model_copy(update={"tensors_hash": ""}) == record and gate.threshold == record.threshold
+
+
+def test_an_equal_request_is_fitted_once(fitted):
+    runs, records = fitted
+    path = runs["adapt"]
+    folder = load_config(path).folder / "gate"
+    before = (folder / "gate.json").stat().st_mtime_ns
+    record, now = fit_gate(load_config(path))
+    assert not now and record.auc == records["adapt"].auc
+    assert (folder / "gate.json").stat().st_mtime_ns == before
+
+
+def test_a_fit_is_repeatable_and_a_damaged_gate_is_fitted_again(fitted):
+    runs, records = fitted
+    folder = load_config(runs["adapt"]).folder / "gate"
+    tensors = (folder / "gate.safetensors").read_bytes()
+    (folder / "gate.safetensors").write_bytes(tensors[:-4])
+    record, now = fit_gate(load_config(runs["adapt"]))
+    assert now and record == records["adapt"]
+    assert (folder / "gate.safetensors").read_bytes() == tensors
+    assert sorted(path.name for path in folder.parent.glob("*gate*")) == ["gate"]
+
+
+def test_other_features_and_splices(runs, tmp_path):
+    values = yaml.safe_load(runs["adapt"].read_text())
+    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "run" / "checkpoints")
+    values |= {
+        "folder": str(tmp_path / "run"),
+        "gate": {**GATE, "features": "token+running_mean", "splices": True, "layer": 2, "negatives": ["english"]},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    record, _ = fit_gate(load_config(path))
+    gate, _ = open_gate(tmp_path / "run" / "gate")
+    assert (record.layer, len(gate.weight)) == (2, 128)
+    assert record.auc > 0.99 and record.closed_max_abs_logit_difference in (0.0, None)
+
+
+def test_the_export_is_gated_and_verified(fitted):
+    runs, _ = fitted
+    config = load_config(runs["adapt"])
+    conversion = latest_conversion(config, "auto", None)
+    assert convert(conversion, run_probe(config))
+    assert not convert(conversion, run_probe(config))
+    report = json.loads((conversion.output / "verification.json").read_text())
+    assert report["max_abs"] < 1e-4 and set(report["texts"]) == {"korean", "english"}
+    model, base = load_hf_model(conversion.output), reference(STORIES)
+    tokens = torch.tensor([[1, 403, 407, 261, 378]])
+    with torch.no_grad():
+        shut = ~model.token_gate.forward(model.embedding(tokens).x, None, None, None)
+        assert shut.shape == (1, 5, 1)
+        difference = (model(tokens).logits - base(tokens).logits).abs().max()
+    assert difference < 1e-4
+    (config.folder / "training.json").write_text(
+        json.dumps({"trainable_parameters": 1, "total_parameters": 2}), encoding="utf-8"
+    )
+    values = summarise(config, max_tokens=300).as_json()
+    assert values["rehearsal_fraction"] == 0 and values["closed_max_abs_logit_difference"] == 0.0
+    assert values["gate_open_korean"] > 0.9 > 0.05 > values["gate_open_english"]
+
+
+def test_sixteen_bits_are_verified_up_to_the_first_decision_that_rounding_may_change(fitted, tmp_path):
+    runs, _ = fitted
+    config = load_config(runs["adapt"])
+    conversion = latest_conversion(config, "auto", torch.bfloat16, tmp_path / "hf")
+    assert convert(conversion, run_probe(config))
+    report = json.loads((tmp_path / "hf" / "verification.json").read_text())
+    assert report["kl"] < 1e-3 and all(2 < text["tokens"] <= 1024 for text in report["texts"].values())
+
+
+def test_formats_without_a_gate(fitted, tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
+    runs, _ = fitted
+    config = load_config(runs["preserve"])
+    with pytest.raises(ConversionError, match="cannot express a gate"):
+        convert(latest_conversion(config, "stock", None, tmp_path / "stock"), run_probe(config))
+    assert not (tmp_path / "stock").exists()
+    assert convert(latest_conversion(config, "expansion", None, tmp_path / "expansion"), run_probe(config))
+    assert "without the gate" in caplog.text
+
+
+def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
+    runs, _ = fitted
+    values = yaml.safe_load(runs["adapt"].read_text())
+    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "checkpoints")
+    values["folder"] = str(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    config = load_config(path)
+    conversion = latest_conversion(config, "auto", None)
+    with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
+        convert(conversion, run_probe(config))
+    shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
+    with pytest.raises(CheckpointError, match="fitted for another checkpoint"):
+        convert(conversion, run_probe(config))
+    assert not conversion.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("gate", "error", "message"),
+    [
+        ({"layer": 4}, ConfigError, r"gate\.layer: 4 is above method\.l_fp 3"),
+        ({"negatives": ["korean"]}, ConfigError, "korean is no corpus of role rehearsal or replay"),
+        ({"negatives": ["latin"]}, ConfigError, "latin is no corpus"),
+        ({"max_open_fraction": 0}, ConfigError, "max_open_fraction"),
+        ({"featurs": "token"}, ConfigError, r"gate\.featurs: unknown key"),
+    ],
+)
+def test_settings_that_do_not_fit(gate, error, message, runs):
+    with pytest.raises(error, match=message):
+        load_config(changed(runs["adapt"], **gate))
+
+
+def test_a_layer_beyond_the_base_and_too_little_text_are_refused(runs):
+    with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
+        fit_gate(load_config(changed(runs["preserve"], layer=6)))
+
+
+def test_a_gate_closes_what_scale_adds(runs):
+    values = yaml.safe_load(runs["adapt"].read_text())
+    values["method"] = {"name": "fft"}
+    path = runs["adapt"].with_name("fft.yaml")
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="method fft adds no such blocks"):
+        load_config(path)
+
+
+def test_the_command_line(fitted, monkeypatch, capsys):
+    runs, _ = fitted
+
+    def call(path: Path) -> int:
+        monkeypatch.setattr(sys, "argv", [str(TOOL), "--config", str(path)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(TOOL), run_name="__main__")
+        return int(ended.value.code or 0)
+
+    assert call(runs["adapt"]) == 0
+    shown = capsys.readouterr()
+    assert "korean (new)" in shown.out and "AUC" in shown.out and "is already fitted" in shown.err
+    values = yaml.safe_load(runs["adapt"].read_text())
+    del values["gate"]
+    path = runs["adapt"].with_name("ungated.yaml")
+    path.write_text(yaml.safe_dump(values))
+    assert call(path) == 0
+    assert "nothing to fit" in capsys.readouterr().err

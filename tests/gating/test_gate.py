@@ -1,0 +1,182 @@
+"""The gate's features, and its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import CheckpointError
+from pipeline.files import file_hash
+from pipeline.model.decoder import Decoder
+from pipeline.scale.gate import DECAY, Gate, deepest_gate_layer, gate_features, running_mean
+from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
+from tests.gating.gates import random_gate
+from tests.widened import scale_settings, some_tokens, widened
+
+
+def mean_by_hand(values, document_ids):
+    """Token by token, in fp64."""
+    expected = torch.zeros_like(values, dtype=torch.float64)
+    for row in range(len(values)):
+        for at in range(values.shape[1]):
+            weights = [
+                DECAY ** (at - back) * float(document_ids[row, back] == document_ids[row, at]) for back in range(at + 1)
+            ]
+            total = sum(weight * values[row, back].double() for back, weight in enumerate(weights))
+            expected[row, at] = total / sum(weights)
+    return expected
+
+
+@given(
+    ends=st.lists(st.integers(1, 149), max_size=4, unique=True),
+    length=st.integers(1, 150),
+    seed=st.integers(0, 99),
+)
+def test_the_running_mean_is_the_decaying_mean_of_each_document(ends, length, seed):
+    values = torch.randn(1, length, 2, generator=torch.Generator().manual_seed(seed))
+    document_ids = torch.tensor([[sum(end <= at for end in ends) for at in range(length)]])
+    found = running_mean(values, document_ids)
+    assert torch.allclose(found.double(), mean_by_hand(values, document_ids), atol=1e-5)
+    if not ends:
+        assert torch.equal(running_mean(values), found)
+
+
+@given(cut=st.integers(1, 59), seed=st.integers(0, 99))
+def test_documents_and_later_tokens_do_not_leak_into_the_mean(cut, seed):
+    values = torch.randn(1, 60, 3, generator=torch.Generator().manual_seed(seed))
+    document_ids = (torch.arange(60) >= cut).long().unsqueeze(0)
+    together = running_mean(values, document_ids)
+    assert torch.equal(together[:, :cut], running_mean(values[:, :cut]))
+    assert torch.equal(together[:, cut:], running_mean(values[:, cut:]))
+
+
+def test_features_do_not_depend_on_the_streams_scale():
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    token, both = gate_features(x, "token"), gate_features(x, "token+running_mean")
+    assert torch.allclose(token.pow(2).mean(-1), torch.ones(2, 5))
+    assert torch.allclose(gate_features(1000 * x, "token"), token, atol=1e-5)
+    assert torch.equal(both[..., :8], token) and torch.equal(both[:, 0, 8:], token[:, 0])
+    assert gate_features(torch.zeros(1, 1, 8), "token+running_mean").isfinite().all()
+    assert gate_features(x.bfloat16(), "token").dtype == torch.float32
+
+
+@pytest.mark.parametrize(("variant", "deepest"), [("preserve", 3), ("route", 3), ("adapt", 1)])
+def test_where_the_base_stream_is_exact(variant, deepest, base):
+    with torch.device("meta"):
+        plan = widened_plan(base("llama tied"), variant)
+    assert deepest_gate_layer(plan) == deepest
+
+
+def widened_plan(opened, variant):
+    from pipeline.scale.plan import plan_expansion
+
+    return plan_expansion(scale_settings(variant), opened.spec.widths, opened.spec.num_layers)
+
+
+RECORD = GateRecord(
+    request={"checkpoint_manifest": "abc"},
+    layer=1,
+    features="token",
+    bias=0.5,
+    threshold=1.5,
+    auc=0.9,
+    closed_fraction_of_new=0.1,
+    open_fraction_of_negatives=0.001,
+    roc=[(0.0, 0.0), (1.0, 1.0)],
+    calibration=[(0.05, 0.04, 7)],
+    heldout={},
+    closed_max_abs_logit_difference=None,
+)
+
+
+@pytest.fixture
+def folder(base, tmp_path):
+    """A gate's folder, of a gate for "llama tied"."""
+    gate = Gate(1, "token", torch.randn(32), torch.rand(32), torch.randn(32), bias=0.5, threshold=1.5)
+    write_gate(tmp_path / "run" / "gate", gate, RECORD)
+    found, record = open_gate(tmp_path / "run" / "gate")
+    assert record == RECORD.model_copy(update={"tensors_hash": record.tensors_hash})
+    assert replace(found, **gate.tensors) == gate
+    assert all(torch.equal(tensor, gate.tensors[name]) for name, tensor in found.tensors.items())
+    return tmp_path / "run" / "gate"
+
+
+def test_a_missing_gate_names_the_stage(tmp_path):
+    with pytest.raises(CheckpointError, match=r"gate\.json: no such file; .* run the stage gate"):
+        open_gate(tmp_path / "gate")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "scale-cpt gate 1"}', '{"layer": "x"}'], ids=["cut", "list", "short", "type"]
+)
+def test_a_damaged_record_is_refused(text, folder):
+    (folder / GATE_RECORD).write_text(text)
+    with pytest.raises(CheckpointError, match=r"gate\.json: damaged \(.*fit the gate again"):
+        open_gate(folder)
+
+
+def test_another_format_is_refused(folder):
+    values = json.loads((folder / GATE_RECORD).read_text())
+    (folder / GATE_RECORD).write_text(json.dumps(values | {"format": "scale-cpt gate 9"}))
+    with pytest.raises(CheckpointError, match="expected the format"):
+        open_gate(folder)
+
+
+def test_changed_and_foreign_tensors_are_refused(folder):
+    path = folder / "gate.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"weight": tensors["weight"] + 1}, path)
+    with pytest.raises(CheckpointError, match=r"gate\.safetensors: damaged or missing"):
+        open_gate(folder)
+    save_file({"other": tensors["weight"]}, path)
+    values = json.loads((folder / GATE_RECORD).read_text())
+    (folder / GATE_RECORD).write_text(json.dumps(values | {"tensors_hash": file_hash(path)}))
+    with pytest.raises(CheckpointError, match="expected the tensors mean, std, weight"):
+        open_gate(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="damaged or missing"):
+        open_gate(folder)
+
+
+def test_a_folder_of_something_else_is_left_alone(folder):
+    gate, record = open_gate(folder)
+    other = folder.parent / "papers"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="holds no gate"):
+        write_gate(other, gate, record)
+    assert [path.name for path in other.iterdir()] == ["thesis.txt"]
+    write_gate(folder, replace(gate, threshold=2.0), record.model_copy(update={"threshold": 2.0}))
+    assert open_gate(folder)[0].threshold == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer": 2}, "reads the stream before layer 2, expected at most 1"),
+        ({"layer": -1}, "before layer -1"),
+        ({"features": "token+running_mean"}, "expected tensors of 64 features"),
+        ({"weight": torch.zeros(33)}, "expected tensors of 32 features"),
+    ],
+)
+def test_a_gate_of_another_model_does_not_fit(changes, message, base):
+    opened = base("llama tied")
+    with torch.device("meta"):
+        model = Decoder(opened.spec, widened_plan(opened, "adapt"))
+    gate = Gate(1, "token", torch.zeros(32), torch.ones(32), torch.zeros(32), bias=0.0, threshold=0.0)
+    gate.check_fits(model.plan, 32, "folder")
+    with pytest.raises(CheckpointError, match=message):
+        replace(gate, **changes).check_fits(model.plan, 32, "folder")
+
+
+def test_a_cast_to_sixteen_bits_does_not_touch_the_gate(base):
+    model = widened(base("llama tied"), scale_settings("preserve"))
+    model.gate = gate = random_gate(model, some_tokens(model.spec, 1, 8))
+    assert model.bfloat16().gate is gate and gate.weight.dtype == torch.float32
+    assert not [name for name in model.state_dict() if "gate.weight" in name and "ffn" not in name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -95,7 +97,7 @@ def test_auc_and_roc(positives, negatives):
     assert area_under_roc(new, others) == pytest.approx(roc_auc_score(labels, positives + negatives))
     points = roc_points(new, others)
     assert points[0] == (0.0, 0.0) and points[-1] == (1.0, 1.0)
-    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(points, points[1:], strict=False))
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
 
 
 def test_calibration_of_a_calibrated_score():

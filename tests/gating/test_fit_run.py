@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
@@ -139,13 +140,29 @@ def test_the_export_is_gated_and_verified(fitted):
     assert values["gate_open_korean"] > 0.9 > 0.05 > values["gate_open_english"]
 
 
-def test_sixteen_bits_are_verified_up_to_the_first_decision_that_rounding_may_change(fitted, tmp_path):
+def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
+    runs, _ = fitted
+    config = load_config(runs["adapt"])
+    conversion = latest_conversion(config, "auto", None, tmp_path / "hf")
+
+    def disturb(model):
+        (partial,) = tmp_path.iterdir()
+        tensors = load_file(partial / "model.safetensors")
+        save_file(tensors | {"token_gate.weight": -tensors["token_gate.weight"]}, partial / "model.safetensors")
+        return run_probe(config)(model)
+
+    with pytest.raises(ConversionError, match="the exported gate decides otherwise"):
+        convert(conversion, disturb)
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_sixteen_bits_all_tokens_are_verified_with_the_same_decisions(fitted, tmp_path):
     runs, _ = fitted
     config = load_config(runs["adapt"])
     conversion = latest_conversion(config, "auto", torch.bfloat16, tmp_path / "hf")
     assert convert(conversion, run_probe(config))
     report = json.loads((tmp_path / "hf" / "verification.json").read_text())
-    assert report["kl"] < 1e-3 and all(2 < text["tokens"] <= 1024 for text in report["texts"].values())
+    assert report["kl"] < 1e-3 and all(text["tokens"] == 1024 for text in report["texts"].values())
 
 
 def test_formats_without_a_gate(fitted, tmp_path, caplog):

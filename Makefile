@@ -11,7 +11,7 @@ export DS_ACCELERATOR ?= cpu
 test test-quick: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography slurm test test-quick elastic faults lint format docs-check bench-step bench-data bench-checkpoint clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults lint format docs-check bench-step bench-data bench-checkpoint clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -37,6 +37,11 @@ reproduce-korean: $(STAMP)  ## the paper's Korean comparison, 75 minutes on two 
 ifdef ABLATIONS
 	$(BIN)/python tools/run_study.py configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
 endif
+
+FRONTIER := frontier$(if $(QUICK),_quick)
+frontier: $(STAMP)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
+	$(BIN)/python tools/run_study.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python tools/show_frontier.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA)) --output runs/frontier/summary.json
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)

@@ -38,6 +38,7 @@ SLOW = (
     "data/test_preprocess.py",
     "experiments/test_run_study.py",
     "experiments/test_search.py",
+    "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
 )
 """Files and folders whose tests `make test-quick` leaves out. `make test` starts with them, in this order: the workers

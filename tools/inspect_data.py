@@ -20,7 +20,7 @@ from pipeline.errors import DataError
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("corpus", type=Path, help="the folder that tools/preprocess_data.py wrote")
+    add("corpus", type=Path, help="the folder that tools/preprocess_data.py or tools/sample_base.py wrote")
     add("--tokenizer", type=Path, help="decode samples with this tokenizer, the one that made the corpus")
     add("--samples", type=int, default=3, help="how many documents to decode (default: 3)")
     add("--characters", type=int, default=400, help="show at most this many characters of each (default: 400)")
@@ -42,6 +42,7 @@ def main() -> None:
 
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     tokenizer = manifest.tokenizer
+    made = "encoded" if manifest.sampling is None else "sampled"
     yield "part", manifest.part
     yield "documents", f"{manifest.documents:,}"
     yield "tokens", f"{manifest.tokens:,} ({manifest.token_dtype}, in {len(manifest.shards):,} shards)"
@@ -49,10 +50,14 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "bytes", f"{manifest.bytes:,} ({manifest.tokens_per_byte:.4f} tokens each)"
     if manifest.prompt_key is not None:
         yield "prompts", f"{manifest.prompt_tokens:,} of the tokens, {manifest.prompt_bytes:,} of the bytes"
-    yield "tokenizer", f"{tokenizer.fingerprint}, {tokenizer.vocab_size:,} ids, encoded by {tokenizer.backend}"
+    yield "tokenizer", f"{tokenizer.fingerprint}, {tokenizer.vocab_size:,} ids, {made} by {tokenizer.backend}"
     yield "a document is", f"{tokenizer.document_start} + its ids + {tokenizer.document_end}"
     yield "held-out fraction", f"{manifest.heldout_fraction}"
     yield "rejected", ", ".join(f"{reason} {count:,}" for reason, count in manifest.rejected.items()) or "none"
+    if (sampling := manifest.sampling) is not None:
+        yield "written by", ", ".join(f"{name} (sha256 {digest[:16]}…)" for name, digest in sampling.base.items())
+        yield "sampled at", f"temperature {sampling.temperature}, at most {sampling.max_tokens} tokens a document"
+        yield "seed", f"{sampling.seed}, {sampling.batch_size} documents at a time"
     for file in manifest.inputs:
         yield "input", f"{file.path} ({file.bytes:,} bytes, sha256 {file.sha256[:16]}…)"
 

@@ -15,7 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.method import Method
-from pipeline.config.run import RunConfig
+from pipeline.config.reading import Section
+from pipeline.config.run import Corpus, Data, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash, is_plain_name, write_json
 from pipeline.model.base_folder import BaseFolder
@@ -220,14 +221,26 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
         CheckpointError: the checkpoint is of another base, method or data.
     """
     _check_base(manifest, folder, run.base.hashes)
-    for name in ("method", "expansion", "data", "global_batch_size", "seed", "tokenizer_fingerprint"):
+    for name in ("method", "expansion", "global_batch_size", "seed", "tokenizer_fingerprint"):
         _check_equal(folder, name, getattr(manifest.run, name), getattr(run, name))
+    _check_equal(folder, "data", _with_new_settings(manifest.run.data), run.data)
 
 
 def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], method: Method) -> None:
     """Raises CheckpointError if a checkpoint is of another base or of another method."""
     _check_base(manifest, folder, base_hashes)
     _check_equal(folder, "method", manifest.run.method, method.model_dump(mode="json"))
+
+
+def _with_new_settings(data: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` that a checkpoint recorded; settings that did not exist at the time have their defaults."""
+    corpora = {name: _unset(Corpus) | corpus for name, corpus in data["corpora"].items()}
+    return _unset(Data) | data | {"corpora": corpora}
+
+
+def _unset(kind: type[Section]) -> dict[str, Any]:
+    optional = {name: field.default for name, field in kind.model_fields.items() if not field.is_required()}
+    return {name: value for name, value in optional.items() if name not in ("input", "heldout_input")}
 
 
 def _is_of_another_version(content: bytes) -> bool:

@@ -24,6 +24,7 @@ from pipeline.errors import BaseModelError
 from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.from_hf import ARCHITECTURES
 
 FILE_BYTES = 4 * 2**30
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -217,5 +218,7 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
     except ValueError as error:
         raise BaseModelError(f"{path}: not a model's config ({error}); copy the folder again") from None
-    if config.get("auto_map") and config.get("model_type") != ScaleConfig.model_type and not trust_remote_code:
+    # For the others it has code of its own, and does not look at the folder's.
+    needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *ARCHITECTURES)
+    if needs_code and not trust_remote_code:
         raise BaseModelError(f"{path}: needs the code in its folder; say --trust-remote-code if you trust its maker")

@@ -16,6 +16,7 @@ from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
 from pipeline.experiments.results import Outcome, has_diverged, is_trained, read_outcome
 from pipeline.experiments.study_runs import StudyRun, StudyRuns, Trial
 from pipeline.run_folder.status import read_status
+from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,17 @@ def _grid(runs: StudyRuns, method: str) -> list[Trial]:
 
 
 def _training_stages(run: StudyRun) -> tuple[str, ...]:
-    return ("upscale", "train") if isinstance(run.config.method, ScaleMethod) else ("train",)
+    upscaling = ("upscale",) if isinstance(run.config.method, ScaleMethod) else ()
+    return (*upscaling, "train", *(("gate",) if run.config.gate else ()))
 
 
 def _is_over(runs: StudyRuns, trial: Trial) -> bool:
-    """Whether nothing is left to do: trained, or diverged at one of several learning rates."""
+    """Whether nothing is left to do: trained and its gate fitted, or diverged at one of several learning rates."""
     run = runs.trial(trial)
+    if is_trained(run):
+        return run.config.gate is None or (run.config.folder / GATE_FOLDER / GATE_RECORD).exists()
     is_one_of_several = trial.seed == runs.study.seeds[0] and len(_grid(runs, trial.method)) > 1
-    return is_trained(run) or (is_one_of_several and has_diverged(run))
+    return is_one_of_several and has_diverged(run)
 
 
 def _is_converted(run: StudyRun) -> bool:

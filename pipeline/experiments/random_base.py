@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 from transformers.utils import logging
 
@@ -97,7 +98,11 @@ def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
             threads=len(os.sched_getaffinity(0)),
         )
         # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
-        LlamaTokenizer.from_pretrained(temporary).backend_tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
+        if wanted.start_token:
+            start = ("<s>", tokenizer.token_to_id("<s>"))
+            tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+        tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 

@@ -42,6 +42,8 @@ class NewTokenizer(Section):
     """pieces in all"""
     texts: Annotated[list[TokenizerText], Field(min_length=1)]
     """in the proportions of the base's training data"""
+    start_token: bool = False
+    """put <s> before every document, as Llama does; from it the base can write text of its own"""
 
 
 class RandomBase(Section):

@@ -172,8 +172,11 @@ def measured_corpora(config: RunConfig, role: Role) -> list[str]:
 
 
 def _comparable(config: RunConfig) -> dict[str, Any]:
-    """The sections of a configuration, with absolute paths of texts, so that their spelling does not count."""
-    values = config.model_dump()
+    """What a run is trained with, with absolute paths of texts, so that their spelling does not count.
+
+    A gate may be added to a finished run.
+    """
+    values = config.model_dump(exclude={"gate"})
     for corpus in values["data"]["corpora"].values():
         for section, part in ((corpus, "input"), (corpus, "heldout_input"), (corpus["sample"] or {}, "openings")):
             if part in section:

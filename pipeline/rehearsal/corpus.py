@@ -272,9 +272,10 @@ def _batches(
         openings = chosen_openings(job.openings, plan.seed, unit, len(plan.units))
     tokens = documents = 0
     while (left := plan.units[unit] - tokens) > 0:
-        length = tokens / documents if documents else plan.max_tokens
-        # An eighth more than expected: another batch for a few missing tokens would take as long as a whole one.
-        count = min(plan.batch_size, math.ceil(1.125 * left / length))
+        # At first no more documents than are needed if all are as long as they may be. Later an eighth more than the
+        # mean length suggests: another batch for a few missing tokens would take as long as a whole one.
+        needed = 1.125 * left * documents / tokens if documents else left / plan.max_tokens
+        count = min(plan.batch_size, math.ceil(needed))
         try:
             batch = writer.write(
                 list(islice(openings, count)),

@@ -126,7 +126,7 @@ def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
 class CorpusPlan:
     """One corpus of a run.
 
-    `tokens` and `epochs` are None until it is tokenized, and `epochs` also where the run does not read it.
+    `tokens` and `epochs` are None until it is made, and `epochs` also where the run does not read it.
     `validation_sequences` is how many of its held-out sequences each validation reads.
     """
 

@@ -273,7 +273,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _corpus(corpus: CorpusPlan) -> str:
     if corpus.tokens is None:
-        return f"{corpus.role}, not tokenized yet: the number of epochs is unknown"
+        return f"{corpus.role}, not made yet: the number of epochs is unknown"
     epochs = "not read" if corpus.epochs is None else f"{corpus.epochs:.3g} epochs"
     return f"{corpus.role}, {corpus.tokens:,} tokens, {epochs}"
 

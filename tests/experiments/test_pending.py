@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,30 @@ def diverge(runs: StudyRuns, trial: Trial) -> None:
 
 def names(runs: StudyRuns) -> list[str]:
     return [task.name for task in pending_tasks(runs)]
+
+
+def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens):
+    """Runs of other seeds read the same corpora, so one run makes them for all."""
+    folder = shutil.copytree(tokens, tmp_path / "tokens")
+    values = study_values(tmp_path, folder)
+    values["settings"]["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 50}}
+    schedule = {**values["settings"]["schedule"], "learning_rate": 1e-3}
+    path = write_study(tmp_path, values)
+    runs = StudyRuns(load_study(path, tmp_path), str(path))
+    (task,) = pending_tasks(runs)
+    assert (task.name, task.stages) == (f"{ONLY}: sample", ("sample",))
+    (folder / "korean" / "manifest.json").rename(tmp_path / "korean")
+    (task,) = pending_tasks(runs)
+    assert task.stages == ("tokenize",)
+    (tmp_path / "korean").rename(folder / "korean" / "manifest.json")
+    (folder / "own").mkdir()
+    (folder / "own" / "manifest.json").write_text("{}")
+    assert ONLY in names(runs)
+
+    values["stages"] = {"first": {"settings": {**values["settings"], "schedule": schedule}}}
+    path = write_study(tmp_path, values)
+    (task,) = pending_tasks(StudyRuns(load_study(path, tmp_path), str(path)))
+    assert task.stages == ("tokenize", "sample", "train", "convert")
 
 
 def test_other_seeds_run_at_the_rate_that_learned_most(runs):

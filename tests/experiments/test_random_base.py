@@ -54,6 +54,15 @@ def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture,
         make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "first")
 
 
+def test_a_start_token_is_put_before_every_document(architecture, tmp_path):
+    texts = [TokenizerText(input=[str(STORIES_HELDOUT)], mib=0.05)]
+    tokenizer = NewTokenizer(vocab_size=400, texts=texts, start_token=True)
+    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer), tmp_path / "base")
+    ours, theirs = load_tokenizer(tmp_path / "base"), AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert ours.document_start == (theirs.bos_token_id,)
+    assert theirs.encode("Once upon") == [theirs.bos_token_id, *ours.reference.encode(["Once upon"]).ids.tolist()]
+
+
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])
 def test_a_given_tokenizer_is_copied(given, architecture, tmp_path):
     make_random_base(RandomBase(architecture=architecture, tokenizer=given), tmp_path / "base")

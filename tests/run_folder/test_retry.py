@@ -107,8 +107,9 @@ def test_a_stage_longer_than_a_jobs_time_limit_is_given_up(attempt):
     assert [decision.again for decision in decisions] == [True, True, True, False]
 
 
-def test_tokenizing_may_be_stopped_any_number_of_times_but_may_not_fail_as_often(attempt):
-    turn = {"stage": "tokenize", "started": False}
+@pytest.mark.parametrize("stage", ["tokenize", "sample"])
+def test_a_corpus_may_be_stopped_any_number_of_times_but_may_not_fail_as_often(attempt, stage):
+    turn = {"stage": stage, "started": False}
     assert all(attempt(f"7.{number}", exit_code=RESUME_LATER, **turn).again for number in range(6))
     assert [attempt(f"7.{number}", **turn).again for number in range(6, 10)] == [True, True, True, False]
 

@@ -38,6 +38,16 @@ def _change_manifest(checkpoint: Path, **changes: Any) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, **changes}))
 
 
+def _remove_new_settings(checkpoint: Path) -> None:
+    """Makes the manifest one of a version that did not know rehearsal."""
+    run = json.loads((checkpoint / "manifest.json").read_text())["run"]
+    for name in ("replay_loss", "rehearsal_fraction", "rehearsal_coefficient"):
+        del run["data"][name]
+    for corpus in run["data"]["corpora"].values():
+        del corpus["sample"]
+    _change_manifest(checkpoint, run=run)
+
+
 # What is done to the newest checkpoint, and how the run reports it.
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit flipped": (lambda folder: _flip(_rank_file(folder)), "its content changed since it was written"),
@@ -54,6 +64,7 @@ ELSEWHERE: dict[str, Callable[[Path], object]] = {
     "latest empty": lambda folder: (folder.parent / "latest").write_text(""),
     "latest missing": lambda folder: (folder.parent / "latest").unlink(),
 }
+EARLIER = "earlier version"
 FILES_OUTSIDE = {"../out": {"bytes": 1, "sha256": "0"}}
 NO_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "format": (
@@ -76,7 +87,7 @@ def finished(tokens, tmp_path_factory) -> Path:
 def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
     """Folders of runs like `finished` that were killed before they wrote their summary, each then damaged."""
     folder = tmp_path_factory.mktemp("copies")
-    names = [*DAMAGE, *ELSEWHERE, *NO_DAMAGE, "trained", "all lost", "other data"]
+    names = [*DAMAGE, *ELSEWHERE, *NO_DAMAGE, "trained", "all lost", "other data", EARLIER]
     runs = {name: folder / name for name in names}
     for name, run in runs.items():
         shutil.copytree(finished, run)
@@ -88,6 +99,8 @@ def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
             (DAMAGE | NO_DAMAGE)[name][0](newest)
         elif name in ELSEWHERE:
             ELSEWHERE[name](newest)
+        elif name == EARLIER:
+            _remove_new_settings(newest)
     _flip(_rank_file(runs["trained"] / "checkpoints" / NEWEST))
     for checkpoint in (runs["all lost"] / "checkpoints").glob("step_*"):
         _cut(_rank_file(checkpoint))
@@ -98,7 +111,7 @@ def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
 def resumed(copies) -> dict[str, tuple[Any, Any]]:
     """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained twice."""
     configs = {name: run / "run.yaml" for name, run in copies.items()}
-    jobs = {name: partial(_resume, configs[name]) for name in (*DAMAGE, *ELSEWHERE)}
+    jobs = {name: partial(_resume, configs[name]) for name in (*DAMAGE, *ELSEWHERE, EARLIER)}
     jobs |= {name: partial(train, configs[name]) for name in ("trained", "all lost", "other data", *NO_DAMAGE)}
     jobs["all lost, again"] = partial(train, configs["all lost"])
     return dict(zip(jobs, zip(*run_ranks(in_turn, 2, list(jobs.values())), strict=True), strict=True))
@@ -134,6 +147,10 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(copies, resu
         assert not (checkpoints / NEWEST).exists()
     assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
     assert not list(checkpoints.glob(".*"))
+
+
+def test_a_checkpoint_of_a_version_with_fewer_settings_is_used(resumed):
+    assert resumed[EARLIER] == ((4, []), (4, []))
 
 
 def test_the_resumed_run_has_the_same_figures(finished, copies, resumed):

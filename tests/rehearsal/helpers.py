@@ -1,0 +1,80 @@
+"""Bases that can write, and small corpora of what they write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.config.run import Sampling
+from pipeline.data.token_corpus import Manifest, TokenCorpus
+from pipeline.data.workers import local_workers
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import load_base, open_base
+from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
+from tests.bases import STORIES, save_base
+
+START, END, KNOWN_IDS = 1, 2, 512
+"""Of the tokenizer of stories260K, which all these bases have."""
+ROWS = 600
+"""Of a random base's embedding: more than the tokenizer has ids."""
+
+
+def copied_stories(folder: Path, **files: dict[str, Any]) -> Path:
+    """stories260K in `folder`, with keys of its JSON files changed: `copied_stories(folder, config={"a": 1})`."""
+    shutil.copytree(STORIES, folder)
+    for name, changes in files.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def random_base(name: str, folder: Path) -> Path:
+    """The random model `name` of `bases.CONFIGS` with the tokenizer of stories260K, or stories260K itself."""
+    if name == "stories260K":
+        return STORIES
+    save_base(name, folder, vocab_size=ROWS)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STORIES / file, folder / file)
+    return folder
+
+
+def own_decoder(base: Path) -> Decoder:
+    """The base as this project trains it."""
+    folder = open_base(base)
+    decoder = Decoder(folder.spec)
+    load_base(decoder, folder)
+    return decoder
+
+
+def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
+    """The decoder's logits of the tokenizer's ids: [len(ids), KNOWN_IDS]."""
+    return decoder.logits(torch.from_numpy(ids)[None])[0, :, :KNOWN_IDS]
+
+
+def job(output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any) -> SamplingJob:
+    own = {name: settings.pop(name) for name in ("text_key", "batch_size") if name in settings}
+    return SamplingJob(
+        base=base, output=output, sampling=Sampling(**{"tokens": 600, **settings}), max_tokens=max_tokens, **own
+    )
+
+
+def sample(output: Path, base: Path = STORIES, *, workers: int = 1, **settings: Any) -> Manifest:
+    described = job(output, base, **settings)
+    with local_workers(workers, preload="pipeline.rehearsal.corpus") as pool:
+        return sample_corpus(described, plan_of(described), pool, device="cpu")
+
+
+def documents_in(folder: Path) -> list[list[int]]:
+    """The ids of every document of a finished corpus, whose shards are checked."""
+    corpus = TokenCorpus(folder)
+    corpus.check()
+    found = []
+    for number in range(corpus.manifest.documents):
+        shard, document = corpus.locate_document(number)
+        found.append(shard.document(document).tolist())
+    return found

@@ -1,0 +1,300 @@
+"""Corpora that a base writes: the same bytes however the work is done, openings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from pipeline.config.run import Data
+from pipeline.data.samples import TrainingSamples
+from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.token_shards import writing_shard
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.workers import local_workers
+from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
+from pipeline.rehearsal.corpus import plan_of, sample_corpus
+from pipeline.rehearsal.generation import BaseWriter
+from pipeline.rehearsal.openings import chosen_openings
+from tests.bases import STORIES, save_stories_with_a_token_more
+from tests.data.helpers import PROJECT, contents, documents, write_jsonl
+from tests.rehearsal.helpers import END, START, copied_stories, documents_in, job, random_base, sample
+
+TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A corpus that one process wrote without a break."""
+    folder: Path = tmp_path_factory.mktemp("written") / "own"
+    sample(folder)
+    return folder
+
+
+def same(first: Path, second: Path) -> bool:
+    return list(contents(first).values()) == list(contents(second).values())
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stopping_after(batches: int) -> Callable[..., object]:
+    """A `BaseWriter.write` that ends the process's work after some batches."""
+    original, left = BaseWriter.write, [batches]
+
+    def write(self: BaseWriter, *arguments: object, **options: object) -> object:
+        if not left[0]:
+            raise StoppedError
+        left[0] -= 1
+        return original(self, *arguments, **options)  # type: ignore[arg-type]
+
+    return write
+
+
+def test_the_corpus_is_one_that_training_reads(written: Path):
+    """Its counts are those of its text, and its documents have the form of every corpus."""
+    manifest, found = TokenCorpus(written).manifest, documents_in(written)
+    assert manifest.tokens == sum(map(len, found)) >= 600
+    assert manifest.tokens < 600 + 24 * manifest.sampling.batch_size
+    assert {document[0] for document in found} == {START} and {document[-1] for document in found} == {END}
+    assert max(map(len, found)) == 24
+    texts = [load_tokenizer(STORIES).decode(document[1:-1]) for document in found]
+    assert manifest.characters == sum(map(len, texts))
+    assert manifest.bytes == sum(len(text.encode()) for text in texts)
+    assert (manifest.inputs, manifest.tokenizer.backend) == ([], "transformers")
+    assert len(manifest.shards) > 1, "or the tests below try nothing"
+    assert not (written / ".units").exists()
+
+    corpora = {"own": {"role": "new", "input": ["x"]}}
+    data = Data.model_validate({"folder": written.parent, "sequence_length": 24, "corpora": corpora})
+    samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=load_tokenizer(STORIES).fingerprint)
+    assert samples[0].tokens.shape == (24,)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 5])
+def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Path, batches: int):
+    output = tmp_path / "own"
+    with mock.patch.object(BaseWriter, "write", stopping_after(batches)), pytest.raises(StoppedError):
+        sample(output)
+    with pytest.raises(DataError, match=r"own is unfinished: start tools/sample_base\.py again"):
+        TokenCorpus(output, made_by="tools/sample_base.py")
+    sample(output)
+    assert same(output, written)
+
+
+def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):
+    output = tmp_path / "own"
+    flags = ["--base", STORIES, "--output", output, "--tokens", "600", "--max-tokens", "24", "--workers", "1"]
+    tool = [sys.executable, PROJECT / "tools" / "sample_base.py", "--device", "cpu"]
+    running = subprocess.Popen([*tool, *flags], stderr=subprocess.DEVNULL)
+    while not list((output / ".units").glob("00000-*.json")) and running.poll() is None:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    done = len(list((output / ".units").glob("00000-*.json")))
+    assert 0 < done < len(TokenCorpus(written).manifest.shards) and not (output / "manifest.json").exists()
+    sample(output, workers=2)
+    assert same(output, written)
+
+
+def test_jobs_that_share_the_work_make_the_same_corpus(written: Path, tmp_path: Path):
+    """The second finds the first's units done; when it has finished, the first finds its state gone."""
+    output = tmp_path / "own"
+    described = job(output)
+    plan = plan_of(described)
+    original, calls = BaseWriter.write, []
+
+    def write(self: BaseWriter, *arguments: object, **options: object) -> object:
+        calls.append(None)
+        if len(calls) == 3:
+            with local_workers(1) as others:
+                sample_corpus(described, plan, others, device="cpu", share=(1, 2))
+            assert (output / "manifest.json").exists()
+        return original(self, *arguments, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(BaseWriter, "write", write), local_workers(1) as workers:
+        manifest = sample_corpus(described, plan, workers, device="cpu", share=(0, 2))
+    assert manifest == TokenCorpus(written).manifest
+    assert same(output, written)
+
+
+def test_another_seed_writes_other_text(written: Path, tmp_path: Path):
+    sample(tmp_path / "own", seed=1)
+    first, second = documents_in(written), documents_in(tmp_path / "own")
+    assert first != second
+    batch = TokenCorpus(written).manifest.sampling.batch_size
+    assert first[:batch] != first[batch : 2 * batch], "units repeat each other"
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_bases_of_both_families_write(name: str, tmp_path: Path):
+    base = random_base(name, tmp_path / "base")
+    sample(tmp_path / "own", base, tokens=200)
+    assert len(documents_in(tmp_path / "own")) >= 8
+
+
+def test_documents_continue_their_openings(tmp_path: Path):
+    """With fewer openings than documents, each is used about equally often."""
+    texts = [f"{text} ran home and slept" for text in documents(9, words=8)]
+    files = [str(write_jsonl(tmp_path / f"{n}.jsonl", texts[n::2])) for n in range(2)]
+    manifest = sample(tmp_path / "own", openings=files, opening_tokens=6)
+    tokenizer = load_tokenizer(STORIES)
+    expected = {(START, *tokenizer.reference.encode([text]).ids.tolist()[:6]) for text in texts}
+    begun = Counter(tuple(document[:7]) for document in documents_in(tmp_path / "own"))
+    assert set(begun) == expected
+    assert max(begun.values()) - min(begun.values()) <= 3
+    assert [(file.path, file.sha256 != "") for file in manifest.inputs] == [(file, True) for file in files]
+
+
+def test_openings_are_used_whole_and_longer_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    questions = ["Who ran?", "Is the dog big?", "word " * 50]
+    file = write_jsonl(tmp_path / "q.jsonl", questions)
+    with caplog.at_level("WARNING", logger="pipeline"):
+        sample(tmp_path / "own", openings=[str(file)])
+    tokenizer = load_tokenizer(STORIES)
+    expected = [[START, *tokenizer.reference.encode([text]).ids.tolist()] for text in questions[:2]]
+    for document in documents_in(tmp_path / "own"):
+        assert any(document[: len(ids)] == ids for ids in expected)
+    assert "left out 1 openings of more than 22 tokens" in caplog.text
+
+
+def test_openings_are_framed_by_the_chat_template(tmp_path: Path):
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
+    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
+    manifest = sample(tmp_path / "own", base, max_tokens=40, openings=[str(file)], chat_template=True)
+    tokenizer = load_tokenizer(base)
+    framed = Tokenizer.from_file(str(base / "tokenizer.json")).encode("<s>[user] Hi there=>", add_special_tokens=False)
+    assert framed.ids[0] == START
+    found = documents_in(tmp_path / "own")
+    assert all(document[: len(framed.ids)] == framed.ids for document in found)
+    texts = [tokenizer.decode(document[1:-1]) for document in found]
+    assert manifest.characters == sum(map(len, texts))
+
+
+@given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))
+def test_each_pass_over_the_openings_uses_each_once(tmp_path_factory, count: int, stride: int, seed: int, passes: int):
+    prefix = tmp_path_factory.mktemp("shard") / "openings"
+    with writing_shard(prefix, np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(count), np.ones(count, dtype=np.int64))
+    drawn: dict[int, int] = {}
+    for first in range(stride):
+        numbers = range(first, passes * count, stride)
+        for number, ids in zip(
+            numbers, islice(chosen_openings(prefix, seed, first, stride), len(numbers)), strict=True
+        ):
+            drawn[number] = int(ids[0])
+    for start in range(0, passes * count, count):
+        assert sorted(drawn[number] for number in range(start, start + count)) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.5}, "another temperature: expected 0.5, found 1.0"),
+        ({"tokens": 601}, "another tokens: expected 601, found 600"),
+        ({"max_tokens": 25}, "another max tokens: expected 25, found 24"),
+        ({"seed": 1}, "another seed: expected 1, found 0"),
+        ({"batch_size": 2}, "another batch size: expected 2, found 4"),
+        ({"openings": True}, "another openings: expected"),
+        ({"base": True}, "another base: expected"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
+def test_a_folder_of_other_text_is_refused(
+    written: Path, tmp_path: Path, changes: dict[str, object], message: str, finished: bool
+):
+    output = written
+    if not finished:
+        output = tmp_path / "own"
+        with mock.patch.object(BaseWriter, "write", stopping_after(2)), pytest.raises(StoppedError):
+            sample(output)
+    if "openings" in changes:
+        changes = {"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]}
+    if "base" in changes:
+        changes = {"base": random_base("llama", tmp_path / "base")}
+    before = contents(output)
+    with pytest.raises(DataError, match=f"own: was begun with {message}.*; remove the folder to start again") as error:
+        sample(output, **changes)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    assert contents(output) == before
+
+
+def test_a_corpus_keeps_the_batch_size_that_it_was_begun_with(tmp_path: Path):
+    output = tmp_path / "own"
+    with mock.patch.object(BaseWriter, "write", stopping_after(2)), pytest.raises(StoppedError):
+        sample(output, batch_size=3)
+    assert sample(output).sampling.batch_size == 3
+    assert sample(output).sampling.batch_size == 3, "the finished one"
+
+
+def no_start(folder: Path) -> Path:
+    """stories260K with a tokenizer that puts nothing before a text."""
+    base = copied_stories(folder)
+    described = json.loads((base / "tokenizer.json").read_text())
+    (base / "tokenizer.json").write_text(json.dumps({**described, "post_processor": None}))
+    return base
+
+
+def test_a_base_without_a_start_token_needs_openings(tmp_path: Path):
+    base = no_start(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"puts no token before a text.*; give `openings`"):
+        sample(tmp_path / "own", base)
+    assert not (tmp_path / "own").exists()
+    file = write_jsonl(tmp_path / "o.jsonl", ["Once upon a time", "One day"])
+    sample(tmp_path / "own", base, openings=[str(file)], opening_tokens=2)
+    assert START not in {document[0] for document in documents_in(tmp_path / "own")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_tokens": 513}, ConfigError, "max_tokens: 513 is beyond the base's context of 512 tokens"),
+        ({"max_tokens": 2}, ConfigError, r"max_tokens: 2 leaves the base nothing to write .*; use at least 3"),
+        ({"openings": ["o.jsonl"], "opening_tokens": 22}, ConfigError, "max_tokens: 24 leaves .*; use at least 25"),
+        ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
+        ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no opening can be used .* text_key"),
+        ({"openings": ["o.jsonl"], "chat_template": True}, DataError, "its tokenizer has no chat template"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, error: type[UserError], message: str
+):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "o.jsonl", ["a story about a dog that ran home " * 9])
+    with pytest.raises(error, match=message) as raised:
+        sample(tmp_path / "own", **settings)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "own" / "manifest.json").exists()
+
+
+def test_a_chat_template_that_refuses_a_user_is_a_fault_of_the_base(tmp_path: Path):
+    template = "{{ raise_exception('no user here') }}"
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": template})
+    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
+    with pytest.raises(DataError, match="its chat template cannot frame a user's message: no user here"):
+        sample(tmp_path / "own", base, openings=[str(file)], chat_template=True)
+
+
+def test_a_tokenizer_with_more_ids_than_the_base_is_refused(tmp_path: Path):
+    base = save_stories_with_a_token_more(tmp_path / "base")
+    with pytest.raises(BaseModelError, match="has ids up to 512, but the base's vocab_size is 512"):
+        sample(tmp_path / "own", base)

@@ -1,0 +1,152 @@
+"""A base writes from its own distribution, compared with our decoder of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.model.decoder import Decoder
+from pipeline.rehearsal.generation import BaseWriter, _document
+from tests.bases import STORIES
+from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, own_decoder, random_base
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEARLY_GREEDY = 1e-6
+FAMILIES = ("stories260K", "llama", "neox")
+
+
+def writer(base: Path) -> BaseWriter:
+    return BaseWriter(base, load_tokenizer(base))
+
+
+def openings(*lengths: int, seed: int = 0) -> list[np.ndarray]:
+    choice = np.random.default_rng(seed)
+    return [np.array([START, *choice.integers(3, KNOWN_IDS, length - 1)]) for length in lengths]
+
+
+def greedy(decoder: Decoder, opening: np.ndarray, max_tokens: int) -> list[int]:
+    """The likeliest continuation, computed without a cache."""
+    ids = opening.tolist()
+    while len(ids) < max_tokens - 1:
+        token = int(known_logits(decoder, np.array(ids))[-1].argmax())
+        if token in (START, END):
+            break
+        ids.append(token)
+    return [*ids, END]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path):
+    """Openings of several lengths are in one batch: what is before a shorter one has no influence."""
+    base = random_base(name, tmp_path / "base")
+    given = openings(1, 9, 22, 4)
+    written = writer(base).write(given, temperature=NEARLY_GREEDY, max_tokens=24, seed=1)
+    decoder = own_decoder(base)
+    assert [document.tolist() for document in written] == [greedy(decoder, opening, 24) for opening in given]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path: Path):
+    """Where each token is drawn from a distribution, the mean of nll − entropy is 0; of another one it is not."""
+    base = random_base(name, tmp_path / "base")
+    decoder = own_decoder(base)
+    for temperature in (1.0, 0.7):
+        excess: dict[float, list[torch.Tensor]] = {1.0: [], 0.7: []}
+        for document in writer(base).write(openings(1) * 64, temperature=temperature, max_tokens=48, seed=5):
+            ids = document[:-1]
+            logits = known_logits(decoder, ids)[:-1]
+            for assumed, values in excess.items():
+                log_p = torch.log_softmax(logits / assumed, dim=-1)
+                nll = -log_p.gather(1, torch.from_numpy(ids[1:])[:, None])[:, 0]
+                values.append(nll + (log_p.exp() * log_p).sum(dim=-1))
+        means = {assumed: torch.cat(values).mean() for assumed, values in excess.items()}
+        errors = {
+            assumed: torch.cat(values).std() / len(torch.cat(values)) ** 0.5 for assumed, values in excess.items()
+        }
+        other = 1.7 - temperature
+        assert abs(means[temperature]) < 4 * errors[temperature], (temperature, means, errors)
+        assert abs(means[other]) > 8 * errors[other], (temperature, means, errors)
+
+
+def test_nothing_of_the_bases_generation_config_is_used(tmp_path: Path):
+    leaky = copied_stories(
+        tmp_path / "leaky",
+        generation_config={
+            "do_sample": True, "temperature": 0.1, "top_p": 0.2, "top_k": 2, "repetition_penalty": 5.0,
+            "max_new_tokens": 3, "min_new_tokens": 3, "eos_token_id": [7, 8], "suppress_tokens": list(range(20, 400)),
+            "no_repeat_ngram_size": 2, "bad_words_ids": [[410]],
+        },
+    )  # fmt: skip
+    written = [writer(base).write(openings(1, 5), temperature=1.0, max_tokens=40, seed=3) for base in (leaky, STORIES)]
+    assert [document.tolist() for document in written[0]] == [document.tolist() for document in written[1]]
+    assert min(map(len, written[0])) > 10
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_only_ids_of_the_tokenizer_are_drawn(name: str, tmp_path: Path):
+    base = random_base(name, tmp_path / "base")
+    written = writer(base).write(openings(1) * 16, temperature=1.0, max_tokens=48, seed=2)
+    assert max(int(document.max()) for document in written) < KNOWN_IDS
+    everything = own_decoder(base).logits(torch.from_numpy(written[0])[None])[0]
+    others = torch.softmax(everything, dim=-1)[:, KNOWN_IDS:].sum(dim=-1)
+    assert others.mean() > 0.02, "the base gives the other rows of its embedding no probability anyway"
+
+
+def test_documents_have_the_form_of_every_corpus(tmp_path: Path):
+    base = random_base("llama", tmp_path / "base")
+    given = openings(1, 3, 30, 38, 30, 1)
+    written = writer(base).write(given * 8, temperature=2.0, max_tokens=40, seed=4)
+    for opening, document in zip(given * 8, written, strict=True):
+        assert document[: len(opening)].tolist() == opening.tolist()
+        assert document[-1] == END
+        assert not {START, END} & set(document[len(opening) : -1].tolist())
+        assert len(opening) < len(document) <= 40
+    lengths = set(map(len, written))
+    assert 40 in lengths and min(len(document) for document in written[::6]) < 40, "some are cut, others are not"
+
+
+@pytest.mark.parametrize(
+    ("ids", "end", "document"),
+    [
+        ([1, 5, 6, 7], (2,), [1, 5, 6, 7, 2]),
+        ([1, 5, 2, 2, 2], (2,), [1, 5, 2]),
+        ([1, 5, 1, 9, 9], (2,), [1, 5, 2]),
+        ([1, 2, 2], (2,), [1, 2]),
+        ([1, 5, 4, 2, 9], (4, 2), [1, 5, 4, 2]),
+        ([1, 5, 2, 9], (4, 2), [1, 5, 4, 2]),
+        ([1, 2], (4, 2), [1, 4, 2]),
+    ],
+    ids=["cut", "its end", "the next one's start", "empty", "two tokens", "the second alone", "empty, two tokens"],
+)
+def test_where_a_document_is_over(ids: list[int], end: tuple[int, ...], document: list[int]):
+    assert _document(np.array(ids), 1, [end[-1], 1], end).tolist() == document
+
+
+def test_a_seed_decides_the_text_whatever_was_drawn_before():
+    base = writer(STORIES)
+
+    def drawn(seed: int) -> list[list[int]]:
+        written = base.write(openings(1, 2), temperature=1.0, max_tokens=20, seed=seed)
+        return [document.tolist() for document in written]
+
+    state = torch.get_rng_state()
+    first = drawn(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert drawn(1) == first
+    assert drawn(2) != first
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path):
+    """transformers has code of its own for every architecture that can be a base."""
+    base = copied_stories(
+        tmp_path / "base", config={"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
+    )
+    (base / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
+    ours, stories = (writer(path).write(openings(3), temperature=1.0, max_tokens=9, seed=1) for path in (base, STORIES))
+    assert ours[0].tolist() == stories[0].tolist()
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,202 @@
+"""Rehearsal corpora in a run: the stage that makes them, and what every other stage does about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pipeline.checkpoint.manifest import _PATHS
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import run_probe
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.samples import TrainingSamples
+from pipeline.data.token_corpus import load_manifest
+from pipeline.errors import ConfigError, DataError
+from pipeline.experiments.study_runs import _comparable
+from pipeline.inputs import open_samples
+from pipeline.model.from_hf import open_base
+from pipeline.run_folder.attempts import read_attempts
+from pipeline.sizing.checks import check_before_tokenizing
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.plan import make_plan
+from tests.bases import STORIES
+from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
+from tests.rehearsal.helpers import copied_stories
+from tests.training.runs import write_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rehearsing(folder: Path, tokens: Path, *, base: Path = STORIES, **sample: Any) -> Path:
+    """The configuration of a run with a rehearsal corpus `own`."""
+    own = {"role": "rehearsal", "sample": {"tokens": 300, **sample}}
+    return write_config(folder, tokens, base=str(base), data__corpora__own=own)
+
+
+@pytest.fixture
+def copied_tokens(tokens: Path, tmp_path: Path) -> Path:
+    """The tokenized corpora of small runs, in a folder to add to."""
+    return shutil.copytree(tokens, tmp_path / "tokens")
+
+
+def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = rehearsing(tmp_path / "run", copied_tokens)
+    config, cluster = load_config(path), Cluster(gpus=2, gpus_per_node=2)
+    with pytest.raises(DataError, match=r"corpus .*/own does not exist: start tools/sample_base\.py"):
+        TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
+    plan = make_plan(config, cluster)
+    assert plan.faults == ()
+    assert plan.to_make[0].endswith(": the text that the base writes (tools/sample_base.py)")
+    assert len(plan.to_make) == 2, "and the initial expansion"
+
+    monkeypatch.setenv("ATTEMPT", "7.0")
+    done = run_main("sample_base.py", "--config", path, "--workers", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "/own: " in done.stdout and "tokens that the base wrote" in done.stdout
+    ended = read_attempts(config.folder)[-1].ended
+    assert ended is not None and (ended.stage, ended.exit_code) == ("sample", 0)
+    manifest = load_manifest(copied_tokens / "own")
+    assert manifest.sampling is not None
+    assert (manifest.sampling.max_tokens, manifest.sampling.seed) == (config.data.sequence_length, 0)
+    open_samples(config, manifest.tokenizer.fingerprint)
+    plan = make_plan(config, cluster)
+    assert plan.faults == () and len(plan.to_make) == 1
+    assert {corpus.name: corpus.tokens for corpus in plan.corpora}["own"] == manifest.tokens
+
+    made = contents(copied_tokens)
+    again = run_main("sample_base.py", "--config", path)
+    assert (again.returncode, again.stdout) == (0, "")
+    assert "own: already complete" in again.stderr
+    assert contents(copied_tokens) == made
+    other = rehearsing(tmp_path / "run", copied_tokens, temperature=0.5)
+    refused = run_main("sample_base.py", "--config", other)
+    assert refused.returncode == 1
+    assert "own: was begun with another temperature: expected 0.5, found 1.0" in refused.stderr
+
+    shown = run_main("inspect_data.py", copied_tokens / "own", "--tokenizer", STORIES, "--samples", "1")
+    assert shown.returncode == 0, shown.stderr
+    assert "temperature 1.0, at most 32 tokens a document" in shown.stdout
+    assert "ids, sampled by transformers" in shown.stdout
+    assert "--- 00000-00000" in shown.stdout
+
+
+def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
+    path = write_config(tmp_path / "run", tokens)
+    code = (
+        "import runpy, sys; main = runpy.run_path('tools/sample_base.py')['main']; "
+        f"sys.argv = ['sample_base.py', '--config', {str(path)!r}]; main(); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PROJECT,
+        env={"PYTHONPATH": str(PROJECT), "ATTEMPT": "7.0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (tmp_path / "run" / "attempts.jsonl").exists()
+
+
+def test_the_command_without_a_run(tmp_path: Path):
+    flags = ("--base", STORIES, "--output", tmp_path / "own", "--tokens", "50", "--max-tokens", "16", "--workers", "1")
+    done = run_main("sample_base.py", *flags, "--batch-size", "2", "--seed", "3", "--temperature", "0.5")
+    assert done.returncode == 0, done.stderr
+    sampling = load_manifest(tmp_path / "own").sampling
+    assert sampling is not None
+    assert (sampling.batch_size, sampling.seed, sampling.temperature, sampling.max_tokens) == (2, 3, 0.5, 16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "give --config, or all of --base, --output, --tokens and --max-tokens"),
+        (("--max-tokens", "16", "--temperature", "0"), "temperature: Input should be greater than 0 (found 0.0)"),
+        (("--max-tokens", "16", "--chat-template"), "chat_template frames messages; name files of them as openings"),
+    ],
+)
+def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str):
+    done = run_main("sample_base.py", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "own").exists()
+
+
+def test_tokenizing_leaves_the_corpus_alone(tmp_path: Path):
+    config = load_config(rehearsing(tmp_path, tmp_path / "tokens"))
+    assert {job.output.name for job in corpus_jobs(config.data, STORIES)} == {
+        "korean", "korean.heldout", "english", "english.heldout",
+    }  # fmt: skip
+
+
+def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
+    base = copied_stories(tmp_path / "base")
+    described = json.loads((base / "tokenizer.json").read_text())
+    (base / "tokenizer.json").write_text(json.dumps({**described, "post_processor": None}))
+    with pytest.raises(ConfigError, match="puts no token before a text"):
+        check_before_tokenizing(load_config(rehearsing(tmp_path, tmp_path / "tokens", base=base)), 2)
+    config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
+    plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
+    assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]
+
+
+def test_a_tokenized_corpus_is_not_taken_for_a_written_one(copied_tokens: Path, tmp_path: Path):
+    shutil.copytree(copied_tokens / "korean", copied_tokens / "own")
+    done = run_main("sample_base.py", "--config", rehearsing(tmp_path / "run", copied_tokens))
+    assert done.returncode == 1
+    assert "own: holds a tokenized corpus, none that a base wrote" in done.stderr
+
+
+def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
+    base = open_base(STORIES)
+    probe = run_probe(load_config(rehearsing(tmp_path, tmp_path / "tokens")))(
+        SimpleNamespace(base=base, spec=base.spec)
+    )  # type: ignore[arg-type]
+    assert set(probe) == {"korean", "english"}
+
+
+def test_the_spelling_of_the_openings_paths_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    absolute = str(write_jsonl(tmp_path / "o.jsonl", ["one"]))
+    first, second = (
+        load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", openings=[path]))
+        for path in ("o.jsonl", absolute)
+    )
+    assert first != second and _comparable(first) == _comparable(second)
+    assert "openings" not in first.data.model_dump(mode="json", exclude=_PATHS)["corpora"]["own"]["sample"]
+
+
+def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
+    begun, own = tmp_path / "begun", tmp_path / "own"
+    file = write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
+    sample_to = (
+        "sample_base.py",
+        "--base",
+        STORIES,
+        "--tokens",
+        "20",
+        "--max-tokens",
+        "8",
+        "--workers",
+        "1",
+        "--output",
+    )
+    tokenize_to = ("preprocess_data.py", "--input", file, "--tokenizer", STORIES, "--workers", "1", "--output")
+
+    with mock.patch("pipeline.data.preprocess._tokenize", side_effect=DataError("stopped")):
+        assert run_main(*tokenize_to, begun).returncode == 1
+    done = run_main(*sample_to, begun)
+    assert done.returncode == 1
+    assert "plan.json: was written by another tool, which is making another corpus there" in done.stderr
+
+    assert run_main(*sample_to, own, "--openings", file, "--opening-tokens", "2").returncode == 0
+    done = run_main(*tokenize_to, own)
+    assert done.returncode == 1
+    assert "own: holds text that a model wrote (tools/sample_base.py)" in done.stderr

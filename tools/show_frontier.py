@@ -1,0 +1,34 @@
+"""Prints what each run of a finished study learned and forgot, with and without its gate, and whether the goals hold.
+
+    python tools/show_frontier.py configs/studies/frontier_quick.yaml --output runs/frontier/summary.json
+
+The file has a row for each run and seed, one for each gated model, and one for the base.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline import command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="its YAML file")
+    parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
+    parser.add_argument("--output", type=Path, help="write the rows to this file, as JSON")
+    arguments = parser.parse_args()
+    from pipeline.experiments import frontier  # --help does not wait for torch
+    from pipeline.experiments.run_study import open_study
+
+    rows = frontier.frontier_rows(open_study(arguments.study, arguments.data))
+    print(frontier.frontier_table(rows), end="\n\n")
+    for goal, holds in frontier.goals(rows).items():
+        print(f"{'not decided' if holds is None else 'holds' if holds else 'does not hold'}: {goal}")
+    if arguments.output:
+        frontier.write_frontier(arguments.output, rows)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

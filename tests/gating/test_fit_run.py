@@ -6,6 +6,7 @@ import json
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from pipeline.config.run import load_config
+from pipeline.config.run import load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.errors import CheckpointError, ConfigError, ConversionError
+from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
 from pipeline.gating.fit_run import fit_gate
 from pipeline.scale.gate_folder import open_gate
@@ -185,6 +186,7 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
     path.write_text(yaml.safe_dump(values))
     config = load_config(path)
     conversion = latest_conversion(config, "auto", None)
+    assert convert(replace(conversion, format="expansion", output=tmp_path / "expansion"), run_probe(config))
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
         convert(conversion, run_probe(config))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
@@ -208,9 +210,24 @@ def test_settings_that_do_not_fit(gate, error, message, runs):
         load_config(changed(runs["adapt"], **gate))
 
 
-def test_a_layer_beyond_the_base_and_too_little_text_are_refused(runs):
+def test_a_layer_beyond_the_base_and_a_budget_that_cannot_be_measured_are_refused(runs):
     with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
         fit_gate(load_config(changed(runs["preserve"], layer=6)))
+    with pytest.raises(DataError, match=r"gate\.max_open_fraction: 1e-05 cannot be measured"):
+        fit_gate(load_config(changed(runs["preserve"], max_open_fraction=1e-5)))
+
+
+def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
+    values = yaml.safe_load(runs["adapt"].read_text())
+    assert parse_config(values, source="test").gate_negatives == ["english"]
+    values["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 1000}}
+    assert parse_config(values, source="test").gate_negatives == ["own"]
+    values["gate"]["negatives"] = ["own", "english"]
+    assert parse_config(values, source="test").gate_negatives == ["own", "english"]
+    del values["data"]["corpora"]["own"], values["data"]["corpora"]["english"], values["gate"]["negatives"]
+    values["data"]["replay_fraction"] = 0
+    with pytest.raises(ConfigError, match="needs text that is not new"):
+        parse_config(values, source="test")
 
 
 def test_a_gate_closes_what_scale_adds(runs):

@@ -18,7 +18,7 @@ from pipeline.experiments.pending import finished_count, pending_tasks, run_coun
 from pipeline.experiments.report.runs import read_runs
 from pipeline.experiments.run_study import open_study, run_study
 from pipeline.experiments.summary import summarise
-from tests.experiments.studies import BEYOND, STEPS, let_diverge, study_values, write_study
+from tests.experiments.studies import BEYOND, STEPS, call_tool, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     values = study_values(folder, tokens)
     let_diverge(values)
     values["methods"]["adapt"]["method"]["variant"] = "route"
+    values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
     values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
@@ -82,6 +83,28 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # the same base
 
 
+def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_path, monkeypatch, capsys):
+    study, _ = finished
+    output = tmp_path / "frontier.json"
+    call_tool(monkeypatch, "show_frontier", study.parent / "study.yaml", "--output", output)
+    rows = json.loads(output.read_text())
+    assert [(row["method"], row["gated"], row["seed"]) for row in rows] == [
+        ("base", False, None),
+        ("route", False, 1),
+        ("route", True, 1),
+        ("lora", False, 1),
+    ]
+    base, route, gated, lora = rows
+    ended = json.loads((study / "summary.json").read_text())
+    for row, end in ((route, ended[0]["after"]), (lora, ended[1]["after"]), (base, ended[0]["before"])):
+        assert row["korean_perplexity"] == row["new_perplexity"] == end["korean"]["perplexity"]
+        assert row["english_perplexity"] == row["old_perplexity"] == end["english"]["perplexity"]
+    record = json.loads((study / ended[0]["folder"] / "gate" / "gate.json").read_text())["heldout"]
+    assert gated["english_perplexity"] == record["english"]["gated_perplexity"]
+    assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > base["inference_cost"] == 1.0
+    assert "SCALE-Adapt + gate" in capsys.readouterr().out
+
+
 def test_a_learning_rate_that_diverged_is_not_chosen(finished):
     study, printed = finished
     tried = json.loads((study / "learning_rates.json").read_text())
@@ -121,7 +144,7 @@ def test_finished_runs_are_skipped(finished, tokens):
     write_study(study.parent, {**values, "seeds": [1, 2]})
     tasks = pending_tasks(open_study(path, study))
     assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
-        ("adapt.lr_0.002.seed_2", ("upscale", "train")),
+        ("adapt.lr_0.002.seed_2", ("upscale", "train", "gate")),
         ("lora.lr_0.002.seed_2", ("train",)),
     ]
 

@@ -177,6 +177,23 @@ def test_formats_without_a_gate(fitted, tmp_path, caplog):
     assert "without the gate" in caplog.text
 
 
+def test_where_the_text_changes(runs, monkeypatch, capsys):
+    values = yaml.safe_load(runs["preserve"].read_text())
+    values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
+    path = runs["preserve"].with_name("switching.yaml")
+    path.write_text(yaml.safe_dump(values))
+    tool = TOOL.parents[1] / "benchmarks" / "code_switching.py"
+    monkeypatch.setattr(sys, "argv", [str(tool), "--config", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tool), run_name="__main__")
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
+    ]
+    assert lines[-1].startswith("old after new") and lines[-1].endswith("0.000")  # Preserve's closed tokens
+
+
 def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
     runs, _ = fitted
     values = yaml.safe_load(runs["adapt"].read_text())

@@ -26,7 +26,7 @@ $(STAMP): setup.py constraints.txt
 
 demo: $(STAMP)  ## run the whole pipeline on a small model, under 4 minutes; COMPARE=1 also trains by full fine-tuning
 ifdef COMPARE
-	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize train convert" bash slurm/cpt_korean.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert" bash slurm/cpt_korean.sh
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 

@@ -55,7 +55,8 @@ def write_run(folder: Path, data: Path, layout: Layout, steps: int) -> Path:
     values: dict[str, Any] = yaml.safe_load(Path("configs/demo.yaml").read_text(encoding="utf-8"))
     values |= {"name": "elastic", "folder": str(folder), "deepspeed": str(zero)}
     values["method"]["expansion"]["intermediate_size"] = 88  # divides by four
-    values["data"] |= {"folder": str(data), "sequence_length": 64}
+    values["data"] |= {"folder": str(data), "sequence_length": 64, "replay_fraction": 0.0625}
+    del values["gate"], values["data"]["corpora"]["own_text"]  # what is compared is the run itself
     for corpus in values["data"]["corpora"].values():
         corpus["input"] = corpus["heldout_input"]  # a little text is enough
     values["schedule"] |= {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3}

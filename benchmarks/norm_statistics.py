@@ -63,7 +63,8 @@ def main() -> None:
         values["schedule"]["steps"] = arguments.steps
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        subprocess.run([sys.executable, "tools/preprocess_data.py", "--config", str(arguments.config)], check=True)
+        for tool in ("preprocess_data.py", "sample_base.py"):
+            subprocess.run([sys.executable, f"tools/{tool}", "--config", str(arguments.config)], check=True)
         for seed in range(1, arguments.seeds + 1):
             for norm in arguments.norms:
                 figures = run_once(values, Path(scratch) / f"{norm}-{seed}", norm, seed, arguments.ranks)

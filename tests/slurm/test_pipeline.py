@@ -43,6 +43,8 @@ def short_demo(folder: Path) -> Path:
             if key in corpus:
                 source = PROJECT / corpus[key][0]
                 corpus[key] = [first_documents(source, count, folder / f"{name}.{key}.jsonl")]
+    run["data"]["corpora"]["own_text"]["sample"] = {"tokens": 4000}
+    run["gate"] = {"tokens": 400, "max_open_fraction": 0.05}
     run["schedule"]["steps"] = STEPS
     run["validation"] = {"every_steps": STEPS, "max_sequences": 8}
     run["checkpoints"] = {"every_steps": 4}
@@ -68,6 +70,9 @@ def check_summary(summary: dict[str, Any]) -> None:
     moments = 2 * summary["trainable_parameters"]
     assert moments <= summary["optimizer_state_elements"] < moments * 1.02
     assert summary["export_max_abs_logit_difference"] <= 1e-4
+    assert summary["rehearsal_fraction"] == 0.0625
+    assert 0 <= summary["gate_open_english"] < 0.5 < summary["gate_open_korean"] <= 1
+    assert summary["closed_max_abs_logit_difference"] in (0.0, None)
 
 
 def written(folder: Path) -> dict[str, int]:

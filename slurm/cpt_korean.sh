@@ -8,7 +8,8 @@
 #SBATCH --signal=B:USR1@300
 #
 # The whole run, from text to a tested Hugging Face folder, in seven stages. Stages that are done are skipped, so the same
-# command again continues where it stopped; sample, in which the base writes text for rehearsal, also where a run has none.
+# command again continues where it stopped. So are stages that a run does not ask for: sample, in which the base writes
+# text for rehearsal, and gate.
 #
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine

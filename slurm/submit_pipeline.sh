@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The run as a chain of jobs, each with the nodes it needs: tokenization → training → gate and conversion → evaluation.
-# Text for rehearsal is written at the beginning of the training job, on the GPUs of its first node.
+# The run as a chain of jobs, each with the nodes it needs: tokenization → training → conversion → evaluation.
+# Text for rehearsal is written at the beginning of the training job, and a gate is fitted at its end, on the GPUs of its
+# first node.
 # A job starts when the one before has succeeded. If one fails, those after it are cancelled.
 # The options of this script are sbatch's, for the training job:
 #
@@ -34,6 +35,6 @@ submit() {
 }
 
 submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG"
-submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" sample upscale train
+submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" sample upscale train gate
 submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG"
 submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG"

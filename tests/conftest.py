@@ -32,6 +32,8 @@ SLOW = (
     "conversion/test_second_round.py",
     "conversion/test_generate.py",
     "conversion/test_convert.py",
+    "gating/test_fit_run.py",
+    "gating/test_export.py",
     "sizing/test_against_runs.py",
     "sizing/test_recommendation.py",
     "checkpoint/test_reader.py",

@@ -163,7 +163,7 @@ class Data(Section):
 class GateSettings(Section):
     """A gate fitted after training: per token it decides whether the text is new (docs/gate.md). Method scale only."""
 
-    features: GateFeatures = "token"
+    features: GateFeatures = "token+running_mean"
     """of the base's residual stream: each token's own, or also their decaying mean over the document so far"""
     layer: NonNegativeInt | None = Field(
         default=None,

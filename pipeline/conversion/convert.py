@@ -96,11 +96,12 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
             something else.
     """
     model = open_trained(conversion.checkpoint, conversion.base)
-    if conversion.gate is not None:
-        model = with_gate(model, conversion.gate)
+    gate = None if conversion.format == "expansion" else conversion.gate
+    if gate is not None:
+        model = with_gate(model, gate)
     request = {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
-        "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
+        "gate": None if gate is None else file_hash(gate / GATE_RECORD),
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
     }
@@ -122,6 +123,10 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     conversion.output.parent.mkdir(parents=True, exist_ok=True)
     if conversion.format == "expansion":
         _write_expansion(conversion.output, model, record)
+        if conversion.gate is not None:
+            _logger.info(
+                "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
+            )
         return True
     export = choose_export(model, conversion.format, conversion.dtype or model.base_dtype)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
@@ -158,8 +163,6 @@ def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
 def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) -> None:
     if not isinstance(model.settings, ScaleMethod):
         raise ConversionError(f"{model.checkpoint}: method {model.settings.name} has no expansion; use --format stock")
-    if model.gate is not None:
-        _logger.info("%s: the expansion alone, without the gate; a run that trains it further fits its own", output)
     # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
     origin = {
         **record,

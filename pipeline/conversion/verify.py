@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.conversion.gate_decisions import GateDecisions
 from pipeline.conversion.hf_folder import dtype_name, load_exported
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.records import Keys
@@ -132,27 +134,24 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     """Compares the training model with what `transformers` (PEFT for adapters) makes of `folder`, both in `dtype`.
 
     Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. If
-    the model has a gate, windows end before the first token whose decision rounding may change.
+    there is a gate, its decisions are compared first, and then all models take the same.
 
     Raises:
         ConversionError: they differ by more than rounding explains.
     """
     every_window = [window for windows in probe.values() for window in windows]
+    decisions = None
+    if model.gate is not None:
+        decisions = GateDecisions(model, every_window, dtype, _FINER[dtype])
+        model = decisions.fixed_in(model)
     finer, training = iter(model.logits(every_window, _FINER[dtype])), iter(model.logits(every_window, dtype))
-    exported = load_exported(folder, model.base.path, dtype)
-    lengths = iter(_certain_lengths(model, every_window, dtype))
+    found_in_all = iter(_exported_logits(folder, model, every_window, dtype, decisions))
     texts, rounding = {}, Difference()
-    for name, whole in probe.items():
-        windows = [window[: next(lengths)] for window in whole]
-        if not any(len(window) > 1 for window in windows):
-            raise ConversionError(
-                f"{folder}: rounding in {dtype_name(dtype)} may change the gate's decision at the beginning of every "
-                f"document of {name}; name other files with --text, or convert with --dtype fp32"
-            )
-        expected = [next(training)[: len(window)] for window in windows]
-        found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
+    for name, windows in probe.items():
+        expected = [next(training) for _ in windows]
+        found = [next(found_in_all) for _ in windows]
         texts[name] = compare(windows, expected, found)
-        rounded = compare(windows, [next(finer)[: len(window)] for window in windows], expected)
+        rounded = compare(windows, [next(finer) for _ in windows], expected)
         rounding = rounding.worse(Difference(rounded.max_abs, rounded.kl))
     report = Report(
         dtype=dtype_name(dtype),
@@ -166,18 +165,17 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     return report
 
 
-def _certain_lengths(model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
-    """How many tokens of each window [S] come before the first whose decision by the gate rounding may change.
-
-    There the score is no farther from the threshold than ROUNDINGS times what rounding does to scores. Tokens before
-    it do not depend on it.
-    """
-    if model.gate is None:
-        return [len(window) for window in windows]
-    scores, finer = (torch.cat(model.gate_scores(windows, kind)) for kind in (dtype, _FINER[dtype]))
-    spread = ROUNDINGS * (scores - finer).abs().max()
-    uncertain = ((scores - model.gate.threshold).abs() <= spread).split([len(window) for window in windows])
-    return [int(torch.cat([flags, flags.new_ones(1)]).int().argmax()) for flags in uncertain]
+def _exported_logits(
+    folder: Path, model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype, decisions: GateDecisions | None
+) -> Iterator[Tensor]:
+    """The logits [S, V] that the exported model gives to each window [S]."""
+    exported = load_exported(folder, model.base.path, dtype)
+    with ExitStack() as stack:
+        decide = None if decisions is None else stack.enter_context(decisions.fixed_in_export(exported, str(folder)))
+        for number, window in enumerate(windows):
+            if decide is not None:
+                decide(number)
+            yield exported(window.unsqueeze(0), use_cache=False).logits[0].float()
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:

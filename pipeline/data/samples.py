@@ -55,12 +55,7 @@ class TrainingSamples:
     def __init__(self, data: Data, *, seed: int, tokenizer_fingerprint: str | None) -> None:
         self.sequence_length = data.sequence_length
         self._corpora = {
-            name: _packed(
-                TokenCorpus(
-                    train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint, made_by=made_by(corpus)
-                ),
-                data,
-            )
+            name: open_packed(data, name, tokenizer_fingerprint=tokenizer_fingerprint)
             for name, corpus in data.corpora.items()
             if corpus.role == "new" or data.fractions[corpus.role] > 0
         }
@@ -151,7 +146,9 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
     Raises:
         DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
     """
-    return _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
+    maker = made_by(data.corpora[name])
+    folder = train_folder(data, name)
+    return _packed(TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint, made_by=maker), data)
 
 
 def rank_indices(

@@ -13,6 +13,8 @@ _RIDGE = 1e-4
 _ITERATIONS = 200
 _ROC_POINTS = 100
 _BINS = 10
+_EQUAL = 1e-3
+"""Scores that differ by less may be those of one state, computed in another order."""
 
 
 def standardisation(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,11 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
 
 
 def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
-    """The lowest threshold, 0 (even odds) or higher, above which at most that share of the negatives' `scores` [N] lie.
+    """A threshold above 0 (even odds), and above which at most that share of the negatives' `scores` [N] lie.
+
+    It stands in the middle of the widest gap between scores that uses at least half of that share. Tokens with equal
+    states, such as the first of every document, have equal scores: a threshold at one of them would let rounding
+    decide about all. If the gaps are that narrow, it is the first wider one above.
 
     Raises:
         DataError: they are too few to tell.
@@ -72,8 +78,14 @@ def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
             f"gate.max_open_fraction: {max_open_fraction:g} cannot be measured on {len(scores)} unused tokens of text "
             f"that is not new; expected at least {int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
         )
-    ordered = scores.sort(descending=True).values
-    return max(0.0, float(ordered[allowed]))
+    below = scores.sort(descending=True).values[: allowed + 1].clamp(min=0).double()
+    above = torch.cat([below[:1] + 1, below[:-1]])
+    gaps = above - below  # in gap k, k of the scores are above
+    half = allowed // 2
+    place = half + int(gaps[half:].argmax())
+    if gaps[place] < _EQUAL:
+        place = int((gaps >= _EQUAL).nonzero().max())
+    return float((above[place] + below[place]) / 2)
 
 
 def area_under_roc(positives: Tensor, negatives: Tensor) -> float:

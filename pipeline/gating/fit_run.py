@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from pipeline import log
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.run import GateSettings, RunConfig
@@ -27,7 +29,7 @@ from pipeline.gating.fit import (
     threshold_for,
 )
 from pipeline.gating.states import BaseStream
-from pipeline.gating.windows import read_fitting_text
+from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate import Gate, deepest_gate_layer
 from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_gate, write_gate
 
@@ -53,22 +55,14 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         return found, False
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
-    layer = _layer(config.gate, model)
+    layer = gate_layer(config.gate, model)
     fingerprint = load_tokenizer(config.base).fingerprint
     text = read_fitting_text(config, fingerprint)
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
 
-    stream = BaseStream(model, layer)
-    features, is_new = stream.features(text.fit, config.gate.features)
-    mean, std = standardisation(features)
-    features = features.sub_(mean).div_(std).to(stream.device)
-    weight, bias = fit_logistic(features, is_new.to(stream.device))
-    del features
-    gate = Gate(layer, config.gate.features, mean, std, weight, bias, threshold=0.0)
-    new, negatives = stream.scores(text.unused, gate)
-    gate = replace(gate, threshold=threshold_for(negatives, config.gate.max_open_fraction))
+    gate, new, negatives = fit_on(BaseStream(model, layer), text, config.gate)
     effect = measure(replace(model, gate=gate), heldout, config)
     if effect.closed_max_abs_logit_difference not in (0.0, None):
         raise PreservationError(
@@ -91,6 +85,22 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     )
     write_gate(folder, gate, record)
     return record, True
+
+
+def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> tuple[Gate, Tensor, Tensor]:
+    """A gate of that stream, and its scores of the unused tokens: those of new text, and the others.
+
+    Raises:
+        DataError: the text is too little.
+    """
+    features, is_new = stream.features(text.fit, settings.features)
+    mean, std = standardisation(features)
+    features = features.sub_(mean).div_(std).to(stream.device)
+    weight, bias = fit_logistic(features, is_new.to(stream.device))
+    del features
+    gate = Gate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
+    new, negatives = stream.scores(text.unused, gate)
+    return replace(gate, threshold=threshold_for(negatives, settings.max_open_fraction)), new, negatives
 
 
 def request_of(config: RunConfig, model: TrainedModel) -> dict[str, Any]:
@@ -120,7 +130,13 @@ def _fitted(config: RunConfig, request: dict[str, Any]) -> GateRecord | None:
     return record if record.request == request else None
 
 
-def _layer(settings: GateSettings, model: TrainedModel) -> int:
+def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
+    """The layer before which the gate of `model` reads the base's stream.
+
+    Raises:
+        CheckpointError: the model is not widened.
+        ConfigError: the model does not have the base's stream there.
+    """
     if model.plan is None:
         raise CheckpointError(
             f"{model.checkpoint}: method {model.settings.name} adds nothing that a gate could close; remove the "

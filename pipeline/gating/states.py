@@ -43,6 +43,11 @@ class BaseStream:
         scores, is_new = torch.cat(found), windows.is_new[windows.present]
         return scores[is_new], scores[~is_new]
 
+    def open_tokens(self, windows: Windows, gate: Gate) -> Tensor:
+        """The gate's decisions: bool [N, S], on the CPU."""
+        found = self._streams(windows, "deciding")
+        return torch.cat([gate.open_tokens(x, group.document_ids.to(self.device)).cpu() for group, x in found])
+
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups(GROUP_TOKENS):

@@ -41,7 +41,11 @@ class Windows:
         """Runs of windows of at most `tokens` tokens each, and at least one window."""
         size = max(1, tokens // self.tokens.shape[1])
         for first in range(0, len(self), size):
-            yield Windows(*(tensor[first : first + size] for tensor in self._tensors()))
+            yield self.rows(slice(first, first + size))
+
+    def rows(self, rows: slice | Tensor) -> Windows:
+        """Some of the windows; rows: a slice, or a mask [N]."""
+        return Windows(*(tensor[rows] for tensor in self._tensors()))
 
     def __add__(self, other: Windows) -> Windows:
         return Windows(*map(torch.cat, zip(self._tensors(), other._tensors(), strict=True)))

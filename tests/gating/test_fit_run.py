@@ -6,16 +6,18 @@ import json
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
-from pipeline.config.run import load_config
+from pipeline.config.run import load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.errors import CheckpointError, ConfigError, ConversionError
+from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
 from pipeline.gating.fit_run import fit_gate
 from pipeline.scale.gate_folder import open_gate
@@ -139,13 +141,29 @@ def test_the_export_is_gated_and_verified(fitted):
     assert values["gate_open_korean"] > 0.9 > 0.05 > values["gate_open_english"]
 
 
-def test_sixteen_bits_are_verified_up_to_the_first_decision_that_rounding_may_change(fitted, tmp_path):
+def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
+    runs, _ = fitted
+    config = load_config(runs["adapt"])
+    conversion = latest_conversion(config, "auto", None, tmp_path / "hf")
+
+    def disturb(model):
+        (partial,) = tmp_path.iterdir()
+        tensors = load_file(partial / "model.safetensors")
+        save_file(tensors | {"token_gate.weight": -tensors["token_gate.weight"]}, partial / "model.safetensors")
+        return run_probe(config)(model)
+
+    with pytest.raises(ConversionError, match="the exported gate decides otherwise"):
+        convert(conversion, disturb)
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_sixteen_bits_all_tokens_are_verified_with_the_same_decisions(fitted, tmp_path):
     runs, _ = fitted
     config = load_config(runs["adapt"])
     conversion = latest_conversion(config, "auto", torch.bfloat16, tmp_path / "hf")
     assert convert(conversion, run_probe(config))
     report = json.loads((tmp_path / "hf" / "verification.json").read_text())
-    assert report["kl"] < 1e-3 and all(2 < text["tokens"] <= 1024 for text in report["texts"].values())
+    assert report["kl"] < 1e-3 and all(text["tokens"] == 1024 for text in report["texts"].values())
 
 
 def test_formats_without_a_gate(fitted, tmp_path, caplog):
@@ -159,6 +177,23 @@ def test_formats_without_a_gate(fitted, tmp_path, caplog):
     assert "without the gate" in caplog.text
 
 
+def test_where_the_text_changes(runs, monkeypatch, capsys):
+    values = yaml.safe_load(runs["preserve"].read_text())
+    values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
+    path = runs["preserve"].with_name("switching.yaml")
+    path.write_text(yaml.safe_dump(values))
+    tool = TOOL.parents[1] / "benchmarks" / "code_switching.py"
+    monkeypatch.setattr(sys, "argv", [str(tool), "--config", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tool), run_name="__main__")
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
+    ]
+    assert lines[-1].startswith("old after new") and lines[-1].endswith("0.000")  # Preserve's closed tokens
+
+
 def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
     runs, _ = fitted
     values = yaml.safe_load(runs["adapt"].read_text())
@@ -168,6 +203,7 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
     path.write_text(yaml.safe_dump(values))
     config = load_config(path)
     conversion = latest_conversion(config, "auto", None)
+    assert convert(replace(conversion, format="expansion", output=tmp_path / "expansion"), run_probe(config))
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
         convert(conversion, run_probe(config))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
@@ -191,9 +227,24 @@ def test_settings_that_do_not_fit(gate, error, message, runs):
         load_config(changed(runs["adapt"], **gate))
 
 
-def test_a_layer_beyond_the_base_and_too_little_text_are_refused(runs):
+def test_a_layer_beyond_the_base_and_a_budget_that_cannot_be_measured_are_refused(runs):
     with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
         fit_gate(load_config(changed(runs["preserve"], layer=6)))
+    with pytest.raises(DataError, match=r"gate\.max_open_fraction: 1e-05 cannot be measured"):
+        fit_gate(load_config(changed(runs["preserve"], max_open_fraction=1e-5)))
+
+
+def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
+    values = yaml.safe_load(runs["adapt"].read_text())
+    assert parse_config(values, source="test").gate_negatives == ["english"]
+    values["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 1000}}
+    assert parse_config(values, source="test").gate_negatives == ["own"]
+    values["gate"]["negatives"] = ["own", "english"]
+    assert parse_config(values, source="test").gate_negatives == ["own", "english"]
+    del values["data"]["corpora"]["own"], values["data"]["corpora"]["english"], values["gate"]["negatives"]
+    values["data"]["replay_fraction"] = 0
+    with pytest.raises(ConfigError, match="needs text that is not new"):
+        parse_config(values, source="test")
 
 
 def test_a_gate_closes_what_scale_adds(runs):

@@ -1,0 +1,152 @@
+"""What gates do where the text changes within a document.
+
+    python benchmarks/code_switching.py --config run.yaml
+
+Held-out windows of a finished run with a section `gate` are cut from old text into new, and from new into old. For each
+kind of features, with and without splices: how many tokens after the change are open, the first eight and the later
+ones. And for the gate that the section describes: the perplexity of the second text under the base, the trained model
+and the gated model, and how far closed tokens there are from the base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline import command_line
+from pipeline.config.run import GateFeatures, GateSettings, RunConfig, load_config
+from pipeline.conversion.convert import newest_checkpoint
+from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.data.samples import load_heldout
+from pipeline.data.token_corpus import IGNORED
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import ConfigError
+from pipeline.evaluation.table import readable, table
+from pipeline.gating.fit_run import fit_on, gate_layer
+from pipeline.gating.states import BaseStream
+from pipeline.gating.windows import Windows, as_windows, read_fitting_text, spliced
+from pipeline.scale.gate import Gate
+
+FIRST = 8
+DIRECTIONS = {True: "new after old", False: "old after new"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Held-out windows in which the text changes; masks are bool [N, S].
+
+    Attributes:
+        second: the tokens after the change that belong to the document in which it is.
+        first_few: the first of them.
+        predicted: those whose target is of the same text.
+    """
+
+    windows: Windows
+    second: Tensor
+    first_few: Tensor
+    predicted: Tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    config = load_config(parser.parse_args().config)
+    if config.gate is None:
+        raise ConfigError(f"{config.name}: has no section gate")
+    print("\n\n".join(code_switching(config, config.gate)))
+
+
+@torch.no_grad()
+def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]:
+    """The two tables."""
+    model = open_trained(newest_checkpoint(config), config.base)
+    fingerprint = load_tokenizer(config.base).fingerprint
+    changes = heldout_changes(config, fingerprint)
+    stream = BaseStream(model, gate_layer(settings, model))
+    header = ["features", "splices", "new text open"]
+    header += [f"{name}: {part} open" for name in DIRECTIONS.values() for part in (f"first {FIRST}", "later")]
+    rows, chosen = [], None
+    for splices in (False, True):
+        varied = config.model_copy(update={"gate": settings.model_copy(update={"splices": splices})})
+        text = read_fitting_text(varied, fingerprint)
+        for features in get_args(GateFeatures):
+            gate, new, _ = fit_on(stream, text, settings.model_copy(update={"features": features}))
+            row = [features, str(splices), f"{(new > gate.threshold).double().mean():.2%}"]
+            for change in changes.values():
+                is_open = stream.open_tokens(change.windows, gate)
+                for part in (change.first_few, change.second & ~change.first_few):
+                    row.append(f"{is_open[part].double().mean():.1%}")
+            rows.append(row)
+            if (features, splices) == (settings.features, settings.splices):
+                chosen = gate
+    assert chosen is not None
+    return table(header, rows), second_texts(replace(model, gate=chosen), stream, chosen, changes)
+
+
+def second_texts(model: TrainedModel, stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
+    """Perplexities of the text after the change, and KL(base || model) of the closed tokens there."""
+    rows = []
+    for is_new, change in changes.items():
+        closed = change.second & ~stream.open_tokens(change.windows, gate)
+        base = log_probabilities(model, change.windows, base=True)
+        row, divergences = [DIRECTIONS[is_new], perplexity(base, change)], []
+        for own in (replace(model, gate=None), model):
+            found = log_probabilities(own, change.windows)
+            row.append(perplexity(found, change))
+            kl = (base.exp() * (base - found)).sum(-1)[closed]
+            divergences.append(f"{kl.mean():.3f}" if len(kl) else "")
+        rows.append(row + divergences)
+    header = ["perplexity of the second text", "base", "ungated", "gated", "closed: KL ungated", "KL gated"]
+    return table(header, rows)
+
+
+def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:
+    """Windows that change into new text, and into old text, by whether the second text is new."""
+    heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
+    kinds: dict[bool, list[Windows]] = {True: [], False: []}
+    for name, samples in heldout.items():
+        is_new = config.data.corpora[name].role == "new"
+        kinds[is_new].append(as_windows(list(islice(samples, config.validation.max_sequences)), is_new))
+    if not all(kinds.values()):
+        raise ConfigError("data.corpora: expected held-out parts of new text and of replayed text")
+    old, new = (sum(kinds[is_new][1:], kinds[is_new][0]) for is_new in (False, True))
+    made = spliced(old, new, config.seed)
+    return {is_new: _change(made, is_new) for is_new in (True, False)}
+
+
+def _change(windows: Windows, second_is_new: bool) -> Change:
+    rows = windows.is_new[:, 0] != second_is_new
+    chosen = windows.rows(rows)
+    after = chosen.is_new == second_is_new
+    at = after.int().argmax(dim=1, keepdim=True)
+    second = after & (chosen.document_ids == chosen.document_ids.gather(1, at)) & chosen.present
+    # The target of the last token before the change is of the first text.
+    predicted = second & (chosen.targets != IGNORED)
+    return Change(chosen, second, second & (after.int().cumsum(dim=1) <= FIRST), predicted)
+
+
+def log_probabilities(model: TrainedModel, windows: Windows, *, base: bool = False) -> Tensor:
+    """[N, S, V] in fp32."""
+    decoder, fill_output = model.streamed(torch.float32)
+    inputs = windows.tokens, windows.positions, windows.document_ids
+    hidden = decoder.hidden_states(*inputs, path="base" if base else "model")
+    fill_output()
+    return F.log_softmax(decoder.output.logits(hidden), dim=-1).view(*windows.tokens.shape, -1)
+
+
+def perplexity(found: Tensor, change: Change) -> str:
+    """Of the targets in the second text; found: [N, S, V], log probabilities."""
+    targets = change.windows.targets[change.predicted]
+    return readable(math.exp(float(-found[change.predicted].gather(-1, targets.unsqueeze(-1)).mean())))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

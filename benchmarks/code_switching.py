@@ -78,7 +78,8 @@ def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]
         varied = config.model_copy(update={"gate": settings.model_copy(update={"splices": splices})})
         text = read_fitting_text(varied, fingerprint)
         for features in get_args(GateFeatures):
-            gate, new, _ = fit_on(stream, text, settings.model_copy(update={"features": features}))
+            fit = fit_on(stream, text, settings.model_copy(update={"features": features}))
+            gate, new = fit.gate, fit.new
             row = [features, str(splices), f"{(new > gate.threshold).double().mean():.2%}"]
             for change in changes.values():
                 is_open = stream.open_tokens(change.windows, gate)
@@ -114,7 +115,7 @@ def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:
     kinds: dict[bool, list[Windows]] = {True: [], False: []}
     for name, samples in heldout.items():
         is_new = config.data.corpora[name].role == "new"
-        kinds[is_new].append(as_windows(list(islice(samples, config.validation.max_sequences)), is_new))
+        kinds[is_new].append(as_windows(list(islice(samples, config.validation.max_sequences)), is_new=is_new))
     if not all(kinds.values()):
         raise ConfigError("data.corpora: expected held-out parts of new text and of replayed text")
     old, new = (sum(kinds[is_new][1:], kinds[is_new][0]) for is_new in (False, True))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline import log
@@ -33,6 +34,8 @@ from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate import Gate, deepest_gate_layer
 from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_gate, write_gate
 
+MOST_LEFT_OUT = 0.5
+"""The largest share of the base's own text that may be of the new text's kind."""
 _logger = log.get_logger(__name__)
 
 
@@ -62,7 +65,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
 
-    gate, new, negatives = fit_on(BaseStream(model, layer), text, config.gate)
+    fit = fit_on(BaseStream(model, layer), text, config.gate)
+    gate, new, negatives = fit.gate, fit.new, fit.negatives
     effect = measure(replace(model, gate=gate), heldout, config)
     if effect.closed_max_abs_logit_difference not in (0.0, None):
         raise PreservationError(
@@ -78,6 +82,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         auc=area_under_roc(new, negatives),
         closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
         open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
+        left_out_of_own_text=fit.left_out,
         roc=roc_points(new, negatives),
         calibration=calibration_bins(new, negatives),
         heldout=dict(effect.heldout),
@@ -87,20 +92,51 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     return record, True
 
 
-def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> tuple[Gate, Tensor, Tensor]:
-    """A gate of that stream, and its scores of the unused tokens: those of new text, and the others.
+@dataclass(frozen=True)
+class Fit:
+    """A fitted gate, and its scores of unused tokens.
+
+    Attributes:
+        gate: the gate, with its threshold.
+        new, negatives: the scores of new text, and of the other text.
+        left_out: the share of the base's own unused text that was left out, because it is of the new text's kind.
+    """
+
+    gate: Gate
+    new: Tensor
+    negatives: Tensor
+    left_out: float
+
+
+def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
+    """A gate of that stream. Documents in which the base wrote the new text's kind are left out after a first fit.
 
     Raises:
-        DataError: the text is too little.
+        DataError: the text is too little, or most of what the base wrote is of the new text's kind.
     """
     features, is_new = stream.features(text.fit, settings.features)
     mean, std = standardisation(features)
     features = features.sub_(mean).div_(std).to(stream.device)
     weight, bias = fit_logistic(features, is_new.to(stream.device))
+    is_open = torch.zeros_like(text.fit.present)
+    is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
+    kept = text.fit.without_new_kind(is_open).present[text.fit.present]
+    if not kept.all():
+        weight, bias = fit_logistic(features[kept.to(stream.device)], is_new[kept].to(stream.device))
     del features
     gate = Gate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
-    new, negatives = stream.scores(text.unused, gate)
-    return replace(gate, threshold=threshold_for(negatives, settings.max_open_fraction)), new, negatives
+
+    scores = stream.scores(text.unused, gate)
+    unused = text.unused.without_new_kind(scores > 0)
+    before, after = (int((windows.present & windows.is_own).sum()) for windows in (text.unused, unused))
+    left_out = 1 - after / before if before else 0.0
+    if left_out > MOST_LEFT_OUT:
+        raise DataError(
+            f"gate: {left_out:.0%} of what the base wrote itself looks like the new text, expected at most "
+            f"{MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or remove the section gate"
+        )
+    new, negatives = scores[unused.present & unused.is_new], scores[unused.present & ~unused.is_new]
+    return Fit(replace(gate, threshold=threshold_for(negatives, settings.max_open_fraction)), new, negatives, left_out)
 
 
 def request_of(config: RunConfig, model: TrainedModel) -> dict[str, Any]:

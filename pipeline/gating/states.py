@@ -34,14 +34,10 @@ class BaseStream:
         ]
         return torch.cat(found), windows.is_new[windows.present]
 
-    def scores(self, windows: Windows, gate: Gate) -> tuple[Tensor, Tensor]:
-        """The gate's scores of the tokens that are no padding, by kind: those of new text, and the others."""
-        found = [
-            gate.scores(stream, group.document_ids.to(self.device)).cpu()[group.present]
-            for group, stream in self._streams(windows, "testing the gate")
-        ]
-        scores, is_new = torch.cat(found), windows.is_new[windows.present]
-        return scores[is_new], scores[~is_new]
+    def scores(self, windows: Windows, gate: Gate) -> Tensor:
+        """The gate's scores: [N, S], on the CPU."""
+        found = self._streams(windows, "testing the gate")
+        return torch.cat([gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found])
 
     def open_tokens(self, windows: Windows, gate: Gate) -> Tensor:
         """The gate's decisions: bool [N, S], on the CPU."""

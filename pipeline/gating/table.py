@@ -30,6 +30,7 @@ def as_text(record: GateRecord) -> str:
         "AUC": f"{record.auc:.5f}",
         "closed, of new text": f"{record.closed_fraction_of_new:.2%}",
         "open, of other text": f"{record.open_fraction_of_negatives:.2%}",
+        "left out, of the base's own text, as of the new kind": f"{record.left_out_of_own_text:.2%}",
         "largest logit difference from the base where it never opens": exact,
     }
     header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]

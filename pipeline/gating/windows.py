@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -24,7 +24,8 @@ class Windows:
     Attributes:
         tokens, targets, positions, document_ids: the decoder's inputs.
         is_new: which tokens are new text.
-        present: which are no padding.
+        is_own: which the base wrote itself.
+        present: which are no padding, or are left out.
     """
 
     tokens: Tensor
@@ -32,6 +33,7 @@ class Windows:
     positions: Tensor
     document_ids: Tensor
     is_new: Tensor
+    is_own: Tensor
     present: Tensor
 
     def __len__(self) -> int:
@@ -51,7 +53,21 @@ class Windows:
         return Windows(*map(torch.cat, zip(self._tensors(), other._tensors(), strict=True)))
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.targets, self.positions, self.document_ids, self.is_new, self.present
+        return self.tokens, self.targets, self.positions, self.document_ids, self.is_new, self.is_own, self.present
+
+    def without_new_kind(self, is_open: Tensor) -> Windows:
+        """The same without the documents of which the base wrote most in the new text's kind; is_open: bool [N, S].
+
+        A base that knows a little of the new language writes in it now and then. That is not text to stay closed on.
+        """
+        rows = torch.arange(len(self)).unsqueeze(1) * self.tokens.shape[1]
+        document = (rows + self.document_ids).flatten()
+        tokens, opened = (
+            torch.zeros(self.tokens.numel()).index_add_(0, document, mask.flatten().float())
+            for mask in (self.present, self.present & is_open)
+        )
+        of_new_kind = (opened > tokens / 2)[document].view_as(self.tokens)
+        return replace(self, present=self.present & ~(self.is_own & of_new_kind))
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,8 @@ def read_fitting_text(config: RunConfig, tokenizer_fingerprint: str) -> FittingT
             packed = open_packed(config.data, name, tokenizer_fingerprint=tokenizer_fingerprint)
             tokens = ceil(config.gate.tokens * roles[name].weight / weights)
             count = ceil(tokens / config.data.sequence_length)
-            parts[is_new].append(_divided(packed, count, is_new, mix(config.seed, *name.encode())))
+            key, is_own = mix(config.seed, *name.encode()), roles[name].role == "rehearsal"
+            parts[is_new].append(_divided(packed, count, key, is_new=is_new, is_own=is_own))
     old_text, new_text = (_joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
     fit = old_text + new_text
     if config.gate.splices:
@@ -87,7 +104,7 @@ def read_fitting_text(config: RunConfig, tokenizer_fingerprint: str) -> FittingT
     return FittingText(fit, _joined([part.unused for is_new in (False, True) for part in parts[is_new]]))
 
 
-def _divided(packed: PackedCorpus, count: int, is_new: bool, key: int) -> FittingText:
+def _divided(packed: PackedCorpus, count: int, key: int, *, is_new: bool, is_own: bool) -> FittingText:
     """`count` windows of a corpus to fit on, and as many others; half of its windows each if it is smaller."""
     if len(packed) < 2:
         raise DataError(
@@ -97,19 +114,21 @@ def _divided(packed: PackedCorpus, count: int, is_new: bool, key: int) -> Fittin
     count = min(count, len(packed) // 2)
     order = Permutation(len(packed), key)
     fit, unused = (
-        as_windows([packed[order[index]] for index in range(first, first + count)], is_new) for first in (0, count)
+        as_windows([packed[order[index]] for index in range(first, first + count)], is_new=is_new, is_own=is_own)
+        for first in (0, count)
     )
     return FittingText(fit, unused)
 
 
-def as_windows(samples: Sequence[Sample], is_new: bool) -> Windows:
-    """Samples of S tokens as windows, all of new text or all of other text."""
+def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False) -> Windows:
+    """Samples of S tokens as windows, all of new text or all of other text, which the base may have written."""
     columns: Mapping[str, Tensor] = {
         name: torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
         for name in ("tokens", "targets", "positions", "document_ids")
     }
     present = torch.from_numpy(np.stack([_present(sample) for sample in samples]))
-    return Windows(**columns, is_new=torch.full_like(present, is_new), present=present)
+    kinds = {"is_new": torch.full_like(present, is_new), "is_own": torch.full_like(present, is_own)}
+    return Windows(**columns, **kinds, present=present)
 
 
 def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -151,6 +170,7 @@ def _splice(first: Windows, second: Windows, index: int, cut: int) -> Windows:
     positions[continued] += first.positions[index, cut - 1] + 1 - positions[0, 0]
     return Windows(
         **joined,
+        is_own=torch.zeros_like(joined["is_new"]),  # such a document is of both kinds, and none is left out
         positions=torch.cat([first.positions[row, :cut], positions], dim=1),
         document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
     )

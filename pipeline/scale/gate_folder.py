@@ -57,6 +57,8 @@ class GateRecord(BaseModel):
     score orders correctly"""
     closed_fraction_of_new: float
     open_fraction_of_negatives: float
+    left_out_of_own_text: float
+    """the share of the base's own text that is of the new text's kind, by documents; it counts as no negative"""
     roc: list[tuple[float, float]]
     """the open share of negatives, and that of new tokens, as the threshold falls"""
     calibration: list[tuple[float, float, int]]

@@ -88,6 +88,7 @@ RECORD = GateRecord(
     auc=0.9,
     closed_fraction_of_new=0.1,
     open_fraction_of_negatives=0.001,
+    left_out_of_own_text=0.0,
     roc=[(0.0, 0.0), (1.0, 1.0)],
     calibration=[(0.05, 0.04, 7)],
     heldout={},

@@ -52,6 +52,20 @@ def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, see
     assert torch.equal(spliced(old, new, seed).tokens, found.tokens)
 
 
+def test_documents_that_the_base_wrote_in_the_new_kind_are_left_out():
+    own = as_windows([sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)], is_new=False, is_own=True)
+    given = as_windows([sample(LENGTH + 1, [6], first=300)], is_new=False)
+    windows = own + given
+    is_open = torch.zeros_like(windows.present)
+    is_open[:, 6:12] = True  # six of the ten tokens of the second documents; four of the ten of the short sample
+    is_open[:, 2] = True
+    kept = windows.without_new_kind(is_open)
+    expected = windows.present.clone()
+    expected[0, 6:] = False
+    assert torch.equal(kept.present, expected)
+    assert torch.equal(kept.tokens, windows.tokens)
+
+
 def test_groups_are_whole_windows():
     windows = as_windows([sample(LENGTH + 1, [], first=100 * row) for row in range(5)], is_new=False)
     for limit, sizes in ((1, [1] * 5), (2 * LENGTH, [2, 2, 1]), (10**6, [5])):

@@ -15,11 +15,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.run import load_config, parse_config
-from pipeline.conversion.convert import convert, latest_conversion, run_probe
+from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.trained_model import open_trained
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.fit_run import fit_gate
+from pipeline.gating.fit_run import fit_gate, fit_on
+from pipeline.gating.states import BaseStream
+from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
@@ -101,6 +105,44 @@ def test_a_fit_is_repeatable_and_a_damaged_gate_is_fitted_again(fitted):
     assert now and record == records["adapt"]
     assert (folder / "gate.safetensors").read_bytes() == tensors
     assert sorted(path.name for path in folder.parent.glob("*gate*")) == ["gate"]
+
+
+def with_new_text_among_the_old(windows, *, is_own: bool):
+    """A fifth of the new windows count as old ones, which the base wrote or did not."""
+    new = windows.is_new[:, 0]
+    taken = new.nonzero().flatten()[: int(new.sum()) // 5]
+    is_new = windows.is_new.clone()
+    is_new[taken] = False
+    return replace(windows, is_new=is_new, is_own=~is_new & is_own)
+
+
+def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(runs):
+    config = load_config(runs["adapt"])
+    model = open_trained(newest_checkpoint(config), config.base)
+    text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
+
+    def fitted_on(*, is_own: bool):
+        parts = (with_new_text_among_the_old(part, is_own=is_own) for part in (text.fit, text.unused))
+        return fit_on(BaseStream(model, 3), FittingText(*parts), config.gate)
+
+    own, given = fitted_on(is_own=True), fitted_on(is_own=False)
+    assert 0.1 < own.left_out < 0.25 and given.left_out == 0
+    assert (own.new > own.gate.threshold).double().mean() > 0.9
+    assert (own.negatives > own.gate.threshold).double().mean() <= GATE["max_open_fraction"]
+    assert (given.new > given.gate.threshold).double().mean() < 0.5
+
+
+def test_own_text_that_looks_like_the_new_one_is_refused(runs):
+    config = load_config(runs["adapt"])
+    model = open_trained(newest_checkpoint(config), config.base)
+    text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
+    unused = text.unused.rows(text.unused.is_new[:, 0])
+    half = torch.arange(len(unused)) < len(unused) // 2
+    alike = replace(
+        unused, is_new=half.unsqueeze(1).expand_as(unused.is_new), is_own=~unused.is_new | ~half.unsqueeze(1)
+    )
+    with pytest.raises(DataError, match=r"of what the base wrote itself looks like the new text, expected at most 50%"):
+        fit_on(BaseStream(model, 3), FittingText(text.fit, alike), config.gate)
 
 
 def test_other_features_and_splices(runs, tmp_path):

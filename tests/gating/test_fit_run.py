@@ -138,9 +138,8 @@ def test_own_text_that_looks_like_the_new_one_is_refused(runs):
     text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
     unused = text.unused.rows(text.unused.is_new[:, 0])
     half = torch.arange(len(unused)) < len(unused) // 2
-    alike = replace(
-        unused, is_new=half.unsqueeze(1).expand_as(unused.is_new), is_own=~unused.is_new | ~half.unsqueeze(1)
-    )
+    is_new = half.unsqueeze(1).expand_as(unused.is_new)
+    alike = replace(unused, is_new=is_new, is_own=~is_new)
     with pytest.raises(DataError, match=r"of what the base wrote itself looks like the new text, expected at most 50%"):
         fit_on(BaseStream(model, 3), FittingText(text.fit, alike), config.gate)
 

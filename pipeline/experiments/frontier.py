@@ -24,7 +24,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_record
+from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.flops import count_inference_flops
 
 MOST_FORGOTTEN = 0.01
@@ -98,9 +98,9 @@ def frontier_rows(runs: StudyRuns) -> list[FrontierRow]:
         if not rows:
             rows.append(_base_row(config, _perplexities(outcome.before)))
         rows.append(_row(config, trial, label, cost, _perplexities(outcome.after)))
-        folder = config.folder / GATE_FOLDER
-        if (folder / GATE_RECORD).exists():
-            gated = {name: text.gated_perplexity or math.inf for name, text in open_record(folder).heldout.items()}
+        if config.gate is not None:
+            heldout = open_record(config.folder / GATE_FOLDER).heldout
+            gated = {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
             rows.append(_row(config, trial, label, cost, gated, gated=True))
     return rows
 

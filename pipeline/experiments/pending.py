@@ -10,13 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import SAMPLER, TOKENIZER, made_by, unfinished_corpora
-from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
+from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, StudyError
 from pipeline.experiments.results import Outcome, has_diverged, is_trained, read_outcome
 from pipeline.experiments.study_runs import StudyRun, StudyRuns, Trial
 from pipeline.run_folder.status import read_status
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD
+from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,18 @@ def _is_over(runs: StudyRuns, trial: Trial) -> bool:
     """Whether nothing is left to do: trained and its gate fitted, or diverged at one of several learning rates."""
     run = runs.trial(trial)
     if is_trained(run):
-        return run.config.gate is None or (run.config.folder / GATE_FOLDER / GATE_RECORD).exists()
+        return run.config.gate is None or _is_gate_fitted(run.config)
     is_one_of_several = trial.seed == runs.study.seeds[0] and len(_grid(runs, trial.method)) > 1
     return is_one_of_several and has_diverged(run)
+
+
+def _is_gate_fitted(config: RunConfig) -> bool:
+    """Whether the run has a whole gate of these settings: others may be given to a finished run."""
+    try:
+        request = open_record(config.folder / GATE_FOLDER).request
+    except CheckpointError:
+        return False
+    return config.gate is not None and request.get("settings") == config.gate.model_dump(mode="json")
 
 
 def _is_converted(run: StudyRun) -> bool:

@@ -183,7 +183,7 @@ def load_base(
         BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
     """
     for name, parameter in model.named_parameters():
-        if not is_base(name):
+        if not is_base(source(name)):
             continue
         found, expected = base.shape(source(name)), full_shape_of(parameter)
         if found != expected:

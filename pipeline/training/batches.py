@@ -48,27 +48,43 @@ class TrainingBatches:
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches that this rank accumulates for the optimizer step after `step` steps."""
-        by_rank = [self._indices(step, rank) for rank in range(self.dp_size)] if self.rehearses else []
-        for number, indices in enumerate(self._indices(step, self.dp_rank)):
-            # Stable: those that train by KL come first, otherwise in order.
-            samples = [self.samples[index] for index in sorted(indices, key=lambda index: not self._is_kl(index))]
-            yield collate(samples, self.document_mask, self.device)._replace(
-                kl_rows=self._kl_rows(indices),
-                reference_rows=max((self._kl_rows(own[number]) for own in by_rank), default=0),
-            )
+        if not self.rehearses:
+            for indices in self._indices(step):
+                yield self._collated(indices)
+            return
+        own, fullest = self._dealt(step)
+        for indices, most in zip(own, fullest, strict=True):
+            yield self._collated(indices)._replace(kl_rows=self._kl_rows(indices), reference_rows=self._kl_rows(most))
 
-    def _indices(self, step: int, dp_rank: int) -> list[list[int]]:
-        batch_size = self.schedule.global_batch_size
+    def _indices(self, step: int) -> list[list[int]]:
         return rank_indices(
-            step * batch_size,
-            global_batch_size=batch_size,
+            step * self.schedule.global_batch_size,
+            global_batch_size=self.schedule.global_batch_size,
             micro_batch_size=self.schedule.micro_batch_size,
-            dp_rank=dp_rank,
+            dp_rank=self.dp_rank,
             dp_size=self.dp_size,
         )
 
+    def _dealt(self, step: int) -> tuple[list[list[int]], list[list[int]]]:
+        """This rank's indices and rank 0's, a list per micro-batch; those that train by KL are dealt out first.
+
+        So they are spread evenly, and no rank has more of them than rank 0. In their own order, with many ranks almost
+        every micro-batch would have one on some rank, and all ranks would run the base in almost every one.
+        """
+        batch_size = self.schedule.global_batch_size
+        indices = range(step * batch_size, (step + 1) * batch_size)
+        ordered = sorted(indices, key=lambda index: not self._is_kl(index))
+        stride = batch_size // self.schedule.micro_batch_size  # micro-batches over all ranks
+        own, fullest = (
+            [ordered[first::stride] for first in range(rank, stride, self.dp_size)] for rank in (self.dp_rank, 0)
+        )
+        return own, fullest
+
+    def _collated(self, indices: Sequence[int]) -> MicroBatch:
+        return collate([self.samples[index] for index in indices], self.document_mask, self.device)
+
     def _is_kl(self, index: int) -> bool:
-        return self.rehearses and self.samples.role_of(index) in self.kl_roles
+        return self.samples.role_of(index) in self.kl_roles
 
     def _kl_rows(self, indices: Sequence[int]) -> int:
         return sum(map(self._is_kl, indices))

@@ -22,11 +22,13 @@ from pipeline.experiments.pending import (
 from pipeline.experiments.study import load_study
 from pipeline.experiments.study_runs import StudyRuns, Trial
 from pipeline.run_folder.attempts import Decision, record_end
+from pipeline.scale.gate_folder import GateRecord
 from tests.experiments.studies import STEPS, study_values, write_study
 
 RATES = st.floats(1e-6, 1.0)
 PERPLEXITIES = st.floats(1.0, 1e6) | st.just(math.inf) | st.just(math.nan)
 ONLY = "adapt.lr_0.002.seed_1"
+ADAPT = Trial("adapt", 2e-3, 1)
 LOW, HIGH = Trial("lora", 1e-5, 1), Trial("lora", 2e-3, 1)
 
 
@@ -77,6 +79,36 @@ def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens
     path = write_study(tmp_path, values)
     (task,) = pending_tasks(StudyRuns(load_study(path, tmp_path), str(path)))
     assert task.stages == ("tokenize", "sample", "train", "convert")
+
+
+def test_a_gate_of_other_settings_is_fitted_again(tmp_path, tokens):
+    """A gate, or another one, may be asked for after a run is finished."""
+
+    def of_gate(tokens_read: int | None) -> StudyRuns:
+        values = study_values(tmp_path, tokens)
+        values["seeds"] = [1]
+        values["methods"]["adapt"]["settings"] = {"gate": {"tokens": tokens_read}} if tokens_read else {}
+        path = write_study(tmp_path, values)
+        return StudyRuns(load_study(path, tmp_path), str(path))
+
+    def stages(runs: StudyRuns) -> list[tuple[str, ...]]:
+        return [task.stages for task in pending_tasks(runs) if task.run.config.folder == run.config.folder]
+
+    run = of_gate(None).trial(ADAPT)
+    finish(of_gate(None), ADAPT, 40.0)
+    assert stages(of_gate(None)) == []
+    wanted = of_gate(400)
+    assert stages(wanted) == [("upscale", "train", "gate")]
+    folder = run.config.folder / "gate"
+    folder.mkdir()
+    (folder / "gate.json").write_text("{")
+    assert stages(wanted) == [("upscale", "train", "gate")]
+    settings = wanted.trial(ADAPT).config.gate.model_dump(mode="json")
+    record = {name: 0 for name, field in GateRecord.model_fields.items() if field.is_required()}
+    record |= {"request": {"settings": settings}, "features": "token", "heldout": {}, "roc": [], "calibration": []}
+    (folder / "gate.json").write_text(GateRecord.model_validate(record).model_dump_json())
+    assert stages(wanted) == []
+    assert stages(of_gate(500)) == [("upscale", "train", "gate")]
 
 
 def test_other_seeds_run_at_the_rate_that_learned_most(runs):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
+from pipeline.methods import method_for
 from pipeline.model.decoder import REFERENCE
-from pipeline.model.from_hf import load_base
 from pipeline.parallel.layers import kl_and_logit_gradient_
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from tests.widened import (
+    SEED,
     balance_router,
     scale_settings,
     shake,
     some_batch,
     some_tokens,
-    started,
     trained_gradients,
     unwidened,
     widened,
@@ -45,11 +47,12 @@ def rehearsing(base, method, noise=0.1):
         if method == "route" and noise:
             balance_router(model, some_tokens(base.spec, 4, 24))
     else:
-        model = started(base, TypeAdapter(Method).validate_python(METHODS[method]))
+        baseline = method_for(TypeAdapter(Method).validate_python(METHODS[method]), Path("unread"), SEED)
+        model = baseline.build(base.spec, SINGLE, "none")
+        if not model.keeps_base:
+            model.add_reference()
+        baseline.load(model, base, SINGLE)
         shake(model, noise / 2)
-    if not model.keeps_base:
-        model.add_reference()
-        load_base(model.reference, base)
     model.output.kl_coefficient = COEFFICIENT
     return model
 

@@ -59,6 +59,24 @@ def test_rehearsed_sequences_come_first_and_all_ranks_run_the_base_on_as_many(to
     assert any(first != second for first, second in counts)
 
 
+def test_rehearsed_sequences_are_dealt_out_so_that_the_base_runs_on_few(tokens, tmp_path):
+    """A step reads the same samples in every layout, and the base runs on no more of them than it must."""
+    config = load_config(write_config(tmp_path, tokens, data__replay_loss="kl"))
+    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
+    wanted = [samples[index].tokens.tolist() for index in range(8, 16)]
+    rehearsed = sum(samples.role_of(index) == "replay" for index in range(8, 16))
+    assert 0 < rehearsed < 8
+    for dp_size in (1, 2, 4):
+        layout = Layout(dp_size, 1)
+        ranks = [
+            list(TrainingBatches(samples, config, layout, rank, torch.device("cpu")).of_step(1))
+            for rank in range(dp_size)
+        ]
+        assert sorted(row.tolist() for rank in ranks for batch in rank for row in batch.tokens) == sorted(wanted)
+        assert sum(batch.kl_rows for rank in ranks for batch in rank) == rehearsed
+        assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {-(-rehearsed // dp_size)}
+
+
 def test_without_rehearsal_no_sequence_is_marked(tokens, tmp_path):
     config = load_config(write_config(tmp_path, tokens))
     samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)

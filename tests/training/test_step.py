@@ -1,15 +1,21 @@
-"""Results that are not finite: a transient fault changes nothing, a permanent one costs only its own step."""
+"""A step's totals; and results that are not finite: a transient fault changes nothing, a permanent one one step."""
 
 from __future__ import annotations
 
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from pipeline.data.token_corpus import IGNORED
+from pipeline.model.output import Losses
 from pipeline.training.divergence import REPORT
+from pipeline.training.loop import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, train
@@ -99,3 +105,28 @@ def test_what_a_run_cannot_tolerate_ends_it(tokens, tmp_path):
     report = json.loads((tmp_path / "diverges" / REPORT).read_text())
     assert (report["step"], report["skipped_steps"]) == (2, [2])
     assert not (tmp_path / "diverges" / "checkpoints").exists()
+
+
+def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
+    """Of a step with rehearsal, whose first sequence on data-parallel rank 0 is rehearsed, and of one without."""
+    dp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
+    engine: Any = SimpleNamespace(tensor_parallel=SimpleNamespace(rank=tp_rank))
+    found = []
+    for kl_rows in (int(dp_rank == 0), 0):
+        sums = StepSums(torch.device("cpu"))
+        nll, kl = torch.full((2, 4), 3.0), torch.zeros(2, 4)
+        nll[:kl_rows], kl[:kl_rows] = 0.0, 0.5
+        targets = torch.ones(2, 4, dtype=torch.long)
+        targets[:, -1], nll[:, -1], kl[:, -1] = IGNORED, 0.0, 0.0
+        preserved = torch.tensor([[True] * 4, [False] * 4])
+        for _ in range(3):
+            sums.add(Losses(nll.sum() + kl.sum(), nll, kl, preserved, None), targets, kl_rows)
+        found.append(sums.over_all_ranks(engine, stop=dist.get_rank() == 1))
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_loss_of_a_step_leaves_rehearsed_tokens_out(tp_size):
+    for rehearsed, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
+        assert rehearsed == StepTotals(nll_per_token=3.0, kl_per_token=0.5, preserved_fraction=0.5, stop=True)
+        assert plain == StepTotals(nll_per_token=3.0, kl_per_token=None, preserved_fraction=0.5, stop=True)

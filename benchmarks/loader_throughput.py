@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeline.config.run import Data
+from pipeline.config.data import Data
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import Manifest, ShardRecord, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard

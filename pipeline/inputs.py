@@ -10,7 +10,8 @@ import torch
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import check_same_model, load_manifest
-from pipeline.config.run import RunConfig, Sampling
+from pipeline.config.data import Sampling
+from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config

@@ -43,7 +43,7 @@ while IFS=$'\t' read -r name config stages; do
     read -ra todo <<<"$stages"
     options=("${of_runs[@]}")
     [[ "$stages" != tokenize || -z "${serial[*]}" ]] || options=(--nodes=1 --ntasks=1 "${serial[@]}")
-    [[ "$stages" != sample ]] || options+=(--nodes=1) # one process, with the GPUs of its node
+    [[ "$stages" != sample ]] || options+=(--nodes=1 --ntasks=1) # one process, with the GPUs of its node
     job=$(sbatch --parsable --job-name="${name%%:*}" "${options[@]}" slurm/cpt_korean.sh "$config" "${todo[@]}")
     jobs+=:${job%%;*} # a federation appends its cluster's name
     names+=("$name")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import positive, run, share
+from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
-from pipeline.config.run import Sampling, load_config
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 

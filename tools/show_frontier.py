@@ -20,9 +20,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the rows to this file, as JSON")
     arguments = parser.parse_args()
     from pipeline.experiments import frontier  # --help does not wait for torch
-    from pipeline.experiments.run_study import open_study
+    from pipeline.experiments.study import load_study
+    from pipeline.experiments.study_runs import StudyRuns
 
-    rows = frontier.frontier_rows(open_study(arguments.study, arguments.data))
+    study = load_study(arguments.study, arguments.data)
+    rows = frontier.frontier_rows(StudyRuns(study, str(arguments.study)))
     print(frontier.frontier_table(rows), end="\n\n")
     for goal, holds in frontier.goals(rows).items():
         print(f"{'not decided' if holds is None else 'holds' if holds else 'does not hold'}: {goal}")

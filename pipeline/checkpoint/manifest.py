@@ -14,9 +14,10 @@ import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.config.data import Corpus, Data
 from pipeline.config.method import Method
 from pipeline.config.reading import Section
-from pipeline.config.run import Corpus, Data, RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash, is_plain_name, write_json
 from pipeline.model.base_folder import BaseFolder

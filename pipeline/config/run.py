@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from pipeline.config.data import CorpusName, Data, Role
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.reading import (
     Decay,
@@ -24,140 +25,7 @@ from pipeline.config.reading import (
     read_yaml,
 )
 
-Role = Literal["new", "replay", "rehearsal"]
 GateFeatures = Literal["token", "token+running_mean"]
-
-
-class Sampling(Section):
-    """Text that the base writes itself, for a corpus of role rehearsal (tools/sample_base.py)."""
-
-    tokens: PositiveInt
-    """how many are written, at least"""
-    temperature: PositiveFloat = 1.0
-    """1: the base's own distribution, without top-k or top-p"""
-    max_tokens: PositiveInt | None = Field(
-        default=None, description="of a document, its opening included; default: sequence_length"
-    )
-    openings: list[str] = Field(
-        default=[],
-        description="files of documents whose beginnings the base continues, in the formats of input; default: the "
-        "tokenizer's start token alone",
-    )
-    opening_tokens: PositiveInt | None = Field(
-        default=None, description="the beginning of an opening that is used; default: all of it, as for questions"
-    )
-    chat_template: bool = False
-    """the openings are a user's messages, framed by the tokenizer's chat template"""
-    seed: int = 0
-    """of the text; not the run's, because runs with other seeds read the same corpus"""
-
-    @model_validator(mode="after")
-    def _a_chat_has_messages(self) -> Sampling:
-        if self.chat_template and not self.openings:
-            raise ValueError("chat_template frames messages; name files of them as openings")
-        if self.chat_template and self.opening_tokens is not None:
-            raise ValueError("give chat_template or opening_tokens, not both: a message is used as a whole")
-        return self
-
-
-class Corpus(Section):
-    """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
-
-    input: list[str] = Field(
-        default=[],
-        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; or folders saved by datasets",
-    )
-    sample: Sampling | None = Field(
-        default=None, description="instead of input, for role rehearsal: what the base is to write"
-    )
-    heldout_input: list[str] = Field(default=[], description="separate files for the held-out part")
-    heldout_fraction: Fraction = Field(default=0.0, description="or this share of the documents, chosen by their hash")
-    text_key: str = "text"
-    """the field or column that holds the text"""
-    prompt_key: str | None = Field(
-        default=None,
-        description="that of a prompt before the text, which is read but never predicted: loss on answers only",
-    )
-    role: Role = Field(
-        default="new", description="replay: the base model's own domain; rehearsal: text that the base wrote itself"
-    )
-    weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
-    epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after this many passes")
-    token_budget: PositiveInt | None = Field(default=None, description="or after this many tokens")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Corpus:
-        if self.role != "rehearsal":
-            if self.sample is not None:
-                raise ValueError(f"sample belongs to role rehearsal, not to role {self.role}")
-            if not self.input:
-                raise ValueError("input: name at least one file")
-        elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
-            raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
-        elif self.prompt_key is not None:
-            raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
-        return self
-
-    @model_validator(mode="after")
-    def _one_limit_one_heldout(self) -> Corpus:
-        if self.epochs is not None and self.token_budget is not None:
-            raise ValueError("give epochs or token_budget, not both")
-        if self.heldout_input and self.heldout_fraction:
-            raise ValueError("give heldout_input or heldout_fraction, not both")
-        return self
-
-
-# A name is a folder of `data.folder`, where `<name>.heldout` is the held-out part of `<name>`.
-CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-
-
-class Data(Section):
-    """What is read, in which proportion, and how it is packed."""
-
-    folder: Path
-    """where the token corpora lie"""
-    sequence_length: PositiveInt
-    """tokens per sample; at most the base's context"""
-    corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
-    """by name"""
-    replay_fraction: Fraction = 0.0
-    """share of the samples drawn from the corpora of role replay"""
-    replay_loss: Literal["nll", "kl"] = "nll"
-    """on these samples: the next token's negative log likelihood, or KL(base || model) as in rehearsal"""
-    rehearsal_fraction: Fraction = 0.0625
-    """share of the samples drawn from the corpora of role rehearsal, if there are any"""
-    rehearsal_coefficient: PositiveFloat = 1.0
-    """factor of KL(base || model) in the loss"""
-    document_mask: bool = True
-    """attention and positions stay within a document"""
-
-    @model_validator(mode="after")
-    def _replay_has_a_source(self) -> Data:
-        roles = {corpus.role for corpus in self.corpora.values()}
-        if "new" not in roles:
-            raise ValueError("no corpus has the role new: there is nothing to learn")
-        if self.replay_fraction > 0 and "replay" not in roles:
-            raise ValueError("replay_fraction is above 0 but no corpus has the role replay")
-        if sum(self.fractions.values()) >= 1:
-            raise ValueError("replay_fraction and rehearsal_fraction leave no sample of the role new")
-        return self
-
-    @property
-    def fractions(self) -> dict[Role, float]:
-        """The share of the samples of each role except new."""
-        roles = {corpus.role for corpus in self.corpora.values()}
-        wanted: dict[Role, float] = {"replay": self.replay_fraction, "rehearsal": self.rehearsal_fraction}
-        return {role: fraction for role, fraction in wanted.items() if role in roles}
-
-    @property
-    def kl_roles(self) -> frozenset[Role]:
-        """The roles whose samples train by KL(base || model)."""
-        return frozenset({"rehearsal", "replay"} if self.replay_loss == "kl" else {"rehearsal"})
-
-    @property
-    def kl_fraction(self) -> float:
-        """The share of the samples that train by KL(base || model)."""
-        return sum(fraction for role, fraction in self.fractions.items() if role in self.kl_roles)
 
 
 class GateSettings(Section):

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipeline.config.run import Role
+from pipeline.config.data import Role
 from pipeline.errors import DataError
 
 BLOCK = 1 << 16

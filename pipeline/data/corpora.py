@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config.run import Corpus, Data, RunConfig
+from pipeline.config.data import Corpus, Data
+from pipeline.config.run import RunConfig
 from pipeline.data.records import Document, Keys
 from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.unit_work import Job, is_heldout

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pipeline.config.run import Corpus, Data, Role
+from pipeline.config.data import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
 from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
 from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.config.data import Data
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import Data, RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.errors import USER_ERROR, StudyError
 from pipeline.evaluation.table import over_seeds, readable, table
 from pipeline.experiments.pending import finished_count, known_trials, run_count

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.config.data import Role
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import Role
 from pipeline.errors import RunFolderError
 from pipeline.experiments.study_runs import StudyRun, Trial, measured_corpora
 from pipeline.files import write_json

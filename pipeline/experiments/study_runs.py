@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from pipeline import log
+from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method
-from pipeline.config.run import Role, RunConfig, load_config, parse_config
+from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.data.corpora import has_heldout
 from pipeline.errors import ConfigError

@@ -81,7 +81,7 @@ def _text(sums: _Sums, role: str, sequences: int) -> HeldoutText:
         role=role,
         sequences=sequences,
         tokens=sums.tokens,
-        open_fraction=sums.open / sums.tokens,
+        open_fraction=sums.open / max(1, sums.tokens),
         closed_sequences=sums.closed_sequences,
         **{f"{kind}_perplexity": _perplexity(nll, sums.predicted) for kind, nll in sums.nll.items()},
     )

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from pipeline import log
-from pipeline.config.run import RunConfig, Sampling
+from pipeline.config.data import Sampling
+from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
 from pipeline.data.corpora import train_folder
 from pipeline.data.job_state import begin, begun_for, input_hash, own_first, refuse_other, remove_state

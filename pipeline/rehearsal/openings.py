@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from pipeline import log
-from pipeline.config.run import Sampling
+from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
 from pipeline.data.records import Keys
 from pipeline.data.token_shards import Shard, shard_files, token_dtype, writing_shard

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.config.data import Sampling
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig, Sampling
+from pipeline.config.run import RunConfig
 from pipeline.data.corpora import is_tokenized, named_inputs, train_folder
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer

@@ -155,9 +155,12 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
     if not trainer.engine.step_applied:
         return _skipped(after.skipping(number), stop=totals.stop)
 
-    record = StepRecord(number, totals.nll_per_token, trainer.engine.gradient_norm)
-    after = after.changed(recent=remembered(position.recent, record, trainer.config.stability))
-    figures = {"loss": totals.nll_per_token, "learning_rate": rate, "gradient_norm": record.gradient_norm}
+    figures: dict[str, float] = {}
+    if totals.nll_per_token is not None:  # a small batch may be rehearsed as a whole
+        figures["loss"] = totals.nll_per_token
+        record = StepRecord(number, totals.nll_per_token, trainer.engine.gradient_norm)
+        after = after.changed(recent=remembered(position.recent, record, trainer.config.stability))
+    figures |= {"learning_rate": rate, "gradient_norm": trainer.engine.gradient_norm}
     if totals.kl_per_token is not None:
         figures["kl_rehearsal"] = totals.kl_per_token
     if trainer.engine.routed:
@@ -200,13 +203,13 @@ class StepTotals(NamedTuple):
     """A step over all ranks.
 
     Attributes:
-        nll_per_token: the mean over predicted tokens, without rehearsed ones.
+        nll_per_token: the mean over predicted tokens, without rehearsed ones; None without any.
         kl_per_token: the mean KL(base || model) over rehearsed tokens; None without any.
         preserved_fraction: the share of all these tokens that took Route's preserved path.
         stop: whether any rank was asked to stop.
     """
 
-    nll_per_token: float
+    nll_per_token: float | None
     kl_per_token: float | None
     preserved_fraction: float
     stop: bool
@@ -234,7 +237,7 @@ class StepSums:
         self._sums[5] = float(stop)
         nll, predicted, kl, rehearsed, preserved, stops = summed(self._sums).tolist()
         return StepTotals(
-            nll_per_token=nll / max(1.0, predicted),
+            nll_per_token=nll / predicted if predicted else None,
             kl_per_token=kl / rehearsed if rehearsed else None,
             preserved_fraction=preserved / max(1.0, predicted + rehearsed),
             stop=stops > 0,

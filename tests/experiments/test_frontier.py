@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.run import Data
+from pipeline.config.data import Data
 from pipeline.experiments.frontier import FrontierRow, describe_rehearsal, frontier_table, goals
 
 BASE = FrontierRow(label="Base", method="base", new_perplexity=200, old_perplexity=100, perplexities={})

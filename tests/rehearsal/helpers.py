@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config.run import Sampling
+from pipeline.config.data import Sampling
 from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.workers import local_workers
 from pipeline.model.decoder import Decoder

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pipeline.config.run import Data
+from pipeline.config.data import Data
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import writing_shard

@@ -44,11 +44,20 @@ def _sample(options: argparse.Namespace) -> None:
     if not unfinished:
         return
     on_gpus = device_kind(options.device) == "cuda"
-    default = torch.cuda.device_count() if on_gpus else len(os.sched_getaffinity(0))
+    default = torch.cuda.device_count() if on_gpus else _workers_in_memory(unfinished[0][0].base)
     with local_workers(options.workers or default, preload="pipeline.rehearsal.corpus") as workers:
         for job, plan in unfinished:
             manifest = sample_corpus(job, plan, workers, device=options.device, share=options.share)
             print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
+
+
+def _workers_in_memory(base: Path) -> int:
+    """As many as there are cores, or as often as the free memory holds the base: each worker loads it."""
+    from pipeline.model.from_hf import open_base
+
+    needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
 def _jobs(options: argparse.Namespace) -> list[SamplingJob]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.training.runs import prepared, start_deepspeed, train
 
 Fault = Callable[[Tensor], Tensor]
-"""Maps a micro-batch's summed nll to a faulty one."""
+"""Maps a micro-batch's loss, summed or of each token, to a faulty one."""
 
 
 class _NoGradient(torch.autograd.Function):
@@ -109,7 +109,8 @@ def _injected(planned: dict[int, Planned]) -> Iterator[None]:
         losses = loss(engine, batch)
         met = planned.get(now)
         if met is not None and computed[now] <= met.times and torch.is_grad_enabled():
-            losses = losses._replace(total=FAULTS[met.fault](losses.total))
+            fault = FAULTS[met.fault]
+            losses = losses._replace(total=fault(losses.total), nll=fault(losses.nll))
         return losses
 
     with patch.object(TrainingBatches, "of_step", counted), patch.object(Engine, "loss", faulty):

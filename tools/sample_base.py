@@ -85,7 +85,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --base, --output and the settings")
-    add("--workers", type=positive, help="processes, each with the base (default: one per GPU; without one, per core, as far as memory goes)")
+    add(
+        "--workers",
+        type=positive,
+        help="processes, each with the base (default: one per GPU, or as many as fit)",
+    )
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPUs if there are any")
     add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
     add(

@@ -11,7 +11,8 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,43 @@ def measure_micro_batch(
 ) -> MicroBatchCosts:
     """Runs one micro-batch of the run `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks.
 
+    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
+
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
     """
+    measure = partial(_measure, config, spec, tp_size, activation_checkpointing, dtype)
+    plain = measure(kl_rows=0)
+    rows = config.data.kl_fraction * config.schedule.micro_batch_size
+    kl_rows = math.ceil(rows)
+    if kl_rows == 0:
+        return plain
+    rehearsed = measure(kl_rows=kl_rows)
+    # Layers that ran once are multiplied, but the base's stream exists once: it counts here, with its last states.
+    reference_bytes = 2 * kl_rows * config.data.sequence_length * spec.widths.hidden_size * dtype.itemsize
+    payload = {
+        key: round(sent + rows / kl_rows * (rehearsed.payload_bytes[key] - sent))
+        for key, sent in plain.payload_bytes.items()
+    }
+    return replace(
+        plain,
+        activation_bytes=plain.activation_bytes + reference_bytes,
+        loss_bytes=max(plain.loss_bytes, rehearsed.loss_bytes),
+        temporary_bytes=max(plain.temporary_bytes, rehearsed.temporary_bytes),
+        payload_bytes=payload,
+    )
+
+
+def _measure(
+    config: RunConfig,
+    spec: DecoderSpec,
+    tp_size: int,
+    activation_checkpointing: ActivationCheckpointing,
+    dtype: torch.dtype,
+    *,
+    kl_rows: int,
+) -> MicroBatchCosts:
+    """The costs of a micro-batch of which `kl_rows` sequences are rehearsed."""
     messages: list[Message] = []
     tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"), default_dtype(dtype):
@@ -85,7 +120,6 @@ def measure_micro_batch(
         return iter(chunks[:3] + chunks[3:][-2:])
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
-    kl_rows = math.ceil(config.data.kl_fraction * config.schedule.micro_batch_size)
     with FakeTensorMode():
         _move_to_cpu(model)
         shape = config.schedule.micro_batch_size, config.data.sequence_length

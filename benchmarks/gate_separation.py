@@ -158,13 +158,16 @@ def main() -> None:
     spec = open_base(options.base).spec
     layers = options.layers or sorted({spec.num_layers // 4, spec.num_layers // 2, spec.num_layers})
     reader = Reader(load_tokenizer(options.base), options.sequence_length)
+    kinds: dict[str, Kind] = {}
+    pairs: list[tuple[str, str]] = []
     if options.pair:
         pairs = [(new, old) for new, old in options.pair]
         kinds = {name: kind_of(Path(name), options.seed) for pair in pairs for name in pair}
-    else:
+    elif not options.biographies_only:
         there = {name: options.data / path for name, path in FILES.items() if _is_there(options.data / path)}
         kinds = {name: kind_of(path, options.seed) for name, path in there.items()}
         pairs = [pair for pair in PAIRS if set(pair) <= set(kinds)]
+    if not options.pair:
         kinds |= dict(zip(BIOGRAPHIES, people(options.people, options.pool_fraction, options.seed), strict=True))
         pairs.append(BIOGRAPHIES)
     own = own_text(options, reader) if options.own_text else None
@@ -172,7 +175,7 @@ def main() -> None:
     rows = [row for new, old in pairs for row in bench.rows(new, old, kinds[new], kinds[old], layers)]
     print(separation_table(rows))
     decisions = []
-    if not options.pair and {NEW, OLD} <= set(kinds):
+    if {NEW, OLD} <= set(kinds):
         others = other_kinds(kinds, reader.tokenizer, options.seed)
         decisions = bench.decisions(kinds[NEW], kinds[OLD], others, spec.num_layers)
         print("\n" + decision_table(decisions))
@@ -442,6 +445,7 @@ def _options() -> argparse.Namespace:
         metavar=("NEW", "OLD"),
         help="files of documents, instead of the default pairs; may be repeated",
     )
+    add("--biographies-only", action="store_true", help="only the pair of people, for a base that has read of some")
     add("--layers", nargs="+", type=int, help="before which the stream is read (default: a quarter, half, after all)")
     add("--own-text", type=positive, metavar="TOKENS", help="also fit against so much text that the base writes")
     add("--mlp", action="store_true", help="also the area under the ROC curve of a network with a hidden layer")

@@ -36,7 +36,7 @@ from pipeline.data.token_corpus import PackedCorpus, TokenCorpus, pack
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.table import cell, table
 from pipeline.experiments.biography import ATTRIBUTES, Person, make_people, make_pools, make_roster, question
 from pipeline.files import write_json
@@ -68,6 +68,7 @@ BIOGRAPHIES = ("questions about unread people", "questions about Task 0's people
 OWN_TEXT = "own text"
 NEW, OLD = PAIRS[0]
 _MOST_DOCUMENTS = 20_000  # of a file
+_SHORTEST = 16
 _MADE = 400  # names, and lines of numbers
 _HANGUL_NAMES = "김이박최정강조윤장임", "민서지수현", "준우영진아"
 _HIDDEN, _MLP_STEPS, _MLP_BATCH = 64, 300, 1024
@@ -157,6 +158,13 @@ def main() -> None:
     options = _options()
     spec = open_base(options.base).spec
     layers = options.layers or sorted({spec.num_layers // 4, spec.num_layers // 2, spec.num_layers})
+    if max(layers) > spec.num_layers:
+        raise ConfigError(f"--layers: expected 0 to {spec.num_layers} (after the last), found {max(layers)}")
+    if not _SHORTEST <= options.sequence_length <= spec.max_position_embeddings:
+        raise ConfigError(
+            f"--sequence-length: expected {_SHORTEST} to {spec.max_position_embeddings}, which this base can read, "
+            f"found {options.sequence_length}"
+        )
     reader = Reader(load_tokenizer(options.base), options.sequence_length)
     kinds: dict[str, Kind] = {}
     pairs: list[tuple[str, str]] = []

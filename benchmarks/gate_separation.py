@@ -158,8 +158,8 @@ def main() -> None:
     options = _options()
     spec = open_base(options.base).spec
     layers = options.layers or sorted({spec.num_layers // 4, spec.num_layers // 2, spec.num_layers})
-    if max(layers) > spec.num_layers:
-        raise ConfigError(f"--layers: expected 0 to {spec.num_layers} (after the last), found {max(layers)}")
+    if outside := [layer for layer in layers if not 0 <= layer <= spec.num_layers]:
+        raise ConfigError(f"--layers: expected 0 to {spec.num_layers} (after the last), found {outside[0]}")
     if not _SHORTEST <= options.sequence_length <= spec.max_position_embeddings:
         raise ConfigError(
             f"--sequence-length: expected {_SHORTEST} to {spec.max_position_embeddings}, which this base can read, "
@@ -314,7 +314,7 @@ def _is_there(path: Path) -> bool:
 
 def kind_of(path: Path, seed: int) -> Kind:
     """The documents of a file, or of `<path>.jsonl.zst`, in random order, and of `<path>.heldout.jsonl.zst`."""
-    file = path if path.exists() else path.with_name(f"{path.name}.jsonl.zst")
+    file = path if path.suffix else path.with_name(f"{path.name}.jsonl.zst")
     heldout = file.with_name(file.name.replace(".jsonl", ".heldout.jsonl", 1))
     texts, unused = _divided(_documents(file, seed), 2)
     if heldout != file and heldout.exists():

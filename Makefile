@@ -11,7 +11,7 @@ export DS_ACCELERATOR ?= cpu
 test test-quick: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults lint format docs-check bench-step bench-data bench-checkpoint clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults lint format docs-check bench-step bench-data bench-checkpoint bench-gate clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -87,6 +87,9 @@ bench-step: $(STAMP)  ## time and memory of a training step with each method
 bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
 	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
+
+bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other kinds of text (after make frontier QUICK=1; BASE=path: another base, DATA=path: other texts)
+	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --mlp --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json

@@ -128,7 +128,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
                 "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
             )
         return True
-    export = choose_export(model, conversion.format, conversion.dtype or model.base_dtype)
+    export = choose_export(model, conversion.format, conversion.dtype or model.base.dtype)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:

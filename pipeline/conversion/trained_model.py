@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.streaming import stream_weights
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
@@ -81,11 +82,6 @@ class TrainedModel:
         """The parameters that the checkpoint holds."""
         return frozenset(self.reader.names)
 
-    @cached_property
-    def base_dtype(self) -> torch.dtype:
-        """The type that the base was published in."""
-        return self.base.read("final_norm.base.weight").dtype
-
     def read(self, name: str) -> Tensor:
         """The whole parameter: trained ones in fp32, the base's in the type they were published in."""
         if name in self.trained:
@@ -125,28 +121,12 @@ class TrainedModel:
     def streamed(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Decoder, Callable[[], None]]:
         """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
 
-        A module reads its weights before its forward pass and drops them after it. `OutputProjection.logits` is no
-        forward pass: the function that comes with the decoder reads the weights of the output projection, to keep.
+        `OutputProjection.logits` is no forward pass: the function that comes with the decoder reads the weights of the
+        output projection, to keep.
         """
         decoder = _skeleton(self.method, self.base).to(dtype).eval()
         decoder.gate = self.gate
-
-        def fill(prefix: str, module: nn.Module, *_: object) -> None:
-            names = {name: prefix + name for name, _ in module.named_parameters()}
-            # A tied output projection has no values of its own.
-            sources = {name: path if path in self.shapes else "embedding.base.weight" for name, path in names.items()}
-            values = {name: self.read(source).to(device, dtype) for name, source in sources.items()}
-            module.load_state_dict(values, assign=True)
-
-        def drop(module: nn.Module, *_: object) -> None:
-            module.to("meta")
-
-        layers = {f"layers.{index}.": layer for index, layer in enumerate(decoder.layers)}
-        ends = {"embedding.": decoder.embedding, "final_norm.": decoder.final_norm, "output.": decoder.output}
-        for prefix, module in {**layers, **ends}.items():
-            module.register_forward_pre_hook(partial(fill, prefix))
-            module.register_forward_hook(drop)
-        return decoder, partial(fill, "output.", decoder.output)
+        return decoder, stream_weights(decoder, self.read, dtype, device)
 
 
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:

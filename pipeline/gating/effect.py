@@ -47,7 +47,7 @@ def measure(model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: 
     if model.gate is None:
         raise ValueError(f"{model.checkpoint}: has no gate")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = inference_dtype(model, device)
+    dtype = inference_dtype(model.base, device)
     gated = _Streamed(model, dtype, device)
     ungated = _Streamed(replace(model, gate=None), dtype, device)
     count = config.validation.max_sequences

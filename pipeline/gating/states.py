@@ -11,6 +11,9 @@ from pipeline.config.run import GateFeatures
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.gating.windows import Windows
 from pipeline.log import progress_bar
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.streaming import stream_weights
 from pipeline.scale.gate import Gate, gate_features
 
 GROUP_TOKENS = 2**15
@@ -18,13 +21,15 @@ GROUP_TOKENS = 2**15
 
 
 class BaseStream:
-    """The base's stream before `layer` of a trained model's base, in the type and on the device for inference."""
+    """The base's stream before `layer`, in the type and on the device for inference.
 
-    def __init__(self, model: TrainedModel, layer: int) -> None:
+    It is that of a trained model, which must have the base's stream there, or of a base alone.
+    """
+
+    def __init__(self, model: TrainedModel | BaseFolder, layer: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = inference_dtype(model, self.device)
         self.layer = layer
-        self.decoder, _ = model.streamed(self.dtype, self.device)
+        self.decoder = _streamed(model, self.device)
 
     def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
         """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
@@ -52,6 +57,16 @@ class BaseStream:
                 bar.update(group.tokens.numel())
 
 
-def inference_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
+def _streamed(model: TrainedModel | BaseFolder, device: torch.device) -> Decoder:
+    if not isinstance(model, BaseFolder):
+        return model.streamed(inference_dtype(model.base, device), device)[0]
+    dtype = inference_dtype(model, device)
+    with torch.device("meta"):
+        decoder = Decoder(model.spec).to(dtype).eval()
+    stream_weights(decoder, model.read, dtype, device)
+    return decoder
+
+
+def inference_dtype(base: BaseFolder, device: torch.device) -> torch.dtype:
     """The base's own type on a GPU; fp32 on a CPU, which is slow in 16 bits."""
-    return model.base_dtype if device.type == "cuda" else torch.float32
+    return base.dtype if device.type == "cuda" else torch.float32

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -82,6 +83,11 @@ class BaseFolder:
         if self.known_hashes is not None:
             return dict(self.known_hashes)
         return {file.name: file_hash(file) for file in self.files}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type that the base was published in."""
+        return self.read("final_norm.base.weight").dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The unsharded shape of the base parameter `name` (ours), from its file's header.

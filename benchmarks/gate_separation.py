@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from pipeline import command_line, log
 from pipeline.command_line import positive
-from pipeline.config.run import GateFeatures, GateSettings, Sampling
+from pipeline.config.data import Sampling
+from pipeline.config.run import GateFeatures, GateSettings
 from pipeline.data.records import Keys
 from pipeline.data.token_corpus import PackedCorpus, TokenCorpus, pack
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer

@@ -63,8 +63,8 @@ def check_summary(summary: dict[str, Any]) -> None:
     """The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model."""
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["korean_perplexity_after"] < summary["korean_perplexity_before"]
-    assert summary["english_perplexity_after"] > 1
-    assert summary["english_perplexity_after"] != summary["english_perplexity_before"]
+    # The gate keeps English near the base's, often exactly there.
+    assert summary["english_perplexity_after"] == pytest.approx(summary["english_perplexity_before"], rel=0.2)
     assert 0 < summary["trainable_parameters"] < summary["total_parameters"]
     # Two Adam moments a trained parameter; ZeRO-3 pads each partition, and holds nothing for the frozen ones.
     moments = 2 * summary["trainable_parameters"]

@@ -69,7 +69,8 @@ def measure(model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: 
                 shut = ~is_open.any(dim=1)
                 sums.closed_sequences += int(shut.sum())
                 if shut.any():
-                    rows = shut.unsqueeze(1).expand_as(group.tokens).flatten()
+                    # What the gate decides on padding is of no consequence: nothing is predicted there.
+                    rows = (shut.unsqueeze(1) & group.present).flatten()
                     largest.append(gated.largest_difference(states[0], states[2], rows))
                 bar.update(len(group))
             texts[name] = _text(sums, config.data.corpora[name].role, len(windows))

@@ -144,7 +144,9 @@ class Decoder(nn.Module):
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
         reference: Tensor | None = None
-        rehearsed = _first_rows(reference_rows, tokens, positions, document_ids)
+        rehearsed: Inputs = (tokens, positions, document_ids)
+        if reference_rows:
+            rehearsed = _first_rows(reference_rows, *rehearsed)
         runs_along = reference_rows > 0 and self.reference is None and not routed
         rehearsed_context = self._context(*rehearsed, streams[0].dtype) if runs_along else context
         for layer in self.layers:

@@ -96,7 +96,9 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
 
 
 def _check_sampling(config: RunConfig, sample: Sampling, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    check_sampling(sample, sample.max_tokens or config.data.sequence_length, tokenizer, spec)
+    # A sequence length beyond the context is a fault of its own.
+    longest = min(config.data.sequence_length, spec.max_position_embeddings)
+    check_sampling(sample, sample.max_tokens or longest, tokenizer, spec)
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:

@@ -156,7 +156,7 @@ def test_each_answer_is_counted(continued: list[bool], answers: list[list[bool]]
         targets[0, at : at + len(answer)] = 7
         chosen[0, at : at + len(answer)] = torch.tensor(answer)
         at += len(answer) + 2
-    sums = answer_sums(Losses(nll.sum(), nll, starts, chosen), targets, starts)[0].tolist()
+    sums = answer_sums(Losses(nll.sum(), nll, torch.zeros_like(nll), starts, chosen), targets, starts)[0].tolist()
     probabilities = nll[starts].double().neg().exp().sum()
     hard, exact = sum(answer[0] for answer in answers), sum(all(answer) for answer in answers)
     assert sums == pytest.approx([len(answers), hard, float(probabilities), exact])

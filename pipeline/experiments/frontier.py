@@ -90,12 +90,16 @@ def frontier_rows(runs: StudyRuns) -> list[FrontierRow]:
             USER_ERROR,
         )
     rows: list[FrontierRow] = []
+    costs: dict[str, Cost] = {}
     for trial in known_trials(runs):
         run = runs.trial(trial)
         if has_diverged(run):
             continue
         config, outcome = run.config, read_outcome(run)
-        label, cost = runs.study.methods[trial.method].label, relative_cost(config)
+        label = runs.study.methods[trial.method].label
+        if trial.method not in costs:  # rates and seeds cost the same
+            costs[trial.method] = relative_cost(config)
+        cost = costs[trial.method]
         if not rows:
             rows.append(_base_row(config, _perplexities(outcome.before)))
         rows.append(_row(config, trial, label, cost, _perplexities(outcome.after)))

@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
+from tests import threads
 from tests.bases import STORIES, save_base
 from tests.disks import SmallDisk
 from tests.slurm.cluster import Cluster, guarded_cluster
@@ -91,10 +91,8 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
 @pytest.fixture
 def one_thread():
     """Runs torch on one thread, which is faster for small tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads.one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -133,6 +133,21 @@ def training_decoder(model: TrainedModel) -> Decoder:
     return decoder.eval()
 
 
+def generate_greedily(model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any) -> torch.Tensor:
+    """An exported model's continuation by exactly `new_tokens`; every token is real unless options give a mask."""
+    mask = options.pop("attention_mask", torch.ones_like(tokens))
+    generated: torch.Tensor = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
+    return generated
+
+
 def _config(base_path: Path, method: dict[str, Any], folder: Path, batch_size: int = 1) -> RunConfig:
     values = {
         "name": "test",

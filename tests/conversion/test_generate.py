@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
+from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.conversion.clean_environment import clean_environment, run_in
 from tests.distributed import run_ranks
 from tests.widened import balance_router, some_tokens
 
 MODELS = {"route": ("llama tied", "route"), "adapt": ("llama", "adapt"), "neox": ("neox", "route")}
 NEW_TOKENS = 12
+generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +48,6 @@ def folders(base, tmp_path_factory):
                 json.dumps(json.loads(config.read_text()) | {"router_threshold": decoder.output.threshold})
             )
     return made
-
-
-def generate(model, tokens, **options):
-    mask = options.pop("attention_mask", torch.ones_like(tokens))
-    return model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
 
 
 @pytest.mark.parametrize(("key", "beams"), [*((key, 1) for key in MODELS), ("route", 3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.errors import ConversionError
 from tests.bases import reference
-from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
+from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.widened import some_tokens
@@ -25,6 +26,7 @@ MODELS = {
     "neox route": ("neox", "route", {"collaborative_modules": "both"}),
 }
 NEW_TOKENS = 10
+generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +58,6 @@ def export(models, tmp_path_factory):
         return made[key, opens, features, dtype]
 
     return write
-
-
-def generate(model, tokens, **options):
-    mask = options.pop("attention_mask", torch.ones_like(tokens))
-    return model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Prints what each run of a finished study learned and forgot, with and without its gate, and whether the goals hold.
 
     python tools/show_frontier.py configs/studies/frontier_quick.yaml --output runs/frontier/summary.json
+    python tools/show_frontier.py configs/studies/frontier_quick.yaml --picture frontier.svg
 
-The file has a row for each run and seed, one for each gated model, and one for the base.
+The file of --output has a row for each run and seed, one for each gated model, and one for the base.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ def main() -> None:
     parser.add_argument("study", type=Path, help="its YAML file")
     parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
     parser.add_argument("--output", type=Path, help="write the rows to this file, as JSON")
+    parser.add_argument("--picture", type=Path, help="draw them into this file, as SVG")
     arguments = parser.parse_args()
     from pipeline.experiments import frontier  # --help does not wait for torch
+    from pipeline.experiments.report.frontier import frontier_picture
     from pipeline.experiments.study import load_study
     from pipeline.experiments.study_runs import StudyRuns
+    from pipeline.files import write_text
 
     study = load_study(arguments.study, arguments.data)
     rows = frontier.frontier_rows(StudyRuns(study, str(arguments.study)))
@@ -30,6 +34,8 @@ def main() -> None:
         print(f"{'not decided' if holds is None else 'holds' if holds else 'does not hold'}: {goal}")
     if arguments.output:
         frontier.write_frontier(arguments.output, rows)
+    if arguments.picture:
+        write_text(arguments.picture, frontier_picture(frontier.points_of(rows)))
 
 
 if __name__ == "__main__":

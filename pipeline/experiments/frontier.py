@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 from pipeline.config.data import Data
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import newest_checkpoint
+from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.data.samples import load_heldout
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import USER_ERROR, StudyError
 from pipeline.evaluation.table import over_seeds, readable, table
 from pipeline.experiments.pending import finished_count, known_trials, run_count
 from pipeline.experiments.results import has_diverged, read_outcome
 from pipeline.experiments.study_runs import StudyRuns, Trial, measured_corpora
 from pipeline.files import write_json
+from pipeline.gating.effect import heldout_perplexities
 from pipeline.methods import training_method
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
@@ -103,6 +109,9 @@ def frontier_rows(runs: StudyRuns) -> list[FrontierRow]:
         if not rows:
             rows.append(_base_row(config, _perplexities(outcome.before)))
         rows.append(_row(config, trial, label, cost, _perplexities(outcome.after)))
+        for share in runs.study.methods[trial.method].averages:
+            averaged = _row(config, trial, f"{label}, averaged: {share:g}", cost, averaged_perplexities(config, share))
+            rows.append(averaged)
         if config.gate is not None:
             heldout = open_record(config.folder / GATE_FOLDER).heldout
             gated = {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
@@ -138,6 +147,29 @@ def _base_row(config: RunConfig, perplexities: dict[str, float]) -> FrontierRow:
 
 def _perplexities(figures: Figures) -> dict[str, float]:
     return {name: own["perplexity"] for name, own in figures.items()}
+
+
+@dataclass(frozen=True)
+class AveragedModel(TrainedModel):
+    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones."""
+
+    share: float = 0.5
+
+    def read(self, name: str) -> Tensor:
+        base = self.base.read(self.method.base_name(name, self.base.spec)).float()
+        return torch.lerp(base, self.reader.read(name), self.share) if name in self.trained else base
+
+
+def averaged_perplexities(config: RunConfig, share: float) -> dict[str, float]:
+    """The held-out perplexities, by corpus, of a finished run's weights averaged with its base's.
+
+    Raises:
+        CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
+    """
+    trained = open_trained(newest_checkpoint(config), config.base)
+    own = {field.name: getattr(trained, field.name) for field in fields(trained)}
+    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.base).fingerprint)
+    return heldout_perplexities(AveragedModel(**own, share=share), heldout, config)
 
 
 def relative_cost(config: RunConfig) -> Cost:
@@ -178,6 +210,11 @@ class Point:
         return mean([row.old_perplexity for row in self.rows])
 
     @property
+    def cost(self) -> float:
+        """FLOPs of a forward pass relative to the base's."""
+        return self.rows[0].inference_cost
+
+    @property
     def name(self) -> str:
         """For tables."""
         return self.rows[0].label + (" + gate" if self.rows[0].gated else "")
@@ -205,7 +242,7 @@ def frontier_table(rows: Sequence[FrontierRow]) -> str:
                 first.rehearsal,
                 over_seeds([row.new_perplexity for row in point.rows], readable),
                 over_seeds([row.old_perplexity for row in point.rows], readable),
-                f"{first.inference_cost:.2f}",
+                f"{point.cost:.2f}",
                 f"{first.parameters:.2f}",
                 "front" if on_front else "",
             ]
@@ -224,7 +261,7 @@ def goals(rows: Sequence[FrontierRow]) -> dict[str, bool | None]:
     ]
     rivals = [point for point in of_fft if point.old <= (1 + MOST_FORGOTTEN_BY_FFT) * base.old]
     rehearsed = [point for point in of_fft if point.rows[0].rehearsal != NO_REHEARSAL]
-    affordable = [point for point in kept if point.rows[0].inference_cost <= WIDE_COST]
+    affordable = [point for point in kept if point.cost <= WIDE_COST]
     no_worse = (
         f"SCALE forgets at most {MOST_FORGOTTEN:.0%} without old data, and learns no less than any full fine-tuning "
         f"that forgets at most {MOST_FORGOTTEN_BY_FFT:.0%}"

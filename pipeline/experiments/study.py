@@ -85,6 +85,9 @@ class Compared(Section):
     settings: RunSettings = Field(
         default={}, description="what differs from the study's `settings`, such as another share of replay"
     )
+    averages: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
+    """full fine-tuning's weights are also averaged with the base's, with these shares of the trained ones: more rows of
+    the frontier"""
 
     @model_validator(mode="after")
     def _one_method_and_different_rates(self) -> Compared:
@@ -92,6 +95,8 @@ class Compared(Section):
             raise ValueError("give method or matched, one of them")
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("learning_rates: each once")
+        if self.averages and (self.method is None or self.method.name != "fft"):
+            raise ValueError("averages: only of method fft, whose parameters are the base's own")
         _check_absent(self.settings, (*_FROM_STUDY, *_VARIED))
         return self
 

@@ -77,6 +77,26 @@ def measure(model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: 
     return Effect(texts, max(largest, default=None))
 
 
+@torch.no_grad()
+def heldout_perplexities(
+    model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+) -> dict[str, float]:
+    """The perplexity of `model` on the first held-out samples, as many of each corpus as validation reads."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    streamed = _Streamed(model, inference_dtype(model.base, device), device)
+    perplexities = {}
+    for name, samples in heldout.items():
+        nll, predicted = 0.0, 0
+        windows = as_windows(list(islice(samples, config.validation.max_sequences)), is_new=False)
+        for group in windows.groups(GROUP_TOKENS):
+            inputs = _Inputs(group, config.data.document_mask, device)
+            nll += float(streamed.nll(streamed.hidden(inputs), inputs).double().sum())
+            predicted += int((group.targets != IGNORED).sum())
+        perplexity = _perplexity(nll, predicted)
+        perplexities[name] = math.inf if perplexity is None else perplexity
+    return perplexities
+
+
 def _text(sums: _Sums, role: str, sequences: int) -> HeldoutText:
     return HeldoutText(
         role=role,

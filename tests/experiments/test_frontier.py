@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.data import Data
-from pipeline.experiments.frontier import FrontierRow, describe_rehearsal, frontier_table, goals
+from pipeline.config.run import load_config
+from pipeline.experiments.frontier import FrontierRow, averaged_perplexities, describe_rehearsal, frontier_table, goals
+from pipeline.run_folder.metrics import METRICS, read_metrics, read_validations
+from tests.distributed import run_ranks
+from tests.training.runs import make_tokens, train, write_config
 
 BASE = FrontierRow(label="Base", method="base", new_perplexity=200, old_perplexity=100, perplexities={})
 
@@ -67,3 +71,17 @@ def test_rehearsal_is_told_by_source_share_and_loss():
     assert told(rehearsal_fraction=0) == "none"
     assert told(replay_fraction=0.125, rehearsal_fraction=0) == "replay 1/8 nll"
     assert told(replay_fraction=0.03125, replay_loss="kl") == "replay 1/32 kl, own text 1/16 kl"
+
+
+def test_averages_lie_between_the_base_and_the_fine_tuned_model(tmp_path):
+    tokens = make_tokens(tmp_path / "tokens")
+    path = write_config(tmp_path / "run", tokens, zero=1, method={"name": "fft"}, schedule__learning_rate=1e-2)
+    assert run_ranks(train, 1, path) == [0]
+    config = load_config(path)
+    before, *_, after = read_validations(read_metrics(config.folder / METRICS), config.folder / METRICS)
+    # Other sums than training's validation, in fp32.
+    for share, figures in ((0.0, before.figures), (1.0, after.figures)):
+        expected = {name: own["perplexity"] for name, own in figures.items()}
+        assert averaged_perplexities(config, share) == pytest.approx(expected, rel=1e-4)
+    half = averaged_perplexities(config, 0.5)
+    assert after.figures["korean"]["perplexity"] < half["korean"] < before.figures["korean"]["perplexity"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -86,7 +87,8 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
 def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_path, monkeypatch, capsys):
     study, _ = finished
     output = tmp_path / "frontier.json"
-    call_tool(monkeypatch, "show_frontier", study.parent / "study.yaml", "--output", output)
+    picture = tmp_path / "frontier.svg"
+    call_tool(monkeypatch, "show_frontier", study.parent / "study.yaml", "--output", output, "--picture", picture)
     rows = json.loads(output.read_text())
     assert [(row["method"], row["gated"], row["seed"]) for row in rows] == [
         ("base", False, None),
@@ -103,6 +105,9 @@ def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_p
     assert gated["english_perplexity"] == record["english"]["gated_perplexity"]
     assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > base["inference_cost"] == 1.0
     assert "SCALE-Adapt + gate" in capsys.readouterr().out
+    drawn = ElementTree.parse(picture)
+    marks = [element for element in drawn.iter() if "mark" in element.get("class", "").split()]
+    assert len(marks) == 3 and "prefers-color-scheme: dark" in picture.read_text()
 
 
 def test_a_learning_rate_that_diverged_is_not_chosen(finished):

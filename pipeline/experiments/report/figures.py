@@ -120,7 +120,7 @@ class Figure:
 
 def figures_of(groups: Sequence[Group]) -> list[Figure]:
     """All figures that the runs have data for."""
-    makers = (_tradeoff, _rates, _answers, _perplexities, _routing, _drift)
+    makers = (_tradeoff, _rates, _answers, _perplexities, _routing, _gates, _drift)
     return [figure for make in makers if (figure := make(groups)) is not None]
 
 
@@ -220,6 +220,27 @@ def _routing(groups: Sequence[Group]) -> Figure | None:
         "Share of the training tokens whose preserved and adapted logits have a cosine above the router's threshold."
         + _means(groups),
         [panel] if series else [],
+    )
+
+
+def _gates(groups: Sequence[Group]) -> Figure | None:
+    # The thresholds of several seeds differ, so there is no mean of their lines: the first seed's are drawn.
+    gated = [(group, gates[0]) for group in groups if (gates := [run.gate for run in group.runs if run.gate])]
+    roc = [Series(group.label, group.style, [sorted(gate.roc)]) for group, gate in gated]
+    calibration = [
+        Series(group.label, group.style, [[(predicted, new) for predicted, new, _ in gate.calibration]])
+        for group, gate in gated
+    ]
+    panels = [
+        Panel("new text that is open", roc, share_axis, "other text that is open", share_axis),
+        Panel("share that is new", calibration, share_axis, "predicted probability", share_axis),
+    ]
+    return _lines(
+        "gate",
+        "How well the gates tell new text from other text",
+        "On text that was not used for fitting, for every threshold and by predicted probability. The threshold in use "
+        "opens at most the share of other text that the setting max_open_fraction allows.",
+        panels if gated else [],
     )
 
 

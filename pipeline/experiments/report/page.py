@@ -78,12 +78,12 @@ def findings(groups: Sequence[Group]) -> list[str]:
 
 
 @cache
-def style_sheet(*, picture: bool = False) -> str:
-    """The style sheet of the page; for a `picture`, only the figures' part, with light colours instead of variables."""
+def style_sheet(*, figures_only: bool = False, light: bool = False) -> str:
+    """The style sheet of the page; or only the figures' part, for an SVG file; or that in `light` colours only."""
     text = (files("pipeline.experiments.report") / "templates" / "style.css").read_text(encoding="utf-8")
     figures, _, rest = text.partition("/* the page */")
-    if not picture:
-        return figures + rest
+    if not light:
+        return figures if figures_only else figures + rest
     colours = dict(reversed(_FIRST_VALUE.findall(figures)))
     return _VARIABLE.sub(lambda found: colours[found[1]], figures.partition("/* figures */")[2])
 
@@ -109,7 +109,7 @@ def write_pngs(runs: Sequence[Run], folder: Path) -> list[Path]:
     # Cluster nodes often have no fonts, and resvg would leave out the text without a warning.
     with as_file(files("pipeline.experiments.report") / "fonts") as fonts:
         for figure in figures_of(overview(runs)):
-            drawing = figure.draw(WIDE).markup(style_sheet(picture=True))
+            drawing = figure.draw(WIDE).markup(style_sheet(light=True))
             picture = resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS_PER_CSS_PIXEL, font_dirs=[str(fonts)])
             with published_file(folder / f"{figure.name}.png") as file:
                 file.write(bytes(picture))

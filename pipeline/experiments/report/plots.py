@@ -42,8 +42,11 @@ class Plane:
         """A line through them, in their order."""
         self.drawing.path([self.at(place) for place in places], style)
 
-    def name(self, named: Sequence[tuple[str, Standing]]) -> None:
-        """Marks the base, and labels every point, with a leader line where the label is further away."""
+    def name(self, named: Sequence[tuple[str, Standing]], others: Iterable[Standing] = ()) -> None:
+        """Marks the base, and labels every point, with a leader line where the label is further away.
+
+        No label covers the marks of the points or of `others`.
+        """
         drawing, x, y = self.drawing, self.x, self.y
         base = (x(0), y(0))
         drawing.ring(base, 5, "base")
@@ -51,7 +54,7 @@ class Plane:
         names = ["base", *(shortened(name, _PLANE_LABEL, 0.4 * drawing.width) for name, _ in named)]
         room = Box(x.start, y.end - 8, drawing.width, y.start)
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
-        marks = [around(point, 12) for point in ends]
+        marks = [around(point, 12) for point in (*ends, *map(self.at, others))]
         widths = [text_width(name, _PLANE_LABEL) for name in names]
         boxes = place_labels([base, *ends], widths, _PLANE_LABEL + 3, [hint, *marks], room)
         for name, point, box in zip(names, [base, *ends], boxes, strict=True):

@@ -27,6 +27,7 @@ from pipeline.run_folder.metrics import (
     read_validations,
 )
 from pipeline.run_folder.status import TRAINING
+from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, GateRecord, open_record
 
 T = TypeVar("T")
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
@@ -36,13 +37,15 @@ _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "se
 class Run:
     """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
 
-    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them.
+    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them. `gate` is
+    the record of the run's gate, if it has one.
     """
 
     row: Row
     source: str
     metrics: Sequence[Mapping[str, float]] = ()
     tried: Sequence[Row] = ()
+    gate: GateRecord | None = None
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -50,6 +53,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
     Raises:
         RunFolderError: a folder is neither, or a file in it cannot be read.
+        CheckpointError: the record of a gate is damaged.
     """
     unique = dict.fromkeys((path.parent if path.name == SUMMARY else path).resolve() for path in folders)
     return [run for folder in unique for run in _read(folder, _name(folder, unique))]
@@ -70,7 +74,8 @@ def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
         row.model_copy(update={"learning_rate": other.learning_rate, "during": [], "after": other.after})
         for other in sorted(own, key=lambda other: other.learning_rate)
     ]
-    return Run(row, name, _numbers(read_metrics(_inside(folder, row.folder) / METRICS)), at_rates)
+    own_folder = _inside(folder, row.folder)
+    return Run(row, name, _numbers(read_metrics(own_folder / METRICS)), at_rates, _gate(own_folder))
 
 
 def _of_run(folder: Path, name: str) -> Run:
@@ -90,7 +95,12 @@ def _of_run(folder: Path, name: str) -> Run:
         "after": after.figures,
         "steps": after.step,
     }
-    return Run(checked_row(Row, values, str(folder / TRAINING)), name, metrics)
+    return Run(checked_row(Row, values, str(folder / TRAINING)), name, metrics, gate=_gate(folder))
+
+
+def _gate(folder: Path) -> GateRecord | None:
+    gate = folder / GATE_FOLDER
+    return open_record(gate) if (gate / GATE_RECORD).exists() else None
 
 
 def _numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -241,6 +251,11 @@ def measure_of(rows: Iterable[Row]) -> Measure:
 _METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
 
 
+def style_of_method(method: str) -> int:
+    """The colour and mark of a method, the same in every picture."""
+    return _METHODS.index(method)
+
+
 @dataclass(frozen=True)
 class Group:
     """The runs of one label, which differ in seed only; `style` is their colour and mark."""
@@ -284,8 +299,8 @@ def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
     styles: dict[int, int] = {}
     for at, members in enumerate(groups):
         method = members[0].row.method
-        if method in _METHODS and _METHODS.index(method) not in styles.values():
-            styles[at] = _METHODS.index(method)
+        if method in _METHODS and style_of_method(method) not in styles.values():
+            styles[at] = style_of_method(method)
     free = (style for style in itertools.count() if style not in styles.values())
     return [styles[at] if at in styles else next(free) for at in range(len(groups))]
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.files import sync, write_json
+from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
@@ -224,7 +225,7 @@ def trained_engine(measurement: Measurement) -> Engine:
         held_values(parameter).detach().normal_(std=0.02)
     engine = Engine(model, config, settings, groups)
     tokens = torch.randint(spec.vocab_size, (1, SEQUENCE))
-    positions, documents = torch.arange(SEQUENCE).unsqueeze(0), torch.zeros_like(tokens)
+    positions, documents = torch.arange(SEQUENCE).unsqueeze(0), Documents.of(torch.zeros_like(tokens))
     engine.backward(engine.loss(MicroBatch(tokens, tokens, positions, documents))[0])
     engine.step(1e-3)
     return engine

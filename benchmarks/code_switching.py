@@ -137,7 +137,7 @@ def _change(windows: Windows, second_is_new: bool) -> Change:
 def log_probabilities(model: TrainedModel, windows: Windows, *, base: bool = False) -> Tensor:
     """[N, S, V] in fp32."""
     decoder, fill_output = model.streamed(torch.float32)
-    inputs = windows.tokens, windows.positions, windows.document_ids
+    inputs = windows.tokens, windows.positions, windows.documents(windows.tokens.device)
     hidden = decoder.hidden_states(*inputs, path="base" if base else "model")
     fill_output()
     return F.log_softmax(decoder.output.logits(hidden), dim=-1).view(*windows.tokens.shape, -1)

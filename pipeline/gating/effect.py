@@ -120,7 +120,7 @@ class _Inputs:
         self.tokens, self.positions, self.targets = (
             tensor.to(device) for tensor in (group.tokens, group.positions, group.targets)
         )
-        self.document_ids = group.document_ids.to(device) if document_mask else None
+        self.documents = group.documents(device) if document_mask else None
 
 
 class _Streamed:
@@ -132,7 +132,7 @@ class _Streamed:
         self.decoder, self._fill_output = model.streamed(dtype, device)
 
     def hidden(self, inputs: _Inputs, path: LogitsPath = "model") -> HiddenStates:
-        return self.decoder.hidden_states(inputs.tokens, inputs.positions, inputs.document_ids, path=path)
+        return self.decoder.hidden_states(inputs.tokens, inputs.positions, inputs.documents, path=path)
 
     def nll(self, hidden: HiddenStates, inputs: _Inputs) -> Tensor:
         """[B · S]; zero where nothing is predicted."""
@@ -143,8 +143,8 @@ class _Streamed:
         """bool [B, S], on the CPU."""
         if self.gate is None:
             raise ValueError("there is no gate to decide")
-        stream = self.decoder.base_stream(inputs.tokens, inputs.positions, inputs.document_ids, layer=self.gate.layer)
-        return self.gate.open_tokens(stream, inputs.document_ids).cpu()
+        stream = self.decoder.base_stream(inputs.tokens, inputs.positions, inputs.documents, layer=self.gate.layer)
+        return self.gate.open_tokens(stream, inputs.documents.ids if inputs.documents else None).cpu()
 
     def largest_difference(self, hidden: HiddenStates, base: HiddenStates, rows: Tensor) -> float:
         """The largest difference of the logits of two passes over the same tokens, at the tokens `rows`: bool [N].

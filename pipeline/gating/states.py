@@ -52,8 +52,8 @@ class BaseStream:
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups(GROUP_TOKENS):
-                inputs = (tensor.to(self.device) for tensor in (group.tokens, group.positions, group.document_ids))
-                yield group, self.decoder.base_stream(*inputs, layer=self.layer)
+                tokens, positions = (tensor.to(self.device) for tensor in (group.tokens, group.positions))
+                yield group, self.decoder.base_stream(tokens, positions, group.documents(self.device), layer=self.layer)
                 bar.update(group.tokens.numel())
 
 

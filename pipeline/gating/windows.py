@@ -15,6 +15,7 @@ from pipeline.data.blend import Permutation, mix
 from pipeline.data.samples import Sample, open_packed
 from pipeline.data.token_corpus import IGNORED, PackedCorpus
 from pipeline.errors import DataError
+from pipeline.model.attention import Documents
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Windows:
         size = max(1, tokens // self.tokens.shape[1])
         for first in range(0, len(self), size):
             yield self.rows(slice(first, first + size))
+
+    def documents(self, device: torch.device) -> Documents:
+        """Where the windows' documents lie, on `device`."""
+        return Documents.of(self.document_ids).moved(lambda tensor: tensor.to(device))
 
     def rows(self, rows: slice | Tensor) -> Windows:
         """Some of the windows; rows: a slice, or a mask [N]."""

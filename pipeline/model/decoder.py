@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.model.attention import Documents, attention_kernel
 from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, widened_norm
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.spec import DecoderSpec, check_base_fits
@@ -24,8 +25,8 @@ LogitsPath = Literal["model", "preserved", "base"]
 
 The last two also mask adapters and added layers."""
 
-Inputs = tuple[Tensor, Tensor | None, Tensor | None]
-"""Tokens, positions and document ids, each [B, S]."""
+Inputs = tuple[Tensor, Tensor | None, Documents | None]
+"""Tokens and positions, each [B, S], and where documents lie."""
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""
 
@@ -92,17 +93,17 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         kl_rows: int = 0,
         reference_rows: int = 0,
     ) -> Losses:
         """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
-        All inputs are [B, S]. Attention stays within runs of equal `document_ids`; `positions` default to 0, 1, ….
+        All tensors are [B, S]. Attention stays within the `documents`; `positions` default to 0, 1, ….
         The first `kl_rows` sequences are rehearsed. `reference_rows`, at least as many, is how many the base itself
         runs on; under ZeRO-3 it must be equal on all ranks.
         """
-        hidden = self.hidden_states(tokens, positions, document_ids, reference_rows=reference_rows)
+        hidden = self.hidden_states(tokens, positions, documents, reference_rows=reference_rows)
         losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
         return losses.of_shape(targets.shape)
 
@@ -111,19 +112,19 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         *,
         path: LogitsPath = "model",
     ) -> Tensor:
         """This rank's columns of the logits: [B, S, V / tp_size] in fp32."""
-        hidden = self.hidden_states(tokens, positions, document_ids, path=path)
+        hidden = self.hidden_states(tokens, positions, documents, path=path)
         return self.output.logits(hidden).view(*tokens.shape, -1)
 
     def hidden_states(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         *,
         path: LogitsPath = "model",
         reference_rows: int = 0,
@@ -133,9 +134,9 @@ class Decoder(nn.Module):
         `reference` are those of the base alone, of the first `reference_rows` sequences.
         """
         streams: Streams = self.embedding(tokens)
-        context = self._context(tokens, positions, document_ids, streams[0].dtype)
+        context = self._context(tokens, positions, documents, streams[0].dtype)
         if path == "model" and self.gate is not None:
-            return self._gated_states(self.gate, streams, context, document_ids)
+            return self._gated_states(self.gate, streams, context, documents)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
@@ -144,7 +145,7 @@ class Decoder(nn.Module):
         routed = self.plan is not None and self.plan.routed and not masked
         preserved: Streams | None = None
         reference: Tensor | None = None
-        rehearsed: Inputs = (tokens, positions, document_ids)
+        rehearsed: Inputs = (tokens, positions, documents)
         if reference_rows:
             rehearsed = _first_rows(reference_rows, *rehearsed)
         runs_along = reference_rows > 0 and self.reference is None and not routed
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
         return HiddenStates(hidden.x) if path == "base" else hidden
 
     def _gated_states(
-        self, gate: Gate, streams: Streams, context: Context, document_ids: Tensor | None
+        self, gate: Gate, streams: Streams, context: Context, documents: Documents | None
     ) -> HiddenStates:
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
         masked: bool | Tensor = False
         for index, layer in enumerate(self.layers):
             if index == gate.layer:
-                closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+                closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
                 masked = False if self.plan.routed else closed
             if self.plan.routed and layer.collaborative:
                 preserved = self._run(layer, preserved, context, masked=True)
@@ -186,16 +187,16 @@ class Decoder(nn.Module):
             else:
                 preserved = streams = self._run(layer, streams, context, masked)
         if closed is None:
-            closed = ~gate.open_tokens(preserved[0], document_ids).unsqueeze(-1)
+            closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
         return self._whole_rows(*choose_path(closed, self.final_norm(*preserved), self.final_norm(*streams)))
 
     @torch.no_grad()
     def base_stream(
-        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None, *, layer: int
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Documents | None = None, *, layer: int
     ) -> Tensor:
         """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
         x, _ = self.embedding(tokens)
-        context = self._context(tokens, positions, document_ids, x.dtype)
+        context = self._context(tokens, positions, documents, x.dtype)
         for below in self.layers[:layer]:
             x, _ = self._run(below, (x, None), context, masked=True)
         return x
@@ -217,13 +218,13 @@ class Decoder(nn.Module):
         return HiddenStates(x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others))
 
     def _context(
-        self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None, dtype: torch.dtype
+        self, tokens: Tensor, positions: Tensor | None, documents: Documents | None, dtype: torch.dtype
     ) -> Context:
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        rotary = self.rotary.table(positions, dtype)
-        return Context(rotary, None if document_ids is None else document_mask(document_ids, dtype))
+        attend = attention_kernel(documents, tokens.device, dtype, self.spec.head_dim)
+        return Context(self.rotary.table(positions, dtype), attend)
 
     def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool | Tensor) -> Streams:
         result: Streams
@@ -240,22 +241,9 @@ class Decoder(nn.Module):
         return self.activation_checkpointing == "all"
 
 
-def _first_rows(rows: int, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Inputs:
+def _first_rows(rows: int, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> Inputs:
     return (
         tokens[:rows],
         None if positions is None else positions[:rows],
-        None if document_ids is None else document_ids[:rows],
+        None if documents is None else documents.first_rows(rows),
     )
-
-
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """document_ids: [B, S] -> an additive attention mask [B, 1, S, S].
-
-    It is -inf where the key is later than the query or of another document, else 0. It has the dtype of the queries:
-    attention would otherwise convert a copy in every layer.
-    """
-    length = document_ids.shape[1]
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    hidden = (same & causal).logical_not_().unsqueeze(1)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.model.attention import Attend
 from pipeline.model.spec import DecoderSpec, RotarySpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
@@ -122,21 +123,8 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
-        query, key, value = (flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for flat in (query, key, value))
-        query, key = context.rotary.rotate(query), context.rotary.rotate(key)
-        queries_per_key = query.shape[1] // key.shape[1]
-        if context.mask is not None and queries_per_key > 1:
-            # No fused CUDA kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
-            key, value = (heads.repeat_interleave(queries_per_key, dim=1) for heads in (key, value))
-        heads = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=context.mask,
-            is_causal=context.mask is None,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return heads.transpose(1, 2).flatten(2)
+        query, key, value = (flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value))
+        return context.attend(context.rotary.rotate(query), context.rotary.rotate(key), value).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -177,10 +165,10 @@ def _hidden(base: Widths, added: Widths | None) -> Parts:
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a pass share: the rotary table and, for packed documents, an additive mask [B, 1, S, S]."""
+    """What all layers of a pass share: the rotary table, and the attention kernel for the documents of the batch."""
 
     rotary: RotaryTable
-    mask: Tensor | None = None
+    attend: Attend
 
 
 def inverse_frequencies(spec: RotarySpec, head_dim: int) -> Tensor:
@@ -224,17 +212,17 @@ class RotaryEmbedding:
 
 
 class RotaryTable:
-    """cos and sin of the angles at given positions, each [(B,) 1, S, K · fraction]."""
+    """cos and sin of the angles at given positions, each [(B,) S, 1, K · fraction]."""
 
     def __init__(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
         """frequencies: [K · fraction / 2], positions: [B, S] or [S]."""
         angles = positions.float().unsqueeze(-1) * frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-3)
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         self.cos = angles.cos().to(dtype)
         self.sin = angles.sin().to(dtype)
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """heads: [B, H, S, K] -> the same shape; channels beyond the rotated fraction of K stay unchanged."""
+        """heads: [B, S, H, K] -> the same shape; channels beyond the rotated fraction of K stay unchanged."""
         width = self.cos.shape[-1]
         rotated = heads[..., :width]
         half = width // 2

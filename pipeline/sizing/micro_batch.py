@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.methods.method import ActivationCheckpointing
+from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
@@ -124,9 +125,10 @@ def _measure(
         _move_to_cpu(model)
         shape = config.schedule.micro_batch_size, config.data.sequence_length
         tokens = torch.zeros(shape, dtype=torch.long)
-        document_ids = torch.zeros(shape, dtype=torch.long) if config.data.document_mask else None
+        ends = torch.zeros(shape[0] + 1, dtype=torch.int32)
+        documents = Documents(tokens, ends, (1,) * shape[0]) if config.data.document_mask else None
         run = _Run(model, messages)
-        run.step(tokens, tokens, tokens, document_ids, kl_rows, kl_rows)
+        run.step(tokens, tokens, tokens, documents, kl_rows, kl_rows)
     times = Counter(representatives)
     payload: Counter[tuple[int, str]] = Counter()
     for (group_size, collective, length), layer in zip(messages, run.message_layers, strict=True):
@@ -191,7 +193,7 @@ class _Run:
         self._held_before = 0
         self._in_forward = True
 
-    def step(self, *batch: Tensor | int | None) -> None:
+    def step(self, *batch: Tensor | Documents | int | None) -> None:
         """Forward and backward pass."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:

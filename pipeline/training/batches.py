@@ -14,11 +14,12 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import Sample, TrainingSamples, rank_indices
+from pipeline.model.attention import Documents
 from pipeline.parallel.topology import Layout
 
 
 class MicroBatch(NamedTuple):
-    """The decoder's inputs, each [B, S]; `document_ids` is None where attention may cross documents.
+    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross them.
 
     The first `kl_rows` sequences train by KL(base || model). `reference_rows` is the largest such number among the
     ranks: the base runs on as many, so that all ranks run the same layers.
@@ -27,7 +28,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    document_ids: Tensor | None
+    documents: Documents | None
     kl_rows: int = 0
     reference_rows: int = 0
 
@@ -96,16 +97,18 @@ def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device
     Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
     """
 
-    def stacked(field: str) -> Tensor:
-        values = torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+    def moved(values: Tensor) -> Tensor:
         if device.type != "cuda":
             return values.to(device)
         # From pinned memory: otherwise the host would wait until the GPU has reached the copy.
         return values.pin_memory().to(device, non_blocking=True)
 
+    def stacked(field: str) -> Tensor:
+        return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+
     return MicroBatch(
-        tokens=stacked("tokens"),
-        targets=stacked("targets"),
-        positions=stacked("positions"),
-        document_ids=stacked("document_ids") if document_mask else None,
+        tokens=moved(stacked("tokens")),
+        targets=moved(stacked("targets")),
+        positions=moved(stacked("positions")),
+        documents=Documents.of(stacked("document_ids")).moved(moved) if document_mask else None,
     )

@@ -126,7 +126,7 @@ class Engine:
     @torch.no_grad()
     def hidden_states(self, batch: MicroBatch, path: LogitsPath) -> HiddenStates:
         """The normalised hidden states along `path`, one row per token: [B·S, ...]."""
-        return self.model.hidden_states(batch.tokens, batch.positions, batch.document_ids, path=path)
+        return self.model.hidden_states(batch.tokens, batch.positions, batch.documents, path=path)
 
     @torch.no_grad()
     def logit_chunks(self, *hidden: HiddenStates) -> Iterator[tuple[Tensor, ...]]:

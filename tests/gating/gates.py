@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import Gate, GateFeatures, deepest_gate_layer
 
@@ -17,7 +18,7 @@ Opens = Literal["never", "sometimes", "always"]
 def random_gate(
     model: Decoder,
     tokens: Tensor,
-    document_ids: Tensor | None = None,
+    documents: Documents | None = None,
     *,
     features: GateFeatures = "token+running_mean",
     layer: int | None = None,
@@ -38,7 +39,8 @@ def random_gate(
     )
     if opens != "sometimes":
         return gate
-    scores = gate.scores(model.base_stream(tokens, document_ids=document_ids, layer=gate.layer), document_ids)
+    stream = model.base_stream(tokens, documents=documents, layer=gate.layer)
+    scores = gate.scores(stream, documents.ids if documents else None)
     ordered = scores.flatten().sort().values
     middle = ordered[len(ordered) // 4 : -len(ordered) // 4]
     widest = int(middle.diff().argmax())  # no token stands at the threshold

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from pipeline.model.attention import Documents
 from pipeline.parallel.topology import TensorParallel
 from tests.gating.gates import random_gate
 from tests.widened import scale_settings, some_batch, some_tokens, widened
@@ -33,7 +34,7 @@ def packed(model):
     tokens = some_tokens(model.spec, 2, 24)
     document_ids = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 8 + [2] * 12])
     positions = torch.cat([torch.arange(9), torch.arange(15), torch.arange(4), torch.arange(8), torch.arange(12)])
-    return tokens, positions.view(2, 24), document_ids
+    return tokens, positions.view(2, 24), Documents.of(document_ids)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,9 +95,9 @@ def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(nam
     assert torch.equal(model.logits(*batch), torch.where(is_open.unsqueeze(-1), opened, base_logits))
 
 
-def decisions(model, tokens, positions=None, document_ids=None):
-    stream = model.base_stream(tokens, positions, document_ids, layer=model.gate.layer)
-    return model.gate.open_tokens(stream, document_ids)
+def decisions(model, tokens, positions=None, documents=None):
+    stream = model.base_stream(tokens, positions, documents, layer=model.gate.layer)
+    return model.gate.open_tokens(stream, documents.ids if documents else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,7 +111,7 @@ def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base)
     is_open, gated = decisions(model, *batch), model.logits(*batch)
     opened_before = torch.zeros_like(is_open)
     for document in range(3):
-        inside = batch[2] == document
+        inside = batch[2].ids == document
         opened_before |= inside & ((is_open & inside).cumsum(dim=1) > 0)
     assert torch.equal(gated[~opened_before], base_logits[~opened_before]) and (~opened_before).sum() > 2
     later = opened_before & ~is_open

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.model.attention import Documents
 from tests.bases import CONFIGS
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 
@@ -15,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def packed(lengths):
-    """positions and document_ids [1, S] of documents laid end to end."""
+    """positions [1, S], and the documents, of documents laid end to end."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     documents = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
-    return positions.unsqueeze(0), documents.unsqueeze(0)
+    return positions.unsqueeze(0), Documents.of(documents.unsqueeze(0))
 
 
 def models(base):
@@ -63,7 +64,7 @@ def test_masked_attention_is_never_grouped_and_unmasked_always_is(base, monkeypa
     calls = set()
     attend = F.scaled_dot_product_attention
 
-    def watched(query, key, value, *, attn_mask, is_causal, enable_gqa):
+    def watched(query, key, value, *, attn_mask=None, is_causal=False, enable_gqa=False):
         calls.add((attn_mask is not None, enable_gqa, key.shape[1] < query.shape[1]))
         return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
+from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.loop import StepSums
 from tests.widened import SEED, scale_settings
@@ -47,7 +48,8 @@ class Crossings(TorchDispatchMode):
 def micro_batch(model, sums, documents):
     """A micro-batch as `training.step` computes it."""
     batch = torch.zeros(2, 24, dtype=torch.long, device=META)
-    losses = model(batch, batch, batch, batch if documents else None)
+    ends = torch.zeros(3, dtype=torch.int32, device=META)
+    losses = model(batch, batch, batch, Documents(batch, ends, (1, 1)) if documents else None)
     losses.total.backward()
     sums.add(losses, batch, 0)
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
 from pipeline.methods import method_for
+from pipeline.model.attention import Documents
 from pipeline.model.decoder import REFERENCE
 from pipeline.parallel.layers import kl_and_logit_gradient_
 from pipeline.parallel.sharding import named_trained_parameters
@@ -58,9 +59,9 @@ def rehearsing(base, method, noise=0.1):
 
 
 def two_documents(tokens):
-    """Positions and document ids of rows with a border after ten tokens."""
+    """Positions and documents of rows with a border after ten tokens."""
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return torch.where(places >= 10, places - 10, places), (places >= 10).long()
+    return torch.where(places >= 10, places - 10, places), Documents.of((places >= 10).long())
 
 
 def literal_logits(model, preserved, *batch):
@@ -83,15 +84,15 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
     monkeypatch.setattr("pipeline.model.output.CHUNK_ELEMENTS", 97 * 30)  # borders of chunks within rows
     model, plain = rehearsing(base(name), method), unwidened(base(name))
     tokens, targets = some_batch(model.spec, 4, 24)
-    positions, document_ids = two_documents(tokens)
-    losses = model(tokens, targets, positions, document_ids, 2, 3)
+    positions, documents = two_documents(tokens)
+    losses = model(tokens, targets, positions, documents, 2, 3)
     losses.total.backward()
     gradients = {key: value.clone() for key, value in trained_gradients(model).items()}
     model.zero_grad()
 
-    logits = literal_logits(model, losses.preserved, tokens, positions, document_ids)
+    logits = literal_logits(model, losses.preserved, tokens, positions, documents)
     with torch.no_grad():
-        reference = plain.logits(tokens, positions, document_ids).flatten(0, 1).log_softmax(-1)
+        reference = plain.logits(tokens, positions, documents).flatten(0, 1).log_softmax(-1)
     kl = F.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
     kl = kl.masked_fill(targets.flatten() == -100, 0).view(4, 24)
     nll = F.cross_entropy(logits, targets.flatten(), reduction="none").view(4, 24)

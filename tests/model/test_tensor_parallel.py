@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.config.method import Method
+from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
@@ -99,14 +100,14 @@ class Outcome:
 
 def outcome(model: Decoder, case: Case) -> Outcome:
     tokens, targets = some_batch(model.spec, 2, 24)
-    positions, document_ids = two_documents(tokens) if case.documents else (None, None)
-    losses = model(tokens, targets, positions, document_ids, int(case.rehearses), int(case.rehearses))
+    positions, documents = two_documents(tokens) if case.documents else (None, None)
+    losses = model(tokens, targets, positions, documents, int(case.rehearses), int(case.rehearses))
     losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
     counted = [name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel]
     return Outcome(
-        logits={path: model.logits(tokens, positions, document_ids, path=path) for path in get_args(LogitsPath)},
+        logits={path: model.logits(tokens, positions, documents, path=path) for path in get_args(LogitsPath)},
         loss=losses.total.detach(),
         nll=losses.nll,
         kl=losses.kl,
@@ -117,12 +118,12 @@ def outcome(model: Decoder, case: Case) -> Outcome:
     )
 
 
-def two_documents(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions and document ids: the second document begins within a rank's positions, a place further in each row."""
+def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
+    """Positions and documents: the second document begins within a rank's positions, a place further in each row."""
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
     second = places >= starts
-    return torch.where(second, places - starts, places), second.long()
+    return torch.where(second, places - starts, places), Documents.of(second.long())
 
 
 def all_ranks() -> TensorParallel:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.run import RunConfig, load_config
+from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.messages import Messages
 from tests.training.runs import start_deepspeed, write_config
@@ -57,11 +58,11 @@ def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: 
     return config
 
 
-def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, targets, positions and document ids of a micro-batch."""
+def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Documents]:
+    """Tokens, targets, positions and documents of a micro-batch."""
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.randint(0, 500, shape, generator=torch.Generator().manual_seed(0))
-    return tokens, tokens, torch.arange(shape[1]).expand(shape), torch.zeros(shape, dtype=torch.long)
+    return tokens, tokens, torch.arange(shape[1]).expand(shape), Documents.of(torch.zeros(shape, dtype=torch.long))
 
 
 def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> nn.Module:

@@ -1,0 +1,182 @@
+"""Causal attention within documents, by the kernel that suits the device.
+
+All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are attended to with
+torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, older versions of torch).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query: [B, S, H, K], key and value: [B, S, H_kv, K] -> [B, S, H, K]; H is a multiple of H_kv."""
+_LARGEST_FLASH_HEAD = 256
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a batch lie: attention does not cross from one into another.
+
+    Attributes:
+        ids: [B, S], int64; a run of equal ids in a row is a document.
+        starts: [N + 1], int32; where each of the N documents begins among the B·S tokens, row after row, then B·S.
+        per_row: how many documents each row has.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    per_row: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Tensor) -> Documents:
+        """The documents of the `ids` [B, S]. On a GPU the host waits for them: make it before they are copied there."""
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=ids.numel())
+        return cls(ids, starts.int(), tuple(begins.sum(dim=1).tolist()))
+
+    def first_rows(self, rows: int) -> Documents:
+        """Those of the first `rows` rows."""
+        per_row = self.per_row[:rows]
+        return Documents(self.ids[:rows], self.starts[: sum(per_row) + 1], per_row)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Documents:
+        """The same with its tensors where `move` copies them to."""
+        return Documents(move(self.ids), move(self.starts), self.per_row)
+
+
+def attention_kernel(documents: Documents | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend:
+    """The kernel for a batch with these documents; None: every row is one document.
+
+    On the CPU, rows of a single document get a mask too: the same sample must give the same bits whatever else is in
+    its batch.
+    """
+    if documents is None:
+        return attend_causally
+    if device.type not in ("cuda", "meta"):  # the meta device stands for a GPU
+        return MaskedAttention(document_mask(documents.ids, dtype))
+    if dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD and _has_varlen(device):
+        return VarlenAttention(documents.starts)
+    return FlexAttention(_block_mask(documents.ids))
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention in rows of one document each; shapes as in `Attend`."""
+    return _scaled_dot_product(query, key, value, is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
+
+
+@dataclass(frozen=True)
+class MaskedAttention:
+    """Attention with an additive mask [B, 1, S, S]."""
+
+    mask: Tensor
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        queries_per_key = query.shape[2] // key.shape[2]
+        if queries_per_key > 1:
+            # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
+            key, value = (heads.repeat_interleave(queries_per_key, dim=2) for heads in (key, value))
+        return _scaled_dot_product(query, key, value, attn_mask=self.mask)
+
+
+@dataclass(frozen=True)
+class VarlenAttention:
+    """Flash attention over all documents laid end to end; `starts` as in `Documents`."""
+
+    starts: Tensor
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        batch, length = query.shape[:2]
+        heads: Tensor = varlen_attn(  # type: ignore[assignment]  # without statistics it returns no pair
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            self.starts,
+            self.starts,
+            # No document is longer than a row. The longest one's length would make the host wait, and torch recompile.
+            length,
+            length,
+            window_size=(-1, 0),  # causal
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return heads.unflatten(0, (batch, length))
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """FlexAttention with a block mask, in any type. On the CPU it is slow, and only compared with the others."""
+
+    block_mask: Any
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attend = _compiled_flex() if query.is_cuda else _flex()
+        heads = attend(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            block_mask=self.block_mask,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return heads.transpose(1, 2)
+
+
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """document_ids: [B, S] -> an additive attention mask [B, 1, S, S].
+
+    It is -inf where the key is later than the query or of another document, else 0. It has the dtype of the queries:
+    attention would otherwise convert a copy in every layer.
+    """
+    length = document_ids.shape[1]
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    hidden = (same & causal).logical_not_().unsqueeze(1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:  # noqa: ANN401
+    heads = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **how)
+    return heads.transpose(1, 2)
+
+
+@cache
+def _has_varlen(device: torch.device) -> bool:
+    """Whether this torch has variable-length attention with grouped heads, and the GPU flash attention."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    is_ampere = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters and is_ampere
+
+
+def _block_mask(ids: Tensor) -> Any:  # noqa: ANN401
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (ids[row, query] == ids[row, key])
+
+    rows, length = ids.shape
+    # Compiled, it evaluates the mask block by block instead of making all S x S elements.
+    return create_block_mask(visible, rows, None, length, length, device=str(ids.device), _compile=ids.is_cuda)
+
+
+def _flex() -> Any:  # noqa: ANN401
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _compiled_flex() -> Any:  # noqa: ANN401
+    return torch.compile(_flex())

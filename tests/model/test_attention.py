@@ -1,0 +1,209 @@
+"""Every attention kernel against the masked one, forward and backward; and what the CUDA path never allocates."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.config.method import FullFineTuning
+from pipeline.methods import method_for
+from pipeline.model.attention import (
+    Documents,
+    FlexAttention,
+    MaskedAttention,
+    VarlenAttention,
+    _block_mask,
+    attend_causally,
+    attention_kernel,
+    document_mask,
+)
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE
+from tests.widened import SEED, scale_settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# Different orders of summation in fp32.
+TOLERANCE = 2e-5
+LAYOUTS = {
+    "one document": [[24], [24]],
+    "ragged": [[5, 16, 3], [1, 1, 22]],
+    "single tokens": [[1] * 24, [23, 1]],
+}
+HEADS = {"multi-head": (4, 4, 64), "grouped": (6, 2, 128)}
+
+
+def documents_of(lengths):
+    rows = [torch.cat([torch.full((length,), at) for at, length in enumerate(row)]) for row in lengths]
+    return Documents.of(torch.stack(rows))
+
+
+lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 4))
+def test_starts_are_where_documents_begin(rows, some):
+    length = max(map(sum, rows))
+    rows = [[*row, *([length - sum(row)] if sum(row) < length else [])] for row in rows]
+    documents = documents_of(rows)
+    flat = [of_document for row in rows for of_document in row]
+    assert [stop - start for start, stop in pairwise(documents.starts.tolist())] == flat
+    assert documents.per_row == tuple(map(len, rows))
+    some = min(some, len(rows))
+    first = documents.first_rows(some)
+    if some:
+        again = documents_of(rows[:some])
+        assert torch.equal(first.ids, again.ids) and torch.equal(first.starts, again.starts)
+        assert first.per_row == again.per_row
+
+
+def test_a_document_of_the_same_number_in_the_next_row_is_another():
+    assert Documents.of(torch.zeros(3, 4, dtype=torch.long)).starts.tolist() == [0, 4, 8, 12]
+
+
+def heads_of(query_heads, key_heads, head_dim, dtype=torch.float32):
+    random = torch.Generator().manual_seed(1)
+    shapes = [(2, 24, count, head_dim) for count in (query_heads, key_heads, key_heads)]
+    return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(attend, inputs):
+    """The heads, and the gradients of query, key and value."""
+    heads = attend(*inputs)
+    weights = torch.randn(heads.shape, generator=torch.Generator().manual_seed(2))
+    return heads, *torch.autograd.grad((heads * weights).sum(), inputs)
+
+
+def literal(query, key, value, ids):
+    """Attention as in a textbook, one head at a time."""
+    visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
+    heads = []
+    for head in range(query.shape[2]):
+        of_key = head * key.shape[2] // query.shape[2]
+        scores = query[:, :, head] @ key[:, :, of_key].mT / query.shape[-1] ** 0.5
+        heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value[:, :, of_key])
+    return torch.stack(heads, dim=2)
+
+
+@pytest.fixture
+def varlen_on_the_cpu():
+    """A kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself.
+
+    Autograd, the layouts and the meaning of all arguments are torch's own.
+    """
+    pytest.importorskip("torch.nn.attention.varlen")
+
+    def probabilities(query, key):
+        """[H, documents' S, S] of one document; autograd is off below the operator."""
+        scores = query.transpose(0, 1) @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5
+        return scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+
+    def repeated(query, *heads):
+        times = query.shape[1] // heads[0].shape[1]
+        return [own.repeat_interleave(times, dim=1) for own in heads]
+
+    def forward(query, key, value, starts, starts_of_keys, longest, longest_key, is_causal=False, *rest):
+        assert torch.equal(starts, starts_of_keys) and longest == longest_key >= max(starts.diff().tolist())
+        assert starts.dtype == torch.int32
+        key, value = repeated(query, key, value)
+        pieces = [
+            (probabilities(query[own], key[own]) @ value[own].transpose(0, 1)).transpose(0, 1)
+            for own in (slice(*pair) for pair in pairwise(starts.tolist()))
+        ]
+        log_sums = query.new_zeros(query.shape[1], query.shape[0])
+        return torch.cat(pieces), log_sums, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient, query, key, value, out, log_sums, starts, *rest):
+        count = key.shape[1]
+        key, value = repeated(query, key, value)
+        gradients = [torch.zeros_like(query) for _ in range(3)]
+        for own in (slice(*pair) for pair in pairwise(starts.tolist())):
+            p = probabilities(query[own], key[own])
+            q, k, v, g = (heads[own].transpose(0, 1) for heads in (query, key, value, gradient))
+            of_scores = p * (g @ v.mT - (g @ v.mT * p).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+            for whole, part in zip(gradients, (of_scores @ k, of_scores.mT @ q, p.mT @ g), strict=True):
+                whole[own] = part.transpose(0, 1)
+        summed = [own.unflatten(1, (count, -1)).sum(2) for own in gradients[1:]]
+        return gradients[0], *summed
+
+    library = torch.library.Library("torch_attn", "FRAGMENT")
+    torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward, lib=library)
+    torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward, lib=library)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_agree(layout, heads, varlen_on_the_cpu):
+    documents, inputs = documents_of(LAYOUTS[layout]), heads_of(*HEADS[heads])
+    expected = results(lambda *heads: literal(*heads, documents.ids), inputs)
+    kernels = {
+        "masked": attention_kernel(documents, CPU, torch.float32, HEADS[heads][2]),
+        "varlen": VarlenAttention(documents.starts),
+        **({"causal": attend_causally} if layout == "one document" else {}),
+    }
+    for name, kernel in kernels.items():
+        for found, wanted in zip(results(kernel, inputs), expected, strict=True):
+            torch.testing.assert_close(
+                found, wanted, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    flex = FlexAttention(_block_mask(documents.ids))  # on the CPU it has no backward pass
+    assert (flex(*(heads.detach() for heads in inputs)) - expected[0]).abs().max() < TOLERANCE
+    crossing = attend_causally(*inputs)
+    assert layout == "one document" or (crossing - expected[0]).abs().max() > 0.1
+
+
+def test_the_kernel_suits_the_device():
+    documents = documents_of([[24], [24]])
+    assert attention_kernel(None, CUDA, torch.bfloat16, 64) is attend_causally
+    assert isinstance(attention_kernel(documents, CPU, torch.bfloat16, 64), MaskedAttention)
+    assert isinstance(attention_kernel(documents, CUDA, torch.bfloat16, 64), VarlenAttention)
+    assert isinstance(attention_kernel(documents, CUDA, torch.float16, 256), VarlenAttention)
+    for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 36), (torch.bfloat16, 512)):
+        assert isinstance(attention_kernel(documents, CUDA, dtype, head_dim), FlexAttention)
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of all tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.seen |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+def pairs_of_tokens(spec, method, device, folder):
+    """The shapes with two dimensions of S that a training step makes on `device`, in bf16."""
+    length = 192  # no other size of the model
+    with device, default_dtype(torch.bfloat16):
+        model = method_for(method, folder, SEED).build(spec, SINGLE, "none")
+    tokens = torch.zeros(2, length, dtype=torch.long, device=device)
+    documents = Documents(tokens, torch.zeros(6, dtype=torch.int32, device=device), (3, 2))
+    with Shapes() as shapes:
+        model(tokens, tokens, None, documents).total.backward()
+    return {shape for shape in shapes.seen if shape.count(length) > 1}
+
+
+@pytest.mark.parametrize("method", [FullFineTuning(name="fft"), scale_settings("route")], ids=["fft", "route"])
+def test_no_tensor_of_all_pairs_of_tokens_is_made_on_a_gpu(base, method, tmp_path):
+    """The meta device stands for the GPU, and takes its kernels."""
+    spec = base("llama").spec
+    assert pairs_of_tokens(spec, method, torch.device("meta"), tmp_path) == set()
+    assert (2, 1, 192, 192) in pairs_of_tokens(spec, method, CPU, tmp_path)
+
+
+def test_a_mask_hides_what_is_later_and_what_is_of_another_document():
+    mask = document_mask(torch.tensor([[0, 0, 1]]), torch.bfloat16)
+    hidden = -torch.inf
+    assert mask.dtype == torch.bfloat16
+    assert mask.tolist() == [[[[0, hidden, hidden], [0, 0, hidden], [hidden, hidden, 0]]]]

@@ -74,7 +74,8 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
 
     Raises:
         LayoutError: the ranks, or the batch, do not divide.
-        ConfigError: the DeepSpeed file is missing or unsupported, or a rank to be traced does not exist.
+        ConfigError: the DeepSpeed file is missing or unsupported, a rank to be traced does not exist, or layers cannot
+            be compiled.
     """
     layout = Layout(world_size, config.parallel.tp_size)
     accumulation_steps(config.schedule, layout.dp_size)
@@ -83,7 +84,13 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
         raise ConfigError(
             f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
         )
-    return layout, load_deepspeed_config(config.deepspeed, layout)
+    deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
+    if config.compile and deepspeed_config.zero_stage == 3:
+        raise ConfigError(
+            f"compile: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: a layer that gathers its parameters "
+            "cannot be compiled; set compile: false, or another deepspeed file"
+        )
+    return layout, deepspeed_config
 
 
 def check_trackers(config: RunConfig) -> None:

@@ -62,9 +62,11 @@ def attention_kernel(documents: Documents | None, device: torch.device, dtype: t
     """
     if documents is None:
         return attend_causally
-    if device.type not in ("cuda", "meta"):  # the meta device stands for a GPU
+    if device.type not in ("cuda", "meta"):
         return MaskedAttention(document_mask(documents.ids, dtype))
-    if dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD and _has_varlen(device):
+    flash = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD and _has_varlen(device)
+    # The meta device stands for a GPU, but FlexAttention refuses it.
+    if flash or device.type == "meta":
         return VarlenAttention(documents.starts)
     return FlexAttention(_block_mask(documents.ids))
 

@@ -88,6 +88,19 @@ class Decoder(nn.Module):
         self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
         self.output.reference = self.reference.output.base
 
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compiles every layer, each as one graph; layers of one kind share it.
+
+        Compiled and plain layers round differently. The base's path and the widened one are compiled alike, so that
+        the base stays exact where it was.
+        """
+        # A kind of layer has a graph for each path that it runs, with and without gradients.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for layer in self.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        if self.reference is not None:
+            self.reference.compile_layers(backend)
+
     def forward(
         self,
         tokens: Tensor,

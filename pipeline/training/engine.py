@@ -74,6 +74,8 @@ class Engine:
         self.tensor_parallel = groups.tensor_parallel
         self._dp_size = groups.layout.dp_size
         self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
+        if config.compile:
+            model.compile_layers()
         try:
             self._engine, *_ = deepspeed.initialize(
                 model=model,

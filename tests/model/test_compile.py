@@ -1,0 +1,57 @@
+"""Compiled layers: one graph a kind of layer, whatever the documents of a batch, and the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline.model.attention import Documents
+from tests.widened import scale_settings, some_tokens, unwidened, widened
+
+# Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
+GRAPHS = {"fft": 1, "preserve": 1, "adapt": 3, "route": 4}
+DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def dynamo(monkeypatch):
+    """Tests run without torch.compile, which takes seconds to import."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def packed(spec, lengths, seed):
+    tokens = some_tokens(spec, 1, sum(lengths), seed=seed)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    ids = torch.cat([torch.full((length,), at) for at, length in enumerate(lengths)]).unsqueeze(0)
+    return tokens, tokens, positions, Documents.of(ids)
+
+
+def model_of(base, method):
+    return unwidened(base) if method == "fft" else widened(base, scale_settings(method), noise=0.1)
+
+
+@pytest.mark.parametrize("method", GRAPHS)
+def test_layers_are_compiled_once_for_all_batches(base, method):
+    """`fullgraph` makes a graph break an error. This backend uses the kernels of eager mode."""
+    opened = base("stories260K")
+    plain, compiled = model_of(opened, method), model_of(opened, method)
+    compiled.compile_layers(backend="aot_eager")
+    for step, lengths in enumerate(DOCUMENTS):
+        batch = packed(opened.spec, lengths, step)
+        results = []
+        for model in (plain, compiled):
+            model.zero_grad()
+            losses = model(*batch)
+            losses.total.backward()
+            results.append((losses.total, *(own.grad for own in model.parameters() if own.grad is not None)))
+        # Where a layer runs twice, its gradients may be added in another order.
+        for theirs, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+        assert len(results[0]) > 5
+        assert counters["stats"]["unique_graphs"] == GRAPHS[method]

@@ -51,7 +51,8 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
             losses.total.backward()
             results.append((losses.total, *(own.grad for own in model.parameters() if own.grad is not None)))
         # Where a layer runs twice, its gradients may be added in another order.
+        largest = max(float(own.abs().max()) for own in results[0][1:])
         for theirs, ours in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * largest)
         assert len(results[0]) > 5
         assert counters["stats"]["unique_graphs"] == GRAPHS[method]

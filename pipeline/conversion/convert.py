@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline import log
-from pipeline.checkpoint.folder import LATEST, latest_checkpoint
+from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -24,6 +24,7 @@ from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
+from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 

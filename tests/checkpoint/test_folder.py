@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint import folder as folders
 from pipeline.errors import CheckpointError
+from pipeline.run_folder.checkpoint_names import all_checkpoints, checkpoint_name
 from tests.kills import outlives
 
 
@@ -29,8 +30,8 @@ def names(paths):
 
 
 def test_checkpoints_are_sorted_by_step(folder):
-    assert names(folders.all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
-    assert folders.checkpoint_name(100_000_000) == "step_100000000"
+    assert names(all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
+    assert checkpoint_name(100_000_000) == "step_100000000"
     assert folders.step_of(folder / "step_00000200") == 200
 
 
@@ -71,7 +72,7 @@ def test_half_written_folders_are_removed(folder):
     (folder / ".latest.host.1.0.partial").write_text("step")
     folders.remove_unfinished(folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    assert len(folders.all_checkpoints(folder)) == 3
+    assert len(all_checkpoints(folder)) == 3
 
 
 def write_checkpoint(path: Path, attempt: str) -> Path:
@@ -99,7 +100,7 @@ def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_
         assert named is not None
         attempts = complete(folder.iterdir())
         assert "rolled back" in attempts.values() or attempts[named.name] == "second"
-        assert set(names(folders.all_checkpoints(folder))) <= attempts.keys()
+        assert set(names(all_checkpoints(folder))) <= attempts.keys()
         folders.remove_unfinished(folder)
         assert set(names(folder.iterdir())) <= {"step_00000100", "step_00000200", "latest"}
         if ended:
@@ -113,9 +114,9 @@ def test_a_removal_killed_at_any_moment_leaves_no_incomplete_checkpoint(tmp_path
         folder = tmp_path / str(changes)
         doomed = write_checkpoint(folder / "step_00000100", "first")
         ended = outlives(changes, folders.discard, doomed)
-        assert set(names(folders.all_checkpoints(folder))) <= complete(folder.iterdir()).keys()
+        assert set(names(all_checkpoints(folder))) <= complete(folder.iterdir()).keys()
         folders.remove_unfinished(folder)
-        assert names(folder.iterdir()) == names(folders.all_checkpoints(folder))
+        assert names(folder.iterdir()) == names(all_checkpoints(folder))
         if ended:
             assert not list(folder.iterdir())
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -19,6 +20,9 @@ from pipeline.errors import UserError
 
 MAX_BYTES = 256 * 2**20
 """Of a file that is read whole. The largest are a tokenizer and the record of a corpus of many shards."""
+
+MAX_DEPTH = 64
+"""Of lists and objects in each other in a JSON file: libraries that get its values copy and print them recursively."""
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -81,9 +85,15 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again",
 def read_json(path: Path, error: type[UserError], advice: str = "copy it again", *, limit: int = MAX_BYTES) -> Any:  # noqa: ANN401
     """The value in a JSON file. Raises as `read_bytes`, and `error` for other content."""
     try:
-        return orjson.loads(read_bytes(path, error, advice, limit=limit))
+        value = orjson.loads(read_bytes(path, error, advice, limit=limit))
     except orjson.JSONDecodeError as fault:
         raise error(f"{path}: not JSON ({fault}); {advice}") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _values(outer) if isinstance(inner, (dict, list))]
+    if level:
+        raise error(f"{path}: expected at most {MAX_DEPTH} levels of lists and objects, found more; {advice}")
+    return value
 
 
 def read_object(
@@ -117,6 +127,12 @@ def first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, fault["loc"])) or "the file"
     return f"{where}: {fault['msg']}"
+
+
+def _values(value: Any) -> Iterable[Any]:  # noqa: ANN401
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _kind(mode: int) -> str:

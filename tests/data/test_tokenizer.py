@@ -160,7 +160,7 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     ("content", "message"),
     [
         (None, "no such tokenizer"),
-        (b"{", "cannot read this tokenizer.json"),
+        (b"{", "not JSON"),
         (b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
     ],
 )

@@ -180,9 +180,9 @@ def truncate(file):
 FILE_FAULTS = {
     "no folder": (shutil.rmtree, "config.json: no such file"),
     "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
-    "config not JSON": (lambda path: truncate(path / "config.json"), "not a model's config"),
-    "config a list": (lambda path: (path / "config.json").write_text("[]"), "not a model's config"),
-    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "not a model's config"),
+    "config not JSON": (lambda path: truncate(path / "config.json"), "config.json: not JSON"),
+    "config a list": (lambda path: (path / "config.json").write_text("[]"), "expected a JSON object, found list"),
+    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
     "a file missing": (
         lambda path: (path / "model-00001.safetensors").unlink(),
         "model-00001.safetensors: no such file",
@@ -193,7 +193,7 @@ FILE_FAULTS = {
         lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
         "model-00000.safetensors: damaged",
     ),
-    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "not an index"),
+    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "index.json: not JSON"),
     "an index without a map": (lambda path: change_index(path, lambda index: {}), "not an index"),
     "an index that lists": (lambda path: change_index(path, lambda index: {"weight_map": ["a"]}), "not an index"),
     "an index of numbers": (

@@ -2,7 +2,8 @@
 
 Such a file must be a regular file of bounded size, and its content is decoded and validated before it is used. A fault
 becomes an error of one line that names the file; the caller gives its type and what the user can do. A missing file is
-a FileNotFoundError, because what it means depends on the caller.
+a FileNotFoundError, because what it means depends on the caller. A fault of the file system that may pass stays an
+OSError, which has its own exit code: the file may be whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import UserError
+from pipeline.errors import PASSING_FAULT, UserError, exit_code_of
 
 MAX_BYTES = 256 * 2**20
 """Of a file that is read whole. The largest are a tokenizer and the record of a corpus of many shards."""
@@ -39,7 +40,7 @@ def open_regular(path: Path, error: type[UserError], advice: str = "copy it agai
     except FileNotFoundError:
         raise
     except OSError as fault:
-        raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
+        raise _unreadable(path, fault, error, advice) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -68,7 +69,7 @@ def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again"
         try:
             content = file.read(limit + 1)
         except OSError as fault:
-            raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
+            raise _unreadable(path, fault, error, advice) from None
     if len(content) > limit:
         raise error(f"{path}: expected at most {limit} bytes, found more; {advice}")
     return content
@@ -127,6 +128,12 @@ def first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, fault["loc"])) or "the file"
     return f"{where}: {fault['msg']}"
+
+
+def _unreadable(path: Path, fault: OSError, error: type[UserError], advice: str) -> Exception:
+    if exit_code_of(fault) == PASSING_FAULT:
+        return OSError(fault.errno, fault.strerror, str(path))
+    return error(f"{path}: cannot be read ({fault.strerror}); {advice}")
 
 
 def _values(value: Any) -> Iterable[Any]:  # noqa: ANN401

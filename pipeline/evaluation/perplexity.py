@@ -113,13 +113,16 @@ def score(
     """Scores `documents`. The nll is summed in their order, however they are batched.
 
     Raises:
-        DataError: there is no document.
+        DataError: there is no document, or an id that the model has no embedding for.
     """
     sequences = _encode(documents, tokenizer, limits)
     if not sequences:
         raise DataError(
             f"{name}: holds no document to score; give another file, or with --text-key the field that holds its text"
         )
+    highest = max(int(sequence.ids.max()) for sequence in sequences)
+    if highest >= vocab_size:
+        raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
     cut = [
         (sequence.ids, window)
         for sequence in sequences

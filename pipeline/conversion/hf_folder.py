@@ -24,7 +24,7 @@ from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import ARCHITECTURES
-from pipeline.untrusted_files import read_bytes, read_object, require_regular
+from pipeline.untrusted_files import MAX_BYTES, read_bytes, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -220,7 +220,10 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not file.is_dir():
             with suppress(FileNotFoundError):  # a link to nothing
-                require_regular(file, BaseModelError)  # transformers would wait for a FIFO, and read a device forever
+                # transformers would wait for a FIFO, and read a device, or a JSON file of any size, whole.
+                size = require_regular(file, BaseModelError)
+                if file.suffix == ".json" and size > MAX_BYTES:
+                    raise BaseModelError(f"{file}: expected at most {MAX_BYTES} bytes, found {size}; copy it again")
     path = folder / "config.json"
     try:
         config = read_object(path, BaseModelError, "copy the folder again")

@@ -34,6 +34,7 @@ DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
 _BATCH_TOKENS = 2**13
+_LARGEST_EXPONENT = 700  # e^710 is beyond a double
 _logger = log.get_logger(__name__)
 
 
@@ -142,7 +143,7 @@ def score(
         tokens=tokens,
         bytes=size,
         nll_per_token=total / tokens,
-        perplexity=math.exp(total / tokens),
+        perplexity=math.exp(total / tokens) if total / tokens < _LARGEST_EXPONENT else math.inf,
         bits_per_byte=total / math.log(2) / size,
     )
 

@@ -107,7 +107,8 @@ class Attempt(BaseModel):
     @property
     def number(self) -> int:
         """Its number in the series: how many restarts came before it."""
-        return int(self.name.rpartition(".")[2])
+        digits = self.name.rpartition(".")[2]
+        return int(digits) if digits.isdecimal() else 0
 
     @property
     def job(self) -> str | None:

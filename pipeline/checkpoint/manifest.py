@@ -198,10 +198,11 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     Raises:
         DamagedCheckpointError: it is not.
         CheckpointStorageError: it cannot be read now, or the whole checkpoint is not visible from this node.
+        CheckpointError: it is no file that this user can read.
     """
     path, record = folder / name, manifest.files[name]
     try:
-        complete = require_regular(path, DamagedCheckpointError, _USE_ANOTHER) == record.bytes
+        complete = require_regular(path, CheckpointError, _USE_ANOTHER) == record.bytes
         digest = file_hash(path) if complete else ""
     except FileNotFoundError as error:
         if not (folder / MANIFEST_FILE).exists():

@@ -6,41 +6,29 @@ And types of arguments that several tools have.
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 import traceback
 from collections.abc import Callable
 
 from pipeline import log
-from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, PASSING_FAULT, UserError
+from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, UserError, exit_code_of, in_one_line
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Runs `main` and exits with its code; a `UserError`, a full disk or Ctrl-C ends in one line on stderr."""
+    """Runs `main` and exits with its code; a fault of the user or the file system, or Ctrl-C, ends in one line."""
     log.configure()
     try:
         code = main() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except OSError as error:
-        code = _report_system_error(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    except Exception:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
-        traceback.print_exc()
-        code = INTERNAL_FAULT
+    except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
+        code = exit_code_of(error)
+        if code == INTERNAL_FAULT and not isinstance(error, UserError):
+            traceback.print_exc()
+        else:
+            print(f"error: {in_one_line(error)}", file=sys.stderr)
     sys.exit(code)
-
-
-def _report_system_error(error: OSError) -> int:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        traceback.print_exception(error)
-        return INTERNAL_FAULT
-    where = error.filename or "the output"
-    print(f"error: no space left on the disk of {where}; free some and start again", file=sys.stderr)
-    return PASSING_FAULT
 
 
 def positive(text: str) -> int:

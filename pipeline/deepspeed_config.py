@@ -5,7 +5,6 @@ Refused are keys that the run configuration sets, the value "auto", and settings
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from pipeline.config.run import Schedule
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.parallel.topology import Layout
+from pipeline.untrusted_files import read_object
 
 _OWNED = {
     "train_batch_size": "schedule.global_batch_size",
@@ -113,20 +113,20 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
         ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
     except FileNotFoundError:
         raise ConfigError(f"deepspeed: {path}: no such file; the project's own are in ds_configs/") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"deepspeed: {path}: not a JSON file: {error}") from None
     faults = _faults(values, layout)
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}")
     return DeepSpeedConfig(path, values)
 
 
-def _faults(values: object, layout: Layout) -> list[str]:
-    if not isinstance(values, dict) or not isinstance(values.get("zero_optimization"), dict):
+def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
+    if not isinstance(values.get("zero_optimization"), dict):
         return ["expected an object with zero_optimization"]
+    if misshapen := _misshapen(values):
+        return misshapen
     faults = [f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED]
     unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
     faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}" for name in unknown]
@@ -135,6 +135,23 @@ def _faults(values: object, layout: Layout) -> list[str]:
         f"{name}: a gradient that is not finite would reach the weights; remove it" for name in _unguarded(values)
     ]
     return faults + _broken_combinations(values["zero_optimization"], layout)
+
+
+def _misshapen(values: dict[str, Any]) -> list[str]:
+    """The sections that are no objects, and the numbers that are none, where this project reads inside."""
+    zero = values["zero_optimization"]
+    sections = {
+        "bf16": values.get("bf16", {}),
+        "zero_optimization.offload_param": zero.get("offload_param", {}),
+        "zero_optimization.offload_optimizer": zero.get("offload_optimizer", {}),
+    }
+    sizes = {name: zero.get(name, 0) for name in ("stage", "zero_hpz_partition_size", "mics_shard_size")}
+    faults = [f"{name}: expected an object" for name, section in sections.items() if not isinstance(section, dict)]
+    return faults + [
+        f"zero_optimization.{name}: expected a whole number, found {size!r:.80}"
+        for name, size in sizes.items()
+        if not isinstance(size, int) and size != "auto"
+    ]
 
 
 def _unguarded(values: dict[str, Any]) -> list[str]:
@@ -166,7 +183,7 @@ def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
         faults.append("zero_optimization.leaf_module: with a frozen base the backward pass fails; remove it")
     if layout.tp_size > 1:
         for name in ("zero_hpz_partition_size", "mics_shard_size"):
-            if zero.get(name, 0) > 1:
+            if zero.get(name, 0) != "auto" and zero.get(name, 0) > 1:
                 faults.append(
                     f"zero_optimization.{name}: with parallel.tp_size {layout.tp_size} it mixes different shards "
                     f"of the weights silently; remove it, or use tp_size 1"

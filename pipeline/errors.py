@@ -6,6 +6,8 @@ always means a bug.
 
 from __future__ import annotations
 
+import errno
+
 # `slurm/common.sh` acts on these codes, and docs/clusters.md lists them. A signal ends a process with 128 + its number.
 
 FINISHED = 0
@@ -130,12 +132,52 @@ class ConversionError(UserError):
     """A model that cannot be exported, or an export that differs from its source."""
 
 
+_OF_THE_USER = {
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
+_PASSING = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EREMOTEIO,
+}
+
+
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an exception: its own, or INTERNAL_FAULT."""
+    """The exit code for an exception: its own, that of the system's fault, or INTERNAL_FAULT.
+
+    A file system that refuses a path is the user's fault to correct; one that is full or fails may recover.
+    """
+    if isinstance(error, OSError) and error.errno in _OF_THE_USER:
+        return USER_ERROR
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return PASSING_FAULT
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception in one line, with its type unless it is a UserError."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    """An exception in one line, with its type if it is a bug's."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
+        return _fault_of_the_system(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _fault_of_the_system(error: OSError) -> str:
+    where = error.filename or "the output"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk of {where}; free some and start again"
+    if error.errno in _PASSING:
+        return f"{where}: {error.strerror}; check that file system, then start again"
+    return f"{where}: {error.strerror}; name a place that this user can read and write, or change its permissions"

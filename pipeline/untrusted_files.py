@@ -2,23 +2,28 @@
 
 Such a file must be a regular file of bounded size, and its content is decoded and validated before it is used. A fault
 becomes an error of one line that names the file; the caller gives its type and what the user can do. A missing file is
-a FileNotFoundError, because what it means depends on the caller.
+a FileNotFoundError, because what it means depends on the caller. A fault of the file system that may pass stays an
+OSError, which has its own exit code: the file may be whole.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import UserError
+from pipeline.errors import PASSING_FAULT, UserError, exit_code_of
 
 MAX_BYTES = 256 * 2**20
 """Of a file that is read whole. The largest are a tokenizer and the record of a corpus of many shards."""
+
+MAX_DEPTH = 64
+"""Of lists and objects in each other in a JSON file: libraries that get its values copy and print them recursively."""
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -35,7 +40,7 @@ def open_regular(path: Path, error: type[UserError], advice: str = "copy it agai
     except FileNotFoundError:
         raise
     except OSError as fault:
-        raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
+        raise _unreadable(path, fault, error, advice) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -64,7 +69,7 @@ def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again"
         try:
             content = file.read(limit + 1)
         except OSError as fault:
-            raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
+            raise _unreadable(path, fault, error, advice) from None
     if len(content) > limit:
         raise error(f"{path}: expected at most {limit} bytes, found more; {advice}")
     return content
@@ -81,9 +86,15 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again",
 def read_json(path: Path, error: type[UserError], advice: str = "copy it again", *, limit: int = MAX_BYTES) -> Any:  # noqa: ANN401
     """The value in a JSON file. Raises as `read_bytes`, and `error` for other content."""
     try:
-        return orjson.loads(read_bytes(path, error, advice, limit=limit))
+        value = orjson.loads(read_bytes(path, error, advice, limit=limit))
     except orjson.JSONDecodeError as fault:
         raise error(f"{path}: not JSON ({fault}); {advice}") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _values(outer) if isinstance(inner, (dict, list))]
+    if level:
+        raise error(f"{path}: expected at most {MAX_DEPTH} levels of lists and objects, found more; {advice}")
+    return value
 
 
 def read_object(
@@ -117,6 +128,18 @@ def first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, fault["loc"])) or "the file"
     return f"{where}: {fault['msg']}"
+
+
+def _unreadable(path: Path, fault: OSError, error: type[UserError], advice: str) -> Exception:
+    if exit_code_of(fault) == PASSING_FAULT:
+        return OSError(fault.errno, fault.strerror, str(path))
+    return error(f"{path}: cannot be read ({fault.strerror}); {advice}")
+
+
+def _values(value: Any) -> Iterable[Any]:  # noqa: ANN401
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _kind(mode: int) -> str:

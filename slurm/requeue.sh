@@ -28,13 +28,13 @@ ask_slurm() {
 # Not true of cancelled, preempted and timed-out jobs: Slurm changes their state before it sends a signal.
 job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobState=RUNNING "* ]]; }
 
-# tools/may_retry.py decides. If it fails itself (an unmounted file system), every fault that is not the user's is tried
-# again, at most MAX_RESTARTS times.
+# tools/may_retry.py decides. If it fails itself (an unmounted file system), a fault that is not the user's is tried again
+# while the job, or this call of the script, has restarted less often than it may without progress.
 may_go_on() {
-    local stage=$1 code=$2 most=${MAX_RESTARTS:-100} verdict=0 container
+    local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0 container
     read -ra container <<<"${CONTAINER:-}"
     "${container[@]}" python tools/may_retry.py --config "$CONFIG" --stage "$stage" --exit-code "$code" \
-        --without-progress "${MAX_RESTARTS_WITHOUT_PROGRESS:-3}" --most "$most" || verdict=$?
+        --without-progress "$idle" --most "$most" || verdict=$?
     case "$verdict" in
         0) return 0 ;;
         2 | 3) return 1 ;; # the configuration is at fault; no
@@ -42,7 +42,7 @@ may_go_on() {
     echo "tools/may_retry.py itself ended with exit code $verdict"
     case "$code" in
         "$USER_ERROR" | "$CONFIG_ERROR" | "$FOLDER_TAKEN" | "$INTERRUPTED") return 1 ;;
-        *) ((${SLURM_RESTART_COUNT:-${restarts_here:-0}} < most)) ;;
+        *) ((${SLURM_RESTART_COUNT:-${restarts_here:-0}} < (idle < most ? idle : most))) ;;
     esac
 }
 

@@ -1,4 +1,4 @@
-"""A full disk: a small tmpfs, and a file that fills it."""
+"""A disk that is full or read-only: a small tmpfs, and a file that fills it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class SmallDisk:
     def grow(self, mib: int) -> None:
         """Changes its size."""
         subprocess.run(["mount", "-o", f"remount,size={mib}m", str(self.path)], check=True)
+
+    def make_read_only(self) -> None:
+        """Nothing on it can be written from now on, not by root either."""
+        subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
 
     def remove(self) -> None:
         """Unmounts it."""

@@ -66,7 +66,7 @@ def test_hpz_without_tensor_parallelism_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file"), ("{", "not a JSON file"), ("[]", "expected an object")]
+    ("content", "message"), [(None, "no such file"), ("{", "not JSON"), ("[]", "expected a JSON object")]
 )
 def test_unreadable_files(tmp_path, content, message):
     path = tmp_path / "deepspeed.json"

@@ -7,7 +7,6 @@ does the file `latest` name it. To go back further, a user writes an older one's
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,47 +14,16 @@ from pathlib import Path
 from pipeline.checkpoint.manifest import MANIFEST_FILE
 from pipeline.errors import CheckpointError
 from pipeline.files import rename_aside, replace_directory, sync, write_text
+from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
-LATEST = "latest"
 DAMAGED = ".damaged"
-_NAME = re.compile(r"step_(\d{8,})")
-
-
-def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint after `step` steps."""
-    return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
     """The number of steps in a checkpoint's name."""
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None, checkpoint
-    return int(match[1])
-
-
-def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first, complete or not."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
-
-
-def named_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
-
-    Raises:
-        CheckpointError: its content is not the name of a checkpoint.
-    """
-    path = folder / LATEST
-    try:
-        name = path.read_text(encoding="utf-8", errors="replace").strip().strip("\0")
-    except FileNotFoundError:
-        return None
-    if name and not _NAME.fullmatch(name):
-        raise CheckpointError(
-            f"{path}: names {name!r}, which is not a checkpoint's name; write one of these names: "
-            f"{_names(all_checkpoints(folder))}"
-        )
-    return folder / name if name else None
+    step = step_in(checkpoint.name)
+    assert step is not None, checkpoint
+    return step
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

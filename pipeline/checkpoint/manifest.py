@@ -23,6 +23,7 @@ from pipeline.files import file_hash, is_plain_name, write_json
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
+from pipeline.untrusted_files import first_fault, read_bytes, require_regular
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
@@ -173,21 +174,19 @@ def load_manifest(folder: Path) -> Manifest:
     Raises:
         DamagedCheckpointError: it is missing or damaged.
         CheckpointStorageError: it cannot be read now.
-        CheckpointError: it is of another version, or malicious.
+        CheckpointError: it is of another version, malicious, or no file that this user can read.
     """
     path = folder / MANIFEST_FILE
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, CheckpointError, _USE_ANOTHER)
         manifest = Manifest.model_validate_json(content)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise DamagedCheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
     except OSError as error:
         raise _unreadable(path, error) from None
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"])) or "the file"
         kind = CheckpointError if _is_of_another_version(content) else DamagedCheckpointError
-        raise kind(f"{path}: not a checkpoint's manifest: {where}: {fault['msg']}") from None
+        raise kind(f"{path}: not a checkpoint's manifest: {first_fault(error)}") from None
     if not all(map(is_plain_name, manifest.files)):
         raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
     return manifest
@@ -199,10 +198,12 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     Raises:
         DamagedCheckpointError: it is not.
         CheckpointStorageError: it cannot be read now, or the whole checkpoint is not visible from this node.
+        CheckpointError: it is no file that this user can read.
     """
     path, record = folder / name, manifest.files[name]
     try:
-        complete, digest = path.stat().st_size == record.bytes, file_hash(path)
+        complete = require_regular(path, CheckpointError, _USE_ANOTHER) == record.bytes
+        digest = file_hash(path) if complete else ""
     except FileNotFoundError as error:
         if not (folder / MANIFEST_FILE).exists():
             raise _unreadable(path, error) from None

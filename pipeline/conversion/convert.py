@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline import log
-from pipeline.checkpoint.folder import LATEST, latest_checkpoint
+from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -24,8 +23,10 @@ from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.methods.scale import origin_of
+from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
+from pipeline.untrusted_files import read_object
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
@@ -182,9 +183,9 @@ def _is_done(output: Path, request: dict[str, Any]) -> bool:
     """Whether `output` was made for an equal request."""
     for path in _records(output):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = read_object(path, ConversionError)
+        except (FileNotFoundError, ConversionError):
             continue
-        if isinstance(found, dict) and all(found.get(key) == value for key, value in request.items()):
+        if all(found.get(key) == value for key, value in request.items()):
             return True
     return False

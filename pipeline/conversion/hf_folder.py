@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, UserError, in_one_line
 from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import ARCHITECTURES
+from pipeline.untrusted_files import MAX_BYTES, read_bytes, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -111,8 +111,8 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
     for name, text in export.code.items():
         write_text(folder / name, text)
     for name in _COPIED_FROM_BASE:
-        if (base / name).is_file():
-            shutil.copyfile(base / name, folder / name)
+        with suppress(FileNotFoundError):
+            (folder / name).write_bytes(read_bytes(base / name, BaseModelError))
     write_json(folder / (_ADAPTER_CONFIG if adapters else "config.json"), export.config)
 
 
@@ -147,7 +147,7 @@ def write_safetensors(
 
 def base_config(base: Path) -> dict[str, Any]:
     """The config.json of the folder `base`, without the entries that are true of that folder only."""
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_object(base / "config.json", BaseModelError, "copy the folder again")
     return {key: value for key, value in config.items() if key not in _CONFIG_OF_BASE_ONLY}
 
 
@@ -171,7 +171,7 @@ def load_hf_model(
     """
     check_hf_config(folder, trust_remote_code=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with faults_of_transformers(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or "auto",
@@ -180,15 +180,25 @@ def load_hf_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise BaseModelError(f"{folder}: cannot be loaded by transformers: {reason}") from None
     # transformers fills what is missing with random numbers, and only warns.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if found[fault]:
             names = sorted(map(str, found[fault]))
             raise BaseModelError(f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more")
     return model.to(device).eval()
+
+
+@contextmanager
+def faults_of_transformers(what: str, kind: type[UserError]) -> Iterator[None]:
+    """Makes what `transformers` raises for a stranger's folder an error of type `kind`, in one line after `what`.
+
+    It has no error of its own: a missing package, an unknown class or a value of another type raise what they happen
+    to raise in its code.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # see above
+        raise kind(f"{what}: {in_one_line(error):.300}") from None
 
 
 def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
@@ -204,11 +214,19 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
     """Checks a model's folder before any weight is read.
 
     Raises:
-        BaseModelError: it holds no model's config.json, only adapters, or code that the user does not trust.
+        BaseModelError: it holds no model's config.json, only adapters, something that is neither a file nor a folder,
+            or code that the user does not trust.
     """
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not file.is_dir():
+            with suppress(FileNotFoundError):  # a link to nothing
+                # transformers would wait for a FIFO, and read a device, or a JSON file of any size, whole.
+                size = require_regular(file, BaseModelError)
+                if file.suffix == ".json" and size > MAX_BYTES:
+                    raise BaseModelError(f"{file}: expected at most {MAX_BYTES} bytes, found {size}; copy it again")
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path, BaseModelError, "copy the folder again")
     except FileNotFoundError:
         if (folder / _ADAPTER_CONFIG).exists():
             raise BaseModelError(
@@ -216,8 +234,6 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
                 "with --format stock, which merges them"
             ) from None
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
-    except ValueError as error:
-        raise BaseModelError(f"{path}: not a model's config ({error}); copy the folder again") from None
     # For the others it has code of its own, and does not look at the folder's.
     needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *ARCHITECTURES)
     if needs_code and not trust_remote_code:

@@ -9,10 +9,11 @@ agrees with them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Union
@@ -24,7 +25,8 @@ import sentencepiece
 import tokenizers
 
 from pipeline import log
-from pipeline.errors import DataError
+from pipeline.errors import DataError, in_one_line
+from pipeline.untrusted_files import read_bytes, read_object, require_regular
 
 _FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.
@@ -38,6 +40,8 @@ _TEST_TEXTS = (
     "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
     "<s> </s> <unk> <|endoftext|>",
 )
+_MOST_IDS = 2**24
+"""Far above the largest vocabularies."""
 _logger = log.get_logger(__name__)
 
 
@@ -79,10 +83,7 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot read this tokenizer: {error.strerror}") from None
+    content = read_bytes(file, DataError, "copy the folder again")
     return (_load_sentencepiece if file.suffix == ".model" else _load_hugging_face)(file, content, end_of_document)
 
 
@@ -95,7 +96,8 @@ def tokenizer_file(path: Path) -> Path:
     if path.is_file():
         return path
     for name in _FILE_NAMES:
-        if (path / name).is_file():
+        with contextlib.suppress(FileNotFoundError):
+            require_regular(path / name, DataError, "copy the folder again")
             return path / name
     if path.is_dir():
         raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
@@ -225,27 +227,52 @@ def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    try:
-        described = json.loads(content)
+    described = read_object(file, DataError, "copy the folder again")
+    _check_ids(file, described)
+    with _library_faults(file):
         library = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # noqa: BLE001  # the library raises a bare Exception for a file it cannot read
-        raise DataError(f"{file}: cannot read this tokenizer.json: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    bare: list[int] = library.encode("a", add_special_tokens=False).ids
-    framed: list[int] = library.encode("a", add_special_tokens=True).ids
-    at = next(at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare)
+        library.no_truncation()
+        library.no_padding()
+        bare: list[int] = library.encode("a", add_special_tokens=False).ids
+        framed: list[int] = library.encode("a", add_special_tokens=True).ids
+        vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    at = next((at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare), None)
+    if at is None or not bare or max(framed) >= vocab_size:
+        raise DataError(f"{file}: encodes 'a' as {bare[:20]}, with special tokens as {framed[:20]}; copy it again")
     start, end = tuple(framed[:at]), tuple(framed[at + len(bare) :])
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
         fingerprint=_fingerprint(described),
-        vocab_size=1 + max(library.get_vocab(with_added_tokens=True).values()),
+        vocab_size=vocab_size,
         document_start=start,
         document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, known_ends=_KNOWN_ENDS),
         reference=reference,
         fast=fast_encoder(content, reference),
     )
+
+
+@contextlib.contextmanager
+def _library_faults(file: Path) -> Iterator[None]:
+    """Makes what `tokenizers` raises for a file it cannot use a DataError: bare Exceptions, and panics of Rust code."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  # a panic is no Exception
+        raise DataError(f"{file}: cannot read this tokenizer.json: {in_one_line(error):.300}") from None
+
+
+def _check_ids(file: Path, described: dict[str, Any]) -> None:
+    """Raises DataError for an id that no vocabulary has: `tokenizers` allocates up to the largest, or aborts."""
+    model = described.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    added = described.get("added_tokens") or []
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    for found in ids:
+        if not isinstance(found, int) or not 0 <= found < _MOST_IDS:
+            raise DataError(f"{file}: expected ids from 0 to {_MOST_IDS - 1}, found {found!r:.80}; copy it again")
 
 
 def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
@@ -303,20 +330,19 @@ def _document_end(
         for name in ("generation_config.json", "config.json"):
             ids = _json_file(file, name).get("eos_token_id")
             if ids not in (None, []):
-                return (int(ids[0] if isinstance(ids, list) else ids),)
+                first = ids[0] if isinstance(ids, list) else ids
+                if not isinstance(first, int) or not 0 <= first < _MOST_IDS:
+                    raise DataError(f"{file.with_name(name)}: eos_token_id: expected an id, found {first!r:.80}")
+                return (first,)
     for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
-        if candidate is not None and (found := id_of_token(candidate)) is not None:
+        if isinstance(candidate, str) and (found := id_of_token(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 
 
 def _json_file(file: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
-    path = file.with_name(name)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(file.with_name(name), DataError, "copy the folder again")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise DataError(f"{path}: not a JSON file: {error}") from None
-    return value if isinstance(value, dict) else {}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.hf_folder import faults_of_transformers, load_hf_model
 from pipeline.errors import ConfigError, DataError, MissingPackageError
 from pipeline.evaluation.table import table
 
@@ -128,11 +128,8 @@ def _language_model(folder: Path, batch_size: int, *, trust_remote_code: bool) -
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    try:
+    with faults_of_transformers(f"{folder}: transformers cannot load its tokenizer", DataError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{folder}: transformers cannot load its tokenizer: {reason}") from None
     return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
 

@@ -34,6 +34,7 @@ DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
 _BATCH_TOKENS = 2**13
+_LARGEST_EXPONENT = 700  # e^710 is beyond a double
 _logger = log.get_logger(__name__)
 
 
@@ -113,13 +114,16 @@ def score(
     """Scores `documents`. The nll is summed in their order, however they are batched.
 
     Raises:
-        DataError: there is no document.
+        DataError: there is no document, or an id that the model has no embedding for.
     """
     sequences = _encode(documents, tokenizer, limits)
     if not sequences:
         raise DataError(
             f"{name}: holds no document to score; give another file, or with --text-key the field that holds its text"
         )
+    highest = max(int(sequence.ids.max()) for sequence in sequences)
+    if highest >= vocab_size:
+        raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
     cut = [
         (sequence.ids, window)
         for sequence in sequences
@@ -139,7 +143,7 @@ def score(
         tokens=tokens,
         bytes=size,
         nll_per_token=total / tokens,
-        perplexity=math.exp(total / tokens),
+        perplexity=math.exp(total / tokens) if total / tokens < _LARGEST_EXPONENT else math.inf,
         bits_per_byte=total / math.log(2) / size,
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -18,6 +19,7 @@ from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_record
+from pipeline.untrusted_files import read_record
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"
@@ -58,6 +60,23 @@ class FinishedRun:
         return float(self.training["trainable_parameters"]) / float(self.training["total_parameters"])
 
 
+class _Trained(BaseModel):
+    """What the summary needs of training.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    trainable_parameters: int
+    total_parameters: PositiveInt
+
+
+class _Verified(BaseModel):
+    """What it needs of verification.json."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_abs: float | None
+
+
 def open_run(folder: Path) -> FinishedRun:
     """The finished run in `folder`.
 
@@ -66,11 +85,12 @@ def open_run(folder: Path) -> FinishedRun:
         ConversionError: it has not been converted.
     """
     try:
-        training = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+        training = read_record(folder / TRAINING, _Trained, CheckpointError, "train the run again").model_dump()
     except FileNotFoundError:
         raise CheckpointError(f"{folder / TRAINING}: no such file; the run must be trained to its end first") from None
     try:
-        verification = json.loads((folder / HF_FOLDER / VERIFICATION).read_text(encoding="utf-8"))
+        path = folder / HF_FOLDER / VERIFICATION
+        verification = read_record(path, _Verified, ConversionError, "convert the run again").model_dump()
     except FileNotFoundError:
         raise ConversionError(
             f"{folder / HF_FOLDER}: no verified model; run tools/convert_checkpoint.py first"

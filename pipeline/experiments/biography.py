@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.errors import DataError
 from pipeline.files import published_folder, write_json, write_text
+from pipeline.untrusted_files import read_json
 
 # Every first part is combined with every second part.
 _FIRST = (
@@ -310,7 +311,7 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
     made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
     if output.exists():
         path = output / _MADE_OF
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else "something else"
+        found = read_json(path, DataError, "choose another --output") if path.exists() else "something else"
         if found != made_of:
             raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
         return roster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,10 +17,11 @@ from transformers.utils import logging
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_training import texts, train_sentencepiece
-from pipeline.errors import ConfigError
+from pipeline.errors import BaseModelError, ConfigError
 from pipeline.experiments.study import NewTokenizer, RandomBase
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.model.from_hf import read_spec
+from pipeline.untrusted_files import read_object
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"
@@ -55,7 +55,7 @@ def _made_of(wanted: RandomBase) -> dict[str, Any]:
     """Everything that determines the base; paths of texts are made absolute, so that their spelling does not count."""
     values = wanted.model_dump(mode="json")
     architecture = wanted.architecture / "config.json" if wanted.architecture.is_dir() else wanted.architecture
-    values["architecture"] = json.loads(architecture.read_text(encoding="utf-8"))
+    values["architecture"] = read_object(architecture, BaseModelError)
     if isinstance(wanted.tokenizer, Path):
         values["tokenizer"] = file_hash(tokenizer_file(wanted.tokenizer))
     else:
@@ -68,8 +68,8 @@ def _check_made_of(folder: Path, made_of: dict[str, Any]) -> None:
     path = folder / _MADE_OF
     if not path.exists():  # bases of earlier versions have no such file
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if changed := [key for key in made_of if found[key] != made_of[key]]:
+    found = read_object(path, ConfigError, "remove the study's folder")
+    if changed := [key for key in made_of if found.get(key) != made_of[key]]:
         raise ConfigError(
             f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the study's "
             f"folder {folder.parent}, or give the study another one"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.divergence import REPORT as DIVERGENCE
+from pipeline.untrusted_files import read_json, read_object
 
 SUMMARY = "summary.json"
 LEARNING_RATES = "learning_rates.json"
@@ -190,13 +190,11 @@ def checked_row(kind: type[RowType], values: object, place: str) -> RowType:
 
 def _read(path: Path, kind: type[RowType]) -> list[RowType]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, RunFolderError)
     except FileNotFoundError:
         raise RunFolderError(
             f"{path}: no such file; tools/run_study.py writes it when the study is finished: run it again"
         ) from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise RunFolderError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
     if not isinstance(values, list):
         raise RunFolderError(f"{path}: expected a list of rows, found {type(values).__name__}; is it a study's?")
     if not values:
@@ -205,5 +203,4 @@ def _read(path: Path, kind: type[RowType]) -> list[RowType]:
 
 
 def _training(run: StudyRun) -> Mapping[str, Any]:
-    values: Mapping[str, Any] = json.loads((run.config.folder / TRAINING).read_text(encoding="utf-8"))
-    return values
+    return read_object(run.config.folder / TRAINING, RunFolderError)

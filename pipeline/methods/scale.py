@@ -15,7 +15,7 @@ from pipeline.log import counted
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.from_hf import check_weights, is_base, load_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -79,6 +79,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers)
     with torch.device("meta"):
         model = Decoder(base.spec, plan, tp=SINGLE)
+    check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
     origin = {
         "base": str(base.path),

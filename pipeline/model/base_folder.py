@@ -6,7 +6,6 @@ folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +20,12 @@ from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, is_plain_name
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
+from pipeline.untrusted_files import read_object, require_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_TYPES = ("F16", "BF16", "F32", "F64")
+"""The types of weights, as safetensors names them; others are quantized, or no weights."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,13 @@ class BaseFolder:
             BaseModelError: a file is missing or damaged.
         """
         index = self.path / INDEX_FILE
-        if not index.exists():
+        try:
+            entries = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
+        except FileNotFoundError:
             only = self.path / SINGLE_FILE
             return dict.fromkeys(self._names_in(only), only)
-        try:
-            entries: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BaseModelError(
-                f"{index}: not an index of safetensors files ({error}); copy the folder again"
-            ) from None
+        if not isinstance(entries, dict):
+            raise BaseModelError(f"{index}: not an index of safetensors files; copy the folder again")
         if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
             raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
         held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
@@ -66,11 +66,12 @@ class BaseFolder:
 
     def _names_in(self, file: Path) -> list[str]:
         try:
+            require_regular(file, BaseModelError, "copy the file again")
             with safe_open(file, framework="pt") as tensors:
                 return list(tensors.keys())
         except FileNotFoundError:
             raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
     @property
@@ -135,8 +136,14 @@ class BaseFolder:
     def _slice(self, file: Path, tensor: str) -> Iterator[StoredTensor]:
         try:
             with safe_open(file, framework="pt") as tensors:
-                yield tensors.get_slice(tensor)
-        except SafetensorError as error:
+                view = tensors.get_slice(tensor)
+                if not view.get_shape() or view.get_dtype() not in _TYPES:
+                    raise BaseModelError(
+                        f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
+                        f"in one of {', '.join(_TYPES)}: use the original model"
+                    )
+                yield view
+        except (SafetensorError, OSError, MemoryError) as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
     def _fused(

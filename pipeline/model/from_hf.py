@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, in_one_line
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, RotarySpec, StoredResidual
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
+from pipeline.untrusted_files import read_object
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2")
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.(weight|bias)$")
@@ -44,21 +45,22 @@ def read_spec(path: Path) -> DecoderSpec:
     Raises:
         BaseModelError: the file is missing or damaged, or the architecture is not supported.
     """
-    config = _read_config(path)
-    if config.model_type == "gpt_neox":
-        return _gpt_neox(config, path)
-    return _llama(config, path)
-
-
-def _read_config(path: Path) -> PretrainedConfig:
     file = path if path.is_file() else path / "config.json"
+    config = _read_config(file)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        model_type, quantized = values.get("model_type"), values.get("quantization_config")
+        spec = _gpt_neox(config, file) if config.model_type == "gpt_neox" else _llama(config, file)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise BaseModelError(f"{file}: not a {config.model_type} config: {in_one_line(error):.300}") from None
+    _check_sizes(spec, file)
+    return spec
+
+
+def _read_config(file: Path) -> PretrainedConfig:
+    try:
+        values = read_object(file, BaseModelError, "copy the folder again")
     except FileNotFoundError:
         raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
-    except (ValueError, AttributeError) as error:
-        raise BaseModelError(f"{file}: not a model's config ({error}); copy the folder again") from None
+    model_type, quantized = values.get("model_type"), values.get("quantization_config")
     if model_type == _WIDENED:
         raise BaseModelError(
             f"{file}: model_type 'scale': a widened model in its own format cannot be a base. To train its expansion "
@@ -66,22 +68,20 @@ def _read_config(path: Path) -> PretrainedConfig:
             "model again, train it with norm: base, variant preserve or adapt, and convert it with --format stock"
         )
     if model_type not in ARCHITECTURES:
-        raise BaseModelError(f"{file}: model_type {model_type!r} is not among {', '.join(ARCHITECTURES)}")
+        raise BaseModelError(f"{file}: model_type {model_type!r:.80} is not among {', '.join(ARCHITECTURES)}")
     if quantized:
         raise BaseModelError(
             f"{file}: quantization_config: quantized weights are not supported; use the original model"
         )
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError, OSError) as error:
-        raise BaseModelError(f"{file}: not a {model_type} config: {' '.join(str(error).split())}") from None
+        return CONFIG_MAPPING[model_type].from_dict(values)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise BaseModelError(f"{file}: not a {model_type} config: {in_one_line(error):.300}") from None
 
 
-def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:
+def _llama(config: PretrainedConfig, file: Path) -> DecoderSpec:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise BaseModelError(
-            f"{path}/config.json: sliding_window {config.sliding_window} is not supported; expected null"
-        )
+        raise BaseModelError(f"{file}: sliding_window {config.sliding_window!r:.80} is not supported; expected null")
     heads = config.num_attention_heads
     biased = bool(getattr(config, "attention_bias", False))
     return DecoderSpec(
@@ -97,19 +97,19 @@ def _llama(config: PretrainedConfig, path: Path) -> DecoderSpec:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         norm="rmsnorm",
         norm_eps=config.rms_norm_eps,
-        activation=_activation(config, path),
+        activation=_activation(config, file),
         max_position_embeddings=config.max_position_embeddings,
         gated_ffn=True,
         query_key_value_bias=config.model_type == "qwen2" or biased,
         output_bias=biased,
         ffn_bias=bool(getattr(config, "mlp_bias", False)),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rotary=_rotary(config, path),
-        residual=_residual(config, path),
+        rotary=_rotary(config, file),
+        residual=_residual(config, file),
     )
 
 
-def _gpt_neox(config: PretrainedConfig, path: Path) -> DecoderSpec:
+def _gpt_neox(config: PretrainedConfig, file: Path) -> DecoderSpec:
     heads = config.num_attention_heads
     return DecoderSpec(
         family="gpt_neox",
@@ -119,7 +119,7 @@ def _gpt_neox(config: PretrainedConfig, path: Path) -> DecoderSpec:
         head_dim=config.hidden_size // heads,
         norm="layernorm",
         norm_eps=config.layer_norm_eps,
-        activation=_activation(config, path),
+        activation=_activation(config, file),
         max_position_embeddings=config.max_position_embeddings,
         gated_ffn=False,
         query_key_value_bias=bool(config.attention_bias),
@@ -127,23 +127,23 @@ def _gpt_neox(config: PretrainedConfig, path: Path) -> DecoderSpec:
         ffn_bias=True,
         parallel_residual=bool(config.use_parallel_residual),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rotary=_rotary(config, path),
+        rotary=_rotary(config, file),
     )
 
 
-def _activation(config: PretrainedConfig, path: Path) -> str:
+def _activation(config: PretrainedConfig, file: Path) -> str:
     if config.hidden_act not in ACTIVATIONS:
         raise BaseModelError(
-            f"{path}/config.json: hidden_act {config.hidden_act!r} is not among {', '.join(sorted(ACTIVATIONS))}"
+            f"{file}: hidden_act {config.hidden_act!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
         )
     return str(config.hidden_act)
 
 
-def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
+def _rotary(config: PretrainedConfig, file: Path) -> RotarySpec:
     values: dict[str, Any] = config.rope_parameters
     scaling = values.get("rope_type", "default")
     if scaling not in ("default", "linear", "llama3"):
-        raise BaseModelError(f"{path}/config.json: rope_type {scaling!r} is not among default, linear, llama3")
+        raise BaseModelError(f"{file}: rope_type {scaling!r:.80} is not among default, linear, llama3")
     known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return RotarySpec(
         theta=values["rope_theta"],
@@ -153,7 +153,7 @@ def _rotary(config: PretrainedConfig, path: Path) -> RotarySpec:
     )
 
 
-def _residual(config: PretrainedConfig, path: Path) -> StoredResidual | None:
+def _residual(config: PretrainedConfig, file: Path) -> StoredResidual | None:
     values = getattr(config, RESIDUAL_KEY, None)
     if values is None:
         return None
@@ -164,9 +164,46 @@ def _residual(config: PretrainedConfig, path: Path) -> StoredResidual | None:
     except TypeError:
         pass
     raise BaseModelError(
-        f"{path}/config.json: {RESIDUAL_KEY}: expected normed_size up to {config.hidden_size} and a scale that is a "
-        f"power of two, found {values}; convert the model again"
+        f"{file}: {RESIDUAL_KEY}: expected normed_size up to {config.hidden_size} and a scale that is a "
+        f"power of two, found {values!r:.80}; convert the model again"
     )
+
+
+# Above every model there is, and far below what Python, torch or a meta device cannot count.
+_LARGEST = {"num_hidden_layers": 4096, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_LARGEST_OTHER = 2**31
+
+
+def _check_sizes(spec: DecoderSpec, file: Path) -> None:
+    """Raises BaseModelError where a size or a number is not one that a decoder can have."""
+    sizes = {
+        **asdict(spec.widths),
+        "vocab_size": spec.vocab_size,
+        "num_hidden_layers": spec.num_layers,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "original_max_position_embeddings": spec.rotary.original_max_position_embeddings,
+    }
+    for name, size in sizes.items():
+        largest = _LARGEST.get(name, _LARGEST_OTHER)
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
+            raise BaseModelError(f"{file}: {name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
+    rotary = asdict(spec.rotary)
+    numbers = {name: rotary[name] for name in ("theta", "fraction", "factor", "low_freq_factor", "high_freq_factor")}
+    for name, number in {"norm_eps": spec.norm_eps, **numbers}.items():
+        if not isinstance(number, (int, float)) or not 0 < number < math.inf:
+            raise BaseModelError(f"{file}: {name}: expected a number above 0, found {number!r:.80}")
+    rotated = spec.head_dim * spec.rotary.fraction
+    if spec.rotary.fraction > 1 or int(rotated) % 2 or rotated < 2:
+        raise BaseModelError(
+            f"{file}: partial_rotary_factor: {spec.rotary.fraction} of head_dim {spec.head_dim} is not an even number "
+            "of channels"
+        )
+    if spec.widths.num_attention_heads % spec.widths.num_key_value_heads:
+        raise BaseModelError(
+            f"{file}: num_key_value_heads: {spec.widths.num_key_value_heads} does not divide num_attention_heads "
+            f"{spec.widths.num_attention_heads}"
+        )
 
 
 def load_base(
@@ -182,6 +219,19 @@ def load_base(
     Raises:
         BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
     """
+    check_weights(model, base, source)
+    for name, parameter in model.named_parameters():
+        if is_base(source(name)):
+            read = partial(base.read, source(name), partition_of(parameter), tp.rank, tp.size)
+            fill(parameter, tp, read)
+
+
+def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], str] = lambda name: name) -> None:
+    """Checks the shape and type of every base parameter of `model` in the folder's files; reads their headers only.
+
+    Raises:
+        BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
+    """
     for name, parameter in model.named_parameters():
         if not is_base(source(name)):
             continue
@@ -190,8 +240,6 @@ def load_base(
             raise BaseModelError(
                 f"{base.path}: {source(name)} has shape {found}, config.json implies {expected}; copy the folder again"
             )
-        read = partial(base.read, source(name), partition_of(parameter), tp.rank, tp.size)
-        fill(parameter, tp, read)
 
 
 def is_base(name: str) -> bool:

@@ -21,8 +21,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from pipeline import log
+from pipeline.errors import RunFolderError
 from pipeline.run_folder.metrics import METRICS
 from pipeline.training.observer import Observer, StepEvent
+from pipeline.untrusted_files import require_regular
 
 BOARD = "tensorboard"
 _serial = itertools.count()
@@ -62,7 +64,9 @@ class MetricsFiles(Observer):
 
 def cut_after(path: Path, step: int) -> None:
     """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
-    if not path.exists():
+    try:
+        require_regular(path, RunFolderError, "move it away")
+    except FileNotFoundError:
         return
     kept = 0
     with path.open("rb+") as file:
@@ -77,7 +81,7 @@ def _step_of(line: bytes) -> float:
     """The step of a line; infinite for a line that a killed process left unfinished."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except ValueError:
+    except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf
 
 

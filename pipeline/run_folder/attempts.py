@@ -7,7 +7,6 @@ unless the script that started it appends one.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,15 +20,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
 from pipeline.config.run import RunConfig, load_config
-from pipeline.errors import FINISHED, FOLDER_TAKEN, RESUME_LATER, exit_code_of, in_one_line, worth_another_attempt
+from pipeline.errors import (
+    FINISHED,
+    FOLDER_TAKEN,
+    RESUME_LATER,
+    USER_ERROR,
+    RunFolderError,
+    UserError,
+    exit_code_of,
+    in_one_line,
+    worth_another_attempt,
+)
 from pipeline.log import node
+from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 from pipeline.run_folder.lock import LockOwner, RunLock
+from pipeline.untrusted_files import read_bytes
 
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
 _RESUMABLE = ("tokenize", "sample")
 """The stages that resume where they were stopped, but write no checkpoint."""
-_CHECKPOINT = re.compile(r"step_(\d+)$")
 
 
 class StageStart(BaseModel):
@@ -93,6 +103,12 @@ class Attempt(BaseModel):
     def series(self) -> str:
         """The part of the name that all attempts of a job, or of a call of a script, share."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def number(self) -> int:
+        """Its number in the series: how many restarts came before it."""
+        digits = self.name.rpartition(".")[2]
+        return int(digits) if digits.isdecimal() else 0
 
     @property
     def job(self) -> str | None:
@@ -159,7 +175,7 @@ def record_end(
 ) -> None:
     """Records how `stage` ended in this attempt. Without an `error`, the error recorded before stays."""
     own = this_attempt()
-    before = next((attempt.ended for attempt in read_attempts(folder) if attempt.name == own), None)
+    before = next((attempt.ended for attempt in _known_attempts(folder) if attempt.name == own), None)
     if error is None and before is not None and exit_code != FINISHED:
         error, step = before.error, before.step
     ended = StageEnd(
@@ -180,10 +196,13 @@ def read_attempts(folder: Path) -> list[Attempt]:
     """The attempts at the run in `folder`, the one with the newest line last.
 
     It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
+
+    Raises:
+        RunFolderError: the record is no regular file, or cannot be read.
     """
     attempts: dict[str, Attempt] = {}
     try:
-        lines = (folder / NAME).read_bytes().splitlines()
+        lines = read_bytes(folder / NAME, RunFolderError, "move it away").splitlines()
     except FileNotFoundError:
         return []
     for line in lines:
@@ -204,6 +223,15 @@ def read_attempts(folder: Path) -> list[Attempt]:
     ]
 
 
+def _known_attempts(folder: Path) -> list[Attempt]:
+    """The same, none where the record cannot be read."""
+    try:
+        return read_attempts(folder)
+    except RunFolderError as error:
+        _logger.error("%s", error)
+        return []
+
+
 def count_restarts(attempts: Iterable[Attempt], *starting: str) -> int:
     """How often training restarted: the attempts that trained, and those `starting` now, minus the first."""
     return max(0, len({attempt.name for attempt in attempts if attempt.started is not None} | {*starting}) - 1)
@@ -215,13 +243,13 @@ def newest_checkpoint_step(folder: Path) -> int:
     Checkpoints after the one in `latest` were voided by a rollback.
     """
     checkpoints = folder / "checkpoints"
-    found = (_CHECKPOINT.search(path.parent.name) for path in checkpoints.glob("step_*/manifest.json"))
-    steps = [int(match[1]) for match in found if match]
+    found = (step_in(path.parent.name) for path in checkpoints.glob("step_*/manifest.json"))
     try:
-        named = _CHECKPOINT.search((checkpoints / "latest").read_text(encoding="utf-8", errors="replace").strip())
-    except OSError:
+        named = named_checkpoint(checkpoints)
+    except UserError:  # resuming reports it
         named = None
-    return max((step for step in steps if named is None or step <= int(named[1])), default=0)
+    newest = None if named is None else step_in(named.name)
+    return max((step for step in found if step is not None and (newest is None or step <= newest)), default=0)
 
 
 def _append(folder: Path, record: BaseModel) -> None:
@@ -233,6 +261,8 @@ def _append(folder: Path, record: BaseModel) -> None:
             file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
             os.fsync(file.fileno())
     except OSError as error:
+        if exit_code_of(error) == USER_ERROR and not isinstance(record, StageEnd):
+            raise  # nothing else could be written there either
         # A full disk must not end the work.
         _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
 
@@ -251,22 +281,24 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
 
     A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
     attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
-    Only tokenizing and sampling that were stopped by a signal always count as progress.
+    Only tokenizing and sampling that were stopped by a signal always count as progress. The attempts since the last
+    one on record brought none: their number is in this attempt's name, so a disk that takes no record ends a run too.
     """
     own = Attempt(name=this_attempt())
-    series = [attempt for attempt in read_attempts(folder) if attempt.series == own.series]
+    series = [attempt for attempt in _known_attempts(folder) if attempt.series == own.series]
     own = next((attempt for attempt in series if attempt.name == own.name), own)
-    restarts = int(own.name.rpartition(".")[2])
+    others = [attempt for attempt in series if attempt is not own]
+    restarts = own.number
     attempts = [
         attempt
-        for attempt in series
-        if attempt is not own
-        and attempt.counts
-        and not (attempt.ended and _will_resume(attempt.ended.stage, attempt.ended.exit_code))
+        for attempt in others
+        if attempt.counts and not (attempt.ended and _will_resume(attempt.ended.stage, attempt.ended.exit_code))
     ]
     if not _will_resume(stage, exit_code):
         attempts.append(own)
     idle = idle_attempts(attempts, newest_checkpoint_step(folder))
+    if idle or _will_resume(stage, exit_code):
+        idle += max(0, restarts - 1 - max((attempt.number for attempt in others), default=-1))
     if not worth_another_attempt(exit_code):
         decision = Decision(False, "its cause must be fixed first")
     elif restarts >= most:
@@ -286,7 +318,8 @@ def _will_resume(stage: str, exit_code: int) -> bool:
 
 def idle_attempts(attempts: list[Attempt], newest: int) -> int:
     """How many attempts in a row, up to the last, brought no newer checkpoint; `newest` is the newest's step."""
-    idle, reached = 0, 0
+    # A first attempt that did not train brought none of the checkpoints that an earlier job left.
+    idle, reached = 0, newest if attempts and attempts[0].started is None else 0
     for attempt, following in zip_longest(attempts, attempts[1:]):
         began = reached if attempt.started is None else attempt.started.checkpoint_step
         if following is None:

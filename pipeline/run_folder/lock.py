@@ -23,11 +23,13 @@ from types import TracebackType
 from typing import BinaryIO
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline import log
-from pipeline.errors import LOST_RANK, FolderTakenError
+from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
 from pipeline.files import published_file
 from pipeline.log import node
+from pipeline.untrusted_files import open_regular, read_bytes
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
@@ -238,7 +240,7 @@ class RunLock:
         It is opened each time, because only then does a network file system ask its server.
         """
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path, RunFolderError, "remove it") as file:
                 return os.fstat(file.fileno()).st_mtime_ns, _parsed(file.read())
         except FileNotFoundError:
             return _MISSING
@@ -261,12 +263,15 @@ class RunLock:
                 if owner == self._own:
                     os.utime(self._path)  # without a time: the file server's clock
                     continue
-            except OSError as error:
+            except (OSError, RunFolderError) as error:
                 _logger.warning("%s: cannot be touched: %s", self._path, error)
                 continue
             if not self._released.is_set():
                 _logger.error("%s: lost to %s; this process ends", self._path, owner or "a process that removed it")
                 os._exit(LOST_RANK)
+
+
+_OWNER = TypeAdapter(LockOwner)
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:
@@ -275,15 +280,19 @@ def lock_path(folder: Path, stage: str = TRAINING) -> Path:
 
 
 def read_lock_owner(path: Path) -> LockOwner | None:
-    """The owner of the lock `path`, which may have been killed since; None if there is no lock."""
+    """The owner of the lock `path`, which may have been killed since; None if there is no lock.
+
+    Raises:
+        RunFolderError: it is no regular file.
+    """
     try:
-        return _parsed(path.read_bytes())
+        return _parsed(read_bytes(path, RunFolderError, "remove it"))
     except FileNotFoundError:
         return None
 
 
 def _parsed(text: bytes) -> LockOwner | None:
     try:
-        return LockOwner(**orjson.loads(text))
-    except (ValueError, TypeError):  # killed before it was written
+        return _OWNER.validate_json(text)
+    except ValidationError:  # killed before it was written
         return None

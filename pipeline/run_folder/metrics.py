@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.errors import RunFolderError
+from pipeline.untrusted_files import open_regular
 
 METRICS = "metrics.jsonl"
 # Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
@@ -43,29 +44,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         RunFolderError: the file cannot be read.
     """
     try:
-        return _whole(path.read_text(encoding="utf-8").splitlines())
+        with open_regular(path, RunFolderError) as file:
+            return _whole(file)
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path}: cannot be read ({error}); copy it again") from None
 
 
 def last_metrics(path: Path, count: int, tail_bytes: int) -> list[dict[str, Any]]:
-    """At most the last `count` lines of the last `tail_bytes` bytes, oldest first."""
+    """At most the last `count` lines of the last `tail_bytes` bytes, oldest first. Raises as `read_metrics`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, RunFolderError) as file:
             file.seek(max(0, file.seek(0, 2) - tail_bytes))
             return _whole(file.read().splitlines()[-count:])
     except FileNotFoundError:
         return []
 
 
-def _whole(texts: Iterable[str | bytes]) -> list[dict[str, Any]]:
+def _whole(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     lines = []
     for text in texts:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)

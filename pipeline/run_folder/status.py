@@ -14,7 +14,7 @@ from pipeline.errors import FINISHED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, StageEnd, count_restarts, newest_checkpoint_step, read_attempts
 from pipeline.run_folder.lock import STALE_AFTER_S, LockOwner, job_state, lock_path, read_lock_owner
-from pipeline.run_folder.metrics import METRICS, last_metrics
+from pipeline.run_folder.metrics import METRICS, last_metrics, only_numbers
 
 TRAINING = "training.json"
 _RECENT_STEPS = 50
@@ -70,8 +70,8 @@ def read_status(folder: Path) -> RunStatus:
     saved = newest_checkpoint_step(folder)
     trained = (folder / TRAINING).exists() and (start is None or saved >= start.steps)
     state, why = _state(folder, attempts, trained=trained)
-    lines = last_metrics(folder / METRICS, _RECENT_STEPS, _TAIL_BYTES)
-    step = max([saved, *(line["step"] for line in lines[-1:])])
+    lines = [only_numbers(line) for line in last_metrics(folder / METRICS, _RECENT_STEPS, _TAIL_BYTES)]
+    step = max([saved, *(int(line["step"]) for line in lines[-1:])])
     speeds = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
     speed = median(speeds) * start.world_size if speeds and start else None
     left = None
@@ -88,7 +88,7 @@ def read_status(folder: Path) -> RunStatus:
         loss=next((line["loss"] for line in reversed(lines) if "loss" in line), None),
         tokens_per_second=round(speed, 1) if speed else None,
         restarts=count_restarts(attempts),
-        skipped_steps=next((line["skipped_steps"] for line in reversed(lines) if "skipped_steps" in line), 0),
+        skipped_steps=next((int(line["skipped_steps"]) for line in reversed(lines) if "skipped_steps" in line), 0),
         **_checkpoint(folder),
         seconds_left=left,
         expected_end=round(time.time() + left) if left is not None and state == "running" else None,

@@ -8,7 +8,6 @@ At initialisation the logits equal the base model's, bit for bit, because W12 an
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.files import file_hash, is_plain_name, published_folder, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedLinear, WidenedNorm
+from pipeline.untrusted_files import read_object, require_regular
 
 
 def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
@@ -145,6 +145,7 @@ def _of_module(
         yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
 
 
+_AGAIN = "make the expansion again"
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
 FORMAT = "scale-cpt expansion 1"
@@ -186,13 +187,14 @@ class ExpansionFolder:
             raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; make the expansion again")
         file = self.path / self.manifest["tensors"][name]
         try:
+            require_regular(file, CheckpointError, _AGAIN)
             with safe_open(file, framework="pt") as tensors:
                 stored = tensors.get_slice(name)
                 found = tuple(stored.get_shape())
                 if found == shape:
                     return read_shard(stored, partition, tp_rank, tp_size, rows)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged or missing ({error}); make the expansion again") from None
+            raise CheckpointError(f"{file}: damaged or missing ({error}); {_AGAIN}") from None
         raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; make the expansion again")
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
@@ -218,7 +220,7 @@ class ExpansionFolder:
         """
         for name in sorted(self.manifest["hashes"])[share]:
             file = self.path / name
-            if not file.exists() or file_hash(file) != self.manifest["hashes"][name]:
+            if not file.is_file() or file_hash(file) != self.manifest["hashes"][name]:
                 raise CheckpointError(
                     f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"
                 )
@@ -231,12 +233,10 @@ def open_expansion(path: Path) -> ExpansionFolder:
         CheckpointError: the manifest is missing or damaged.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(path / MANIFEST, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: holds no expansion; make one with tools/upscale.py") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / MANIFEST}: damaged ({error}); make the expansion again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
     tables = (manifest.get("tensors"), manifest.get("hashes"))
     if not manifest.keys() >= set(ENTRIES) or not all(isinstance(table, dict) for table in tables):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +13,7 @@ from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.scale.gate import TENSORS, Gate
+from pipeline.untrusted_files import read_record
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -93,15 +93,11 @@ def open_record(folder: Path) -> GateRecord:
     """
     path = folder / GATE_RECORD
     try:
-        record = GateRecord.model_validate_json(path.read_bytes())
+        record = read_record(path, GateRecord, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no such file; the gate is not fitted yet: run the stage gate (tools/fit_gate.py) first"
         ) from None
-    except ValidationError as error:
-        fault: Mapping[str, Any] = error.errors()[0]
-        where = ".".join(map(str, fault["loc"])) or "the file"
-        raise CheckpointError(f"{path}: damaged ({where}: {fault['msg']}); {_AGAIN}") from None
     if record.format != FORMAT:
         raise CheckpointError(f"{path}: expected the format {FORMAT!r}, found {record.format!r}; {_AGAIN}")
     return record

@@ -28,6 +28,7 @@ from pipeline.checkpoint.torch_files import open_torch_file, write_torch_file
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, raise_on_all_ranks, run_on_all_ranks
+from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, checkpoint_name, named_checkpoint
 from pipeline.training.engine import Engine
 from pipeline.training.launch import COLLECTIVE_TIMEOUT
 
@@ -80,7 +81,7 @@ class Checkpoints:
         """
         self.finish()
         failed_before = self.failed_saves
-        final = self.folder / folders.checkpoint_name(position.step)
+        final = self.folder / checkpoint_name(position.step)
         unfinished = folders.unfinished(final)
         files = StateFiles(copied=self.asynchronous)
         if faults := self._disk_faults(lambda: folders.make_empty(unfinished) if self.rank == 0 else None):
@@ -95,7 +96,7 @@ class Checkpoints:
         if last:
             self.finish()
             if self.failed_saves > failed_before:
-                before = folders.named_checkpoint(self.folder)
+                before = named_checkpoint(self.folder)
                 raise_on_all_ranks(
                     CheckpointStorageError(
                         f"{final}: the last checkpoint could not be written, the line above has the cause; the newest "
@@ -158,7 +159,7 @@ class Checkpoints:
             files=dict(sorted(written.items())),
         ).save(unfinished)
         folders.publish(unfinished, final)
-        steps = {folders.step_of(path): path for path in folders.all_checkpoints(self.folder)}
+        steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
         for step in folders.superseded([*steps], position.step, self.keep_last, self.keep_every_steps):
             folders.discard(steps[step])
         _logger.info("saved %s", final)
@@ -189,7 +190,7 @@ class Checkpoints:
 
     def _next_candidate(self, before: int | None, damaged: tuple[Path, str] | None) -> Path | None:
         """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
-        named = folders.named_checkpoint(self.folder)
+        named = named_checkpoint(self.folder)
         if damaged is not None:
             checkpoint, damage = damaged
             aside = folders.set_aside(checkpoint)
@@ -204,7 +205,7 @@ class Checkpoints:
             )
         elif found and damaged is None and found[0] != named:
             called = "no checkpoint" if named is None else f"{named.name}, which does not exist"
-            _logger.warning("%s names %s; trying %s", self.folder / folders.LATEST, called, found[0].name)
+            _logger.warning("%s names %s; trying %s", self.folder / LATEST, called, found[0].name)
         return found[0] if found else None
 
     def _examine(self, checkpoint: Path) -> tuple[Manifest | None, str]:

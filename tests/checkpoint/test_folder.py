@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint import folder as folders
 from pipeline.errors import CheckpointError
+from pipeline.run_folder.attempts import decide, newest_checkpoint_step
+from pipeline.run_folder.checkpoint_names import all_checkpoints, checkpoint_name
+from tests.hostile import PLACES, replace_by
 from tests.kills import outlives
 
 
@@ -29,8 +32,8 @@ def names(paths):
 
 
 def test_checkpoints_are_sorted_by_step(folder):
-    assert names(folders.all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
-    assert folders.checkpoint_name(100_000_000) == "step_100000000"
+    assert names(all_checkpoints(folder)) == ["step_00000100", "step_00000200", "step_100000000"]
+    assert checkpoint_name(100_000_000) == "step_100000000"
     assert folders.step_of(folder / "step_00000200") == 200
 
 
@@ -52,6 +55,32 @@ def test_latest_names_nothing_outside_the_folder(folder):
             folders.candidates(folder)
 
 
+@pytest.mark.parametrize("kind", PLACES)
+def test_another_thing_in_place_of_latest_is_refused_and_names_what_there_is(folder, kind):
+    replace_by(kind, folder / "latest")
+    for read in (folders.candidates, folders.latest_checkpoint):
+        with pytest.raises(CheckpointError, match=r"latest: .*step_00000100, step_00000200, step_100000000$"):
+            read(folder)
+
+
+def test_a_name_with_too_many_digits_is_no_checkpoint(folder):
+    (folder / f"step_{'9' * 25}").mkdir()
+    assert len(all_checkpoints(folder)) == 3
+    (folder / "latest").write_text(f"step_{'9' * 25}")
+    with pytest.raises(CheckpointError, match="not a checkpoint's name"):
+        folders.latest_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_status_and_restarts_survive_any_file_in_place_of_latest_and_of_the_attempts(tmp_path, kind):
+    (tmp_path / "checkpoints" / "step_00000100").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000100" / "manifest.json").touch()
+    PLACES[kind](tmp_path / "checkpoints" / "latest")
+    assert newest_checkpoint_step(tmp_path) == 100
+    PLACES[kind](tmp_path / "attempts.jsonl")
+    assert decide(tmp_path, stage="train", exit_code=70, without_progress=0, most=9).again is False
+
+
 def test_conversion_takes_only_the_named_checkpoint(folder):
     assert folders.latest_checkpoint(folder) == folder / "step_00000200"
     (folder / "step_00000200" / "manifest.json").unlink()
@@ -71,7 +100,7 @@ def test_half_written_folders_are_removed(folder):
     (folder / ".latest.host.1.0.partial").write_text("step")
     folders.remove_unfinished(folder)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    assert len(folders.all_checkpoints(folder)) == 3
+    assert len(all_checkpoints(folder)) == 3
 
 
 def write_checkpoint(path: Path, attempt: str) -> Path:
@@ -99,7 +128,7 @@ def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_
         assert named is not None
         attempts = complete(folder.iterdir())
         assert "rolled back" in attempts.values() or attempts[named.name] == "second"
-        assert set(names(folders.all_checkpoints(folder))) <= attempts.keys()
+        assert set(names(all_checkpoints(folder))) <= attempts.keys()
         folders.remove_unfinished(folder)
         assert set(names(folder.iterdir())) <= {"step_00000100", "step_00000200", "latest"}
         if ended:
@@ -113,9 +142,9 @@ def test_a_removal_killed_at_any_moment_leaves_no_incomplete_checkpoint(tmp_path
         folder = tmp_path / str(changes)
         doomed = write_checkpoint(folder / "step_00000100", "first")
         ended = outlives(changes, folders.discard, doomed)
-        assert set(names(folders.all_checkpoints(folder))) <= complete(folder.iterdir()).keys()
+        assert set(names(all_checkpoints(folder))) <= complete(folder.iterdir()).keys()
         folders.remove_unfinished(folder)
-        assert names(folder.iterdir()) == names(folders.all_checkpoints(folder))
+        assert names(folder.iterdir()) == names(all_checkpoints(folder))
         if ended:
             assert not list(folder.iterdir())
             break

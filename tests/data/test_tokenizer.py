@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from pipeline.data.tokenizer import GigatokenEncoder, agree, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, train_sentencepiece
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories
+from tests.hostile import PLACES, replace_by
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +159,46 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     assert fast._library is not first
 
 
+def hostile_tokenizer(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """The message with which the stories' tokenizer is refused after a `change`."""
+    described = json.loads((STORIES260K / "tokenizer.json").read_text(encoding="utf-8"))
+    change(described)
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        load_tokenizer(folder)
+    message = str(error.value)
+    assert "tokenizer.json" in message and "\n" not in message and len(message) < 800
+    return message
+
+
+@pytest.mark.parametrize("largest", [2**24, 2**31, 2**32 - 1, -1, 1e300, "5"])
+def test_ids_for_which_the_library_would_allocate_without_bound_are_refused(tmp_path: Path, largest: object):
+    message = hostile_tokenizer(tmp_path, lambda values: values["added_tokens"][0].update(id=largest))
+    assert "expected ids from 0 to 16777215" in message
+    message = hostile_tokenizer(tmp_path, lambda values: values["model"]["vocab"].update({"<s>": largest}))
+    assert "expected ids from 0 to 16777215" in message
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_any_other_thing_in_place_of_a_tokenizer_is_refused(tmp_path: Path, kind: str):
+    shutil.copytree(STORIES260K, tmp_path, dirs_exist_ok=True)
+    replace_by(kind, tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("eos", [5, [], {}, {"content": 5}])
+def test_a_token_that_is_no_text_ends_no_document(tmp_path: Path, eos: object):
+    shutil.copytree(STORIES260K, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}), encoding="utf-8")
+    assert load_tokenizer(tmp_path).document_end == load_tokenizer(STORIES260K).document_end
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "no such tokenizer"),
-        (b"{", "cannot read this tokenizer.json"),
+        (b"{", "not JSON"),
         (b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
 from tests.bases import CONFIGS, random_model, save_base
+from tests.hostile import PLACES, replace_by
 from tests.widened import some_tokens, unwidened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,9 +182,9 @@ def truncate(file):
 FILE_FAULTS = {
     "no folder": (shutil.rmtree, "config.json: no such file"),
     "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
-    "config not JSON": (lambda path: truncate(path / "config.json"), "not a model's config"),
-    "config a list": (lambda path: (path / "config.json").write_text("[]"), "not a model's config"),
-    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "not a model's config"),
+    "config not JSON": (lambda path: truncate(path / "config.json"), "config.json: not JSON"),
+    "config a list": (lambda path: (path / "config.json").write_text("[]"), "expected a JSON object, found list"),
+    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
     "a file missing": (
         lambda path: (path / "model-00001.safetensors").unlink(),
         "model-00001.safetensors: no such file",
@@ -193,7 +195,7 @@ FILE_FAULTS = {
         lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
         "model-00000.safetensors: damaged",
     ),
-    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "not an index"),
+    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "index.json: not JSON"),
     "an index without a map": (lambda path: change_index(path, lambda index: {}), "not an index"),
     "an index that lists": (lambda path: change_index(path, lambda index: {"weight_map": ["a"]}), "not an index"),
     "an index of numbers": (
@@ -219,6 +221,65 @@ def test_a_damaged_folder_is_refused(sharded, fault):
     damage, expected = FILE_FAULTS[fault]
     damage(sharded)
     assert expected in refused(sharded)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX_FILE, "model-00001.safetensors"])
+@pytest.mark.parametrize("kind", PLACES)
+def test_any_other_thing_in_place_of_a_file_is_refused(sharded, name, kind):
+    replace_by(kind, sharded / name)
+    assert name in refused(sharded)
+
+
+def change_header(path, change):
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
+
+
+HEADER_FAULTS = {
+    "a type that is no weight's": ({"dtype": "I32", "shape": [32]}, "expected a weight in one of"),
+    "no dimension": ({"shape": []}, "damaged"),
+    "another shape": ({"shape": [4, 8]}, "config.json implies"),
+    "a shape beyond all numbers": ({"shape": [2**40, 2**40]}, "damaged"),
+    "offsets that overlap": ({"data_offsets": [0, 128]}, "damaged"),
+    "offsets beyond the file": ({"data_offsets": [0, 2**50]}, "damaged"),
+    "offsets backwards": ({"data_offsets": [128, 0]}, "damaged"),
+}
+
+
+@pytest.mark.parametrize("fault", HEADER_FAULTS)
+def test_weights_of_another_kind_are_refused(llama, fault):
+    entry, expected = HEADER_FAULTS[fault]
+    change_header(llama / SINGLE_FILE, lambda header: header["model.norm.weight"].update(entry))
+    assert expected in refused(llama)
+
+
+IMPOSSIBLE_CONFIGS = {
+    "num_hidden_layers": [0, -1, 10**9, 2**70, 1.5, True, "3", [3], None],
+    "num_attention_heads": [0, 3, -4, 10**12, {}],
+    "num_key_value_heads": [3, -2, "x"],
+    "hidden_size": [0, 10**15, [[]]],
+    "head_dim": [-8, 7, 2**40],
+    "vocab_size": [0, -1, 2**63],
+    "rms_norm_eps": [0, -1e-6, "small", []],
+    "rope_parameters": [5, [], {"rope_type": "linear", "rope_theta": "x"}, {"rope_theta": -1.0}],
+    "hidden_act": [[], "x" * 10**6],
+    "model_type": [[], 5, "x" * 10**6],
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE_CONFIGS)
+def test_a_config_that_no_decoder_can_have_is_refused(llama, name):
+    whole = (llama / "config.json").read_text()
+    for value in IMPOSSIBLE_CONFIGS[name]:
+        (llama / "config.json").write_text(whole)
+        change_config(llama, **{name: value})
+        message = refused(llama)
+        assert "config.json" in message or "config.json implies" in message, (name, value, message)
+        assert len(message) < 800
 
 
 def test_a_folder_without_safetensors_is_refused(llama):

@@ -119,3 +119,23 @@ def test_requeues_of_a_serial_stage_do_not_count_as_without_progress(attempt, tm
         monkeypatch.setenv("ATTEMPT", f"7.{number}")
         record_stage(tmp_path, "tokenize")
     assert attempt("7.5").why == "restart 6, 1 of at most 3 without progress"
+
+
+def test_attempts_that_left_no_record_brought_no_progress(attempt, tmp_path):
+    attempt("7.0", saved=500)
+    (tmp_path / NAME).rename(tmp_path / "kept")
+    (tmp_path / NAME).mkdir()  # neither read nor written, also by root
+    decisions = [attempt(f"7.{number}", started=False) for number in range(5)]
+    assert [decision.again for decision in decisions] == [True, True, True, False, False]
+    stopped = [attempt(f"7.{number}", started=False, stage="tokenize", exit_code=RESUME_LATER) for number in (1, 5)]
+    assert [decision.again for decision in stopped] == [True, False]
+
+    (tmp_path / NAME).rmdir()
+    (tmp_path / "kept").rename(tmp_path / NAME)
+    assert attempt("7.3", started=False).why == "restart 4, 3 of at most 3 without progress"
+    assert attempt("7.9", saved=600).why == "restart 10, 0 of at most 3 without progress"
+
+
+def test_checkpoints_of_an_earlier_job_are_no_progress(attempt, tmp_path):
+    attempt("6.0", saved=500)
+    assert [attempt(f"7.{number}", started=False).again for number in range(4)] == [True, True, True, False]

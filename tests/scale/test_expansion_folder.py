@@ -122,8 +122,8 @@ def lead_outside(folder):
 DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with tools/upscale.py"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no expansion"),
-    "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: damaged"),
-    "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "expected the format"),
+    "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
+    "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "expected a JSON object"),
     "another format": (
         lambda folder: change_manifest(folder, lambda values: {**values, "format": "2"}),
         "expected the",

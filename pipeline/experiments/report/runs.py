@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, GateRecord, open_record
+from pipeline.untrusted_files import read_object
 
 T = TypeVar("T")
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
@@ -111,12 +111,9 @@ def _training(folder: Path) -> Mapping[str, Any]:
     """The contents of training.json; empty where the run is not finished."""
     path = folder / TRAINING
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path, RunFolderError)
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError, RecursionError) as error:
-        raise RunFolderError(f"{path}: cannot be read as JSON ({error}); copy it again") from None
-    return values if isinstance(values, dict) else {}
 
 
 def _inside(folder: Path, name: str | None) -> Path:

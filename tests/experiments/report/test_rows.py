@@ -59,8 +59,8 @@ def test_folders_without_a_run_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "perplexity/korean": 9.5, "perplexity/english": 3}\n')
     with pytest.raises(RunFolderError, match="no validation after the first"):  # nor does it say what is replayed
         read_runs([tmp_path])
-    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: cannot be read"):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")  # as good as a line that a kill cut short
+    with pytest.raises(RunFolderError, match="no validation after the first"):
         read_runs([tmp_path])
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "perplexity/korean": 9.5}\n{"step": 2, "perplexity/korean": 9}\n[1]\n{"step": "x"}\n'

@@ -1,0 +1,54 @@
+"""The names of a run's checkpoints, and the file `latest`, which says where the run resumes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline.errors import CheckpointError
+from pipeline.untrusted_files import read_bytes
+
+LATEST = "latest"
+# At most 15 digits: every step is exact in JSON, and no name is too long for a file system.
+_NAME = re.compile(r"step_(\d{8,15})", re.ASCII)
+_LONGEST = 4096
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint after `step` steps."""
+    return f"step_{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """The number of steps in a checkpoint's name; None if it is not one."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first, complete or not."""
+    found = {path: step for path in folder.glob("step_*") if (step := step_in(path.name)) is not None}
+    return sorted(filter(Path.is_dir, found), key=lambda path: found[path])
+
+
+def named_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
+
+    Raises:
+        CheckpointError: it is no regular file, or its content is not the name of a checkpoint.
+    """
+    path = folder / LATEST
+    try:
+        content = read_bytes(path, CheckpointError, f"write into it one of: {_names(folder)}", limit=_LONGEST)
+    except FileNotFoundError:
+        return None
+    name = content.decode(errors="replace").strip().strip("\0")
+    if name and step_in(name) is None:
+        raise CheckpointError(
+            f"{path}: names {name[:80]!r}, which is not a checkpoint's name; write one of these names: {_names(folder)}"
+        )
+    return folder / name if name else None
+
+
+def _names(folder: Path) -> str:
+    return ", ".join(path.name for path in all_checkpoints(folder)) or "none"

@@ -1,0 +1,69 @@
+"""The exit code and the one line of every fault."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from pipeline.command_line import run
+from pipeline.errors import (
+    INTERNAL_FAULT,
+    PASSING_FAULT,
+    USER_ERROR,
+    DataError,
+    StudyError,
+    exit_code_of,
+    in_one_line,
+    worth_another_attempt,
+)
+
+OF_THE_USER = ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP")
+PASSING = ("ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EREMOTEIO")
+BUGS = ("ENOENT", "EBADF", "EINVAL", "ECONNREFUSED", "EEXIST")
+CODES = {
+    **dict.fromkeys(OF_THE_USER, USER_ERROR),
+    **dict.fromkeys(PASSING, PASSING_FAULT),
+    **dict.fromkeys(BUGS, INTERNAL_FAULT),
+}
+
+
+def ended(error: BaseException) -> int:
+    def main() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run(main)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_fault_of_the_file_system_has_its_own_code_and_line(name, capsys):
+    number = getattr(errno, name)
+    error = OSError(number, os.strerror(number), "/some/file")
+    assert exit_code_of(error) == ended(error) == CODES[name]
+    assert worth_another_attempt(CODES[name]) == (name not in OF_THE_USER)
+    printed = capsys.readouterr().err
+    if CODES[name] == INTERNAL_FAULT:
+        assert printed.startswith("Traceback")
+    else:
+        assert printed == f"error: {in_one_line(error)}\n" and "/some/file" in printed
+
+
+def test_a_users_fault_is_one_line_whatever_its_code(capsys):
+    assert ended(DataError("two\nlines")) == USER_ERROR
+    assert ended(StudyError("a run failed", INTERNAL_FAULT)) == INTERNAL_FAULT
+    assert capsys.readouterr().err == "error: two lines\nerror: a run failed\n"
+    assert ended(ValueError("a bug")) == INTERNAL_FAULT
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_real_paths_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "file" / "run", tmp_path / ("x" * 300), tmp_path / "loop" / "run", tmp_path):
+        with pytest.raises(OSError) as error:
+            path.open("w")
+        assert exit_code_of(error.value) == USER_ERROR and str(path) in in_one_line(error.value)

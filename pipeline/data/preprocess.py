@@ -22,7 +22,7 @@ from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, TokenizerR
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, sums_of, tokenize_unit
-from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
+from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 from pipeline.files import published_file, write_json
@@ -143,8 +143,8 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
     return index, units
 
 
-def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
-    return unit.name, tokenize_unit(job, unit)
+def _tokenize_one(job: Job, most_rejected: float, unit: Unit) -> tuple[str, UnitRecord]:
+    return unit.name, tokenize_unit(job, unit, most_rejected)
 
 
 def _tokenize(
@@ -156,6 +156,7 @@ def _tokenize(
     the state. So the records returned were all read in one pass, and are all of one encoder.
     """
     limit = BadRecordLimit(max_bad_fraction)
+    one = partial(_tokenize_one, job, max_bad_fraction * most_records(units, job.keys) if max_bad_fraction else 0)
     sizes = {unit.name: unit.text_bytes for unit in units}
     for record in filter(None, (finished_record(job, unit) for unit in units)):
         limit.add(record.records, record.rejected)
@@ -169,7 +170,7 @@ def _tokenize(
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
-            for name, record in workers.run(partial(_tokenize_one, job), own_first(unfinished, share)):
+            for name, record in workers.run(one, own_first(unfinished, share)):
                 documents += record.train.documents + record.heldout.documents
                 tokens += record.train.tokens + record.heldout.tokens
                 seconds = max(bar.format_dict["elapsed"], 1e-9)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -87,10 +88,12 @@ def preprocess(
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
         by_index = list(enumerate(files))
-        split = dict(workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share)))
+        split = dict(
+            workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share), name=itemgetter(1))
+        )
         units = [unit for index in range(len(files)) for unit in split[index]]
         records = _tokenize(job, units, workers, max_bad_fraction, share)
-        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share)))
+        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share), name=itemgetter(1)))
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
         ]

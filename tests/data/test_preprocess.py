@@ -166,12 +166,12 @@ class _Disturbed(Workers):
         super().__init__(None)
         self._task, self._before, self._after = task, before, after
 
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
         is_task = isinstance(function, partial) and function.func.__name__ == self._task
         if is_task and self._before is not None:
             self._before, action = None, self._before
             action()
-        yield from super().run(function, tasks)
+        yield from super().run(function, tasks, **options)
         if is_task and self._after is not None:
             self._after, action = None, self._after
             action()

@@ -80,7 +80,10 @@ class Workers:
         dead = [pid for pid, code in codes.items() if code != -signal.SIGTERM] or list(codes)
         at_work = [f"{names[task]} ({_cause(codes[pid])})" for pid in dead if (task := task_of.get(pid, -1)) >= 0]
         where = f" at {', '.join(at_work)}" if at_work else ""
-        return f"a worker process was killed{where}; start the same command again, with fewer --workers if memory was short and without a file that is damaged: {_KEPT}"
+        return (
+            f"a worker process was killed{where}; start the same command again, with fewer --workers if memory was "
+            f"short, and without the file if it is damaged: {_KEPT}"
+        )
 
 
 def _cause(exit_code: int) -> str:

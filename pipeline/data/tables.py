@@ -210,8 +210,14 @@ def _call(path: Path, function: Callable[[], _Answer]) -> _Answer:
 _FORMATS = {".parquet": "Parquet file", ".arrow": "Arrow file of `datasets`"}
 
 
-def _open_parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no type hints
+def _prepare(path: Path) -> None:
     open_input(path).close()
+    # pyarrow's own allocator keeps what was freed, beyond the limit on memory.
+    pa.set_memory_pool(pa.system_memory_pool())
+
+
+def _open_parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no type hints
+    _prepare(path)
     file = _call(path, lambda: pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True))
     _require_columns(path, _call(path, lambda: file.schema_arrow), keys)
     return file
@@ -226,7 +232,7 @@ def _group_bytes(group: Any, keys: Keys) -> tuple[int, int]:  # noqa: ANN401
 
 
 def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:
-    open_input(path).close()
+    _prepare(path)
     reader = _call(path, lambda: pa.ipc.open_stream(pa.memory_map(str(path))))
     _require_columns(path, reader.schema, keys)
     decoded = 0

@@ -23,7 +23,7 @@ from pipeline.data.text_files import line_records, open_stream
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files, split_file, unit_records
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, jsonl, run_main, texts_in, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, jsonl, texts_in, tokenize, write_jsonl
 
 TEXTS = documents(60)
 
@@ -239,14 +239,6 @@ def test_a_wrong_key_names_the_keys(tmp_path: Path):
 def test_a_deep_value_in_place_of_text(tmp_path: Path):
     (tmp_path / "x.jsonl").write_text('{"text": ' + "[" * 1000 + "]" * 1000 + "}\n")
     assert read(tmp_path / "x.jsonl") == [Rejected(0, "text_not_string", b"list")]
-
-
-def test_all_inputs_are_looked_for_before_any_is_tokenized(tmp_path: Path):
-    arguments = ["--input", write_jsonl(tmp_path / "x.jsonl", TEXTS), tmp_path / "gone.jsonl"]
-    done = run_main("preprocess_data.py", *arguments, "--tokenizer", STORIES260K, "--output", tmp_path / "out")
-    assert done.returncode == 1
-    assert "gone.jsonl: no such file" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,12 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
         "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
+    (tmp_path / "h.jsonl").rename(tmp_path / "later.jsonl")
+    early = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    assert (early.returncode, early.stderr.count("\n")) == (1, 1)
+    assert "h.jsonl: no such file" in early.stderr
+    assert not (tmp_path / "tokens").exists()  # the file of the last job is looked for before the first job
+    (tmp_path / "later.jsonl").rename(tmp_path / "h.jsonl")
     done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [

@@ -12,8 +12,9 @@ from typing import BinaryIO
 from pipeline.errors import DataError
 from pipeline.untrusted_files import open_regular
 
-MAX_HOLE_BYTES = 32 * 2**20
-"""Of all holes of a sparse file together: text has none."""
+# Of all holes of a sparse file together: text has none.
+_MAX_HOLE_BYTES = 32 * 2**20
+# Text compresses to a tenth, and what repeats itself to a hundredth.
 _MAX_GROWTH = 256
 _ALWAYS_ALLOWED_BYTES = 2**30
 _ADVICE = "leave it out, or copy it again"
@@ -48,7 +49,7 @@ def refuse_bomb(path: Path, decoded: int) -> None:
     size = path.stat().st_size
     if decoded > max(_ALWAYS_ALLOWED_BYTES, size * _MAX_GROWTH):
         raise DataError(
-            f"{path}: its {size} bytes decode to more than {decoded - 1}, which is not text: a decompression bomb, or "
+            f"{path}: its {size} bytes decode to {decoded} or more, which is not text: a decompression bomb, or "
             f"damaged; {_ADVICE}"
         )
 
@@ -64,6 +65,6 @@ def _refuse_holes(path: Path, descriptor: int) -> None:
         except OSError:  # no more data
             position = size
         holes += position - start
-        if holes > MAX_HOLE_BYTES:
+        if holes > _MAX_HOLE_BYTES:
             raise DataError(f"{path}: {holes} bytes up to byte {position} were never written; the copy was cut short")
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -45,6 +45,7 @@ _BYTES_OF: dict[pa.DataType, pa.DataType] = {pa.string(): pa.binary(), pa.large_
 
 Range = tuple[int, int, int]
 _Answer = TypeVar("_Answer")
+_FORMATS = {".parquet": "Parquet file", ".arrow": "Arrow file of `datasets`"}
 
 
 def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
@@ -54,7 +55,7 @@ def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
         DataError: the file is damaged, lacks a column of `keys`, or is a decompression bomb.
     """
     file = _open_parquet(path, keys)
-    sizes = _call(path, lambda: [_group_bytes(file.metadata.row_group(at), keys) for at in range(file.num_row_groups)])
+    sizes = _call(path, lambda: _group_sizes(file, keys))
     if any(rows < 0 or text < 0 for rows, text in sizes):
         raise DataError(f"{path}: a row group of less than nothing; the file is damaged, copy it again")
     refuse_bomb(path, sum(rows * _ROW_BYTES + text for rows, text in sizes))
@@ -207,9 +208,6 @@ def _call(path: Path, function: Callable[[], _Answer]) -> _Answer:
         raise DataError(f"{path}: not a complete {_FORMATS[path.suffix]}: {reason[:300]}; copy it again") from None
 
 
-_FORMATS = {".parquet": "Parquet file", ".arrow": "Arrow file of `datasets`"}
-
-
 def _prepare(path: Path) -> None:
     open_input(path).close()
     # pyarrow's own allocator keeps what was freed, beyond the limit on memory.
@@ -223,12 +221,16 @@ def _open_parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has
     return file
 
 
-def _group_bytes(group: Any, keys: Keys) -> tuple[int, int]:  # noqa: ANN401
-    """The rows of a row group, and the bytes of its texts; of a dictionary's texts each counts once."""
-    columns = [group.column(at) for at in range(group.num_columns)]
-    named = [column for column in columns if column.path_in_schema in keys.all]
-    rows = max(group.num_rows, *(column.num_values for column in named))
-    return rows, sum(column.total_uncompressed_size for column in named)
+def _group_sizes(file: Any, keys: Keys) -> list[tuple[int, int]]:  # noqa: ANN401
+    """Of each row group, its rows and the bytes of its texts; of a dictionary's texts each counts once."""
+    leaves = [at for at in range(len(file.schema)) if file.schema.column(at).path in keys.all]
+    sizes = []
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        columns = [group.column(at) for at in leaves]
+        rows = max([group.num_rows, *(column.num_values for column in columns)])
+        sizes.append((rows, sum(column.total_uncompressed_size for column in columns)))
+    return sizes
 
 
 def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:

@@ -20,7 +20,8 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
 _board: Any = None
-_LEAST_MEMORY_BYTES = 2**31
+# The reference libraries need 4.3 GB for the largest record.
+_LEAST_MEMORY_BYTES = 6 * 2**30
 _PR_SET_PDEATHSIG = 1
 _KEPT = "finished work is kept"
 

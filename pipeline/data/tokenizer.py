@@ -148,7 +148,9 @@ class SentencePieceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
+        with _in_one_line("the tokenizer cannot encode a text"):
+            ids = self._library.encode(list(texts), out_type=int, num_threads=1)
+        return _joined(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids))
@@ -257,10 +259,8 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
 
 
 def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    try:
+    with _in_one_line(f"{file}: not a SentencePiece model"):
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise DataError(f"{file}: not a SentencePiece model: {_first_line(error)}") from None
 
     def id_of_token(token: str) -> int | None:
         found = int(library.piece_to_id(token))

@@ -143,7 +143,7 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
                 if max_bytes is not None and taken >= max_bytes // len(files):
                     break
     if is_empty:
-        raise DataError(f"{', '.join(inputs)}: no usable document under {keys.text!r}{first_bad}")
+        raise DataError(f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}")
 
 
 def _is_json_array(path: Path) -> bool:

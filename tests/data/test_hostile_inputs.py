@@ -232,7 +232,7 @@ def test_a_wrong_key_names_the_keys(tmp_path: Path):
     path = write_jsonl(tmp_path / "x.jsonl", TEXTS)
     with pytest.raises(DataError, match=r"no_text_key 'its keys: id, text'.*set text_key \(--text-key\) to one of"):
         tokenize(tmp_path / "out", path, text_key="content", max_bad_fraction=0.01)
-    with pytest.raises(DataError, match="no usable document under 'content': no_text_key 'its keys: id, text'"):
+    with pytest.raises(DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"):
         list(good_documents([str(path)], Keys("content")))
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -22,7 +23,7 @@ from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, TokenizerR
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, sums_of, tokenize_unit
-from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
+from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 from pipeline.files import published_file, write_json
@@ -87,10 +88,12 @@ def preprocess(
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
         by_index = list(enumerate(files))
-        split = dict(workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share)))
+        split = dict(
+            workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share), name=itemgetter(1))
+        )
         units = [unit for index in range(len(files)) for unit in split[index]]
         records = _tokenize(job, units, workers, max_bad_fraction, share)
-        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share)))
+        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share), name=itemgetter(1)))
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
         ]
@@ -143,8 +146,8 @@ def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, 
     return index, units
 
 
-def _tokenize_one(job: Job, unit: Unit) -> tuple[str, UnitRecord]:
-    return unit.name, tokenize_unit(job, unit)
+def _tokenize_one(job: Job, most_rejected: float, unit: Unit) -> tuple[str, UnitRecord]:
+    return unit.name, tokenize_unit(job, unit, most_rejected)
 
 
 def _tokenize(
@@ -156,6 +159,7 @@ def _tokenize(
     the state. So the records returned were all read in one pass, and are all of one encoder.
     """
     limit = BadRecordLimit(max_bad_fraction)
+    one = partial(_tokenize_one, job, max_bad_fraction * most_records(units, job.keys) if max_bad_fraction else 0)
     sizes = {unit.name: unit.text_bytes for unit in units}
     for record in filter(None, (finished_record(job, unit) for unit in units)):
         limit.add(record.records, record.rejected)
@@ -169,7 +173,7 @@ def _tokenize(
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
-            for name, record in workers.run(partial(_tokenize_one, job), own_first(unfinished, share)):
+            for name, record in workers.run(one, own_first(unfinished, share)):
                 documents += record.train.documents + record.heldout.documents
                 tokens += record.train.tokens + record.heldout.tokens
                 seconds = max(bar.format_dict["elapsed"], 1e-9)

@@ -25,8 +25,8 @@ import sentencepiece
 import tokenizers
 
 from pipeline import log
-from pipeline.errors import DataError, in_one_line
-from pipeline.untrusted_files import read_bytes, read_object, require_regular
+from pipeline.errors import DataError
+from pipeline.untrusted_files import read_bytes, read_object
 
 _FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.
@@ -40,8 +40,8 @@ _TEST_TEXTS = (
     "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
     "<s> </s> <unk> <|endoftext|>",
 )
-_MOST_IDS = 2**24
-"""Far above the largest vocabularies."""
+# Libraries make tables of as many rows as the largest id says.
+_MAX_VOCABULARY = 2**24
 _logger = log.get_logger(__name__)
 
 
@@ -83,7 +83,7 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
-    content = read_bytes(file, DataError, "copy the folder again")
+    content = read_bytes(file, DataError)
     return (_load_sentencepiece if file.suffix == ".model" else _load_hugging_face)(file, content, end_of_document)
 
 
@@ -96,8 +96,7 @@ def tokenizer_file(path: Path) -> Path:
     if path.is_file():
         return path
     for name in _FILE_NAMES:
-        with contextlib.suppress(FileNotFoundError):
-            require_regular(path / name, DataError, "copy the folder again")
+        if (path / name).is_file():
             return path / name
     if path.is_dir():
         raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
@@ -132,7 +131,8 @@ class HuggingFaceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _in_one_line("the tokenizer cannot encode a text"):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -148,7 +148,9 @@ class SentencePieceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
+        with _in_one_line("the tokenizer cannot encode a text"):
+            ids = self._library.encode(list(texts), out_type=int, num_threads=1)
+        return _joined(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids))
@@ -199,12 +201,13 @@ class GigatokenEncoder:
 def fast_encoder(content: bytes, reference: Reference) -> Encoder | None:
     """The fast encoder for the tokenizer file `content`; None if it is unsupported or fails on a test text."""
     try:
-        encoder = GigatokenEncoder(content, reference)
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        _logger.info("gigatoken does not support this tokenizer (%s): %s encodes", reason, reference.name)
+        with _in_one_line("gigatoken does not support this tokenizer"):
+            encoder = GigatokenEncoder(content, reference)
+            is_equal = all(agree(encoder, reference, [text]) for text in _TEST_TEXTS)
+    except DataError as error:
+        _logger.info("%s: %s encodes", error, reference.name)
         return None
-    if not all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
+    if not is_equal:
         _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
         return None
     return encoder
@@ -227,15 +230,18 @@ def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    described = read_object(file, DataError, "copy the folder again")
-    _check_ids(file, described)
-    with _library_faults(file):
+    with _in_one_line(f"{file}: cannot read this tokenizer.json"):
+        described = json.loads(content)
+        largest = _largest_id(described)
+        if largest >= _MAX_VOCABULARY:
+            raise DataError(f"{file}: expected ids below {_MAX_VOCABULARY}, found {largest}; copy it again")
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
         library.no_padding()
         bare: list[int] = library.encode("a", add_special_tokens=False).ids
         framed: list[int] = library.encode("a", add_special_tokens=True).ids
         vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        fingerprint = _fingerprint(described)
     at = next((at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare), None)
     if at is None or not bare or max(framed) >= vocab_size:
         raise DataError(f"{file}: encodes 'a' as {bare[:20]}, with special tokens as {framed[:20]}; copy it again")
@@ -243,7 +249,7 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
-        fingerprint=_fingerprint(described),
+        fingerprint=fingerprint,
         vocab_size=vocab_size,
         document_start=start,
         document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, known_ends=_KNOWN_ENDS),
@@ -252,34 +258,9 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
     )
 
 
-@contextlib.contextmanager
-def _library_faults(file: Path) -> Iterator[None]:
-    """Makes what `tokenizers` raises for a file it cannot use a DataError: bare Exceptions, and panics of Rust code."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # noqa: BLE001  # a panic is no Exception
-        raise DataError(f"{file}: cannot read this tokenizer.json: {in_one_line(error):.300}") from None
-
-
-def _check_ids(file: Path, described: dict[str, Any]) -> None:
-    """Raises DataError for an id that no vocabulary has: `tokenizers` allocates up to the largest, or aborts."""
-    model = described.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    added = described.get("added_tokens") or []
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    for found in ids:
-        if not isinstance(found, int) or not 0 <= found < _MOST_IDS:
-            raise DataError(f"{file}: expected ids from 0 to {_MOST_IDS - 1}, found {found!r:.80}; copy it again")
-
-
 def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    try:
+    with _in_one_line(f"{file}: not a SentencePiece model"):
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise DataError(f"{file}: not a SentencePiece model: {error}") from None
 
     def id_of_token(token: str) -> int | None:
         found = int(library.piece_to_id(token))
@@ -297,6 +278,13 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         reference=reference,
         fast=fast_encoder(content, reference),
     )
+
+
+def _largest_id(described: dict[str, Any]) -> int:
+    """The largest id that a tokenizer.json names."""
+    vocabulary = described["model"].get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary)]
+    return max(ids + [token["id"] for token in described.get("added_tokens") or []], default=0)
 
 
 def _fingerprint(described: dict[str, Any]) -> str:
@@ -329,10 +317,8 @@ def _document_end(
     if token is None:
         for name in ("generation_config.json", "config.json"):
             ids = _json_file(file, name).get("eos_token_id")
-            if ids not in (None, []):
-                first = ids[0] if isinstance(ids, list) else ids
-                if not isinstance(first, int) or not 0 <= first < _MOST_IDS:
-                    raise DataError(f"{file.with_name(name)}: eos_token_id: expected an id, found {first!r:.80}")
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            if isinstance(first, int) and 0 <= first < _MAX_VOCABULARY:
                 return (first,)
     for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
         if isinstance(candidate, str) and (found := id_of_token(candidate)) is not None:
@@ -343,6 +329,24 @@ def _document_end(
 def _json_file(file: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
     try:
-        return read_object(file.with_name(name), DataError, "copy the folder again")
+        return read_object(file.with_name(name), DataError)
     except FileNotFoundError:
         return {}
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Turns what a library raises for a damaged tokenizer, of many types, into a DataError that begins with `what`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        # A panic of a Rust library is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

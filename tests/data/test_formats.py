@@ -46,7 +46,7 @@ def test_consecutive_members_and_frames_are_one_text(tmp_path: Path):
 
 def test_plain_text_has_a_document_a_line(tmp_path: Path):
     (tmp_path / "x.txt").write_text("하나\n\n  \ntwo words\r\nlast", encoding="utf-8")
-    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words\r", "last"]
+    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words", "last"]
 
 
 @pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 4), (10**9, 1)])
@@ -145,7 +145,7 @@ class Bytes:
         return self.content[offset : offset + size]
 
 
-@given(st.lists(st.sampled_from([b"", b"a", b"bb", b"c" * 30]), max_size=12), st.booleans(), st.data())
+@given(st.lists(st.sampled_from([b"", b" \r", b"a", b"bb", b"c" * 30]), max_size=12), st.booleans(), st.data())
 def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data: st.DataObject):
     """Each line belongs to the range it begins in, wherever the cuts and the reading blocks fall."""
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
@@ -154,13 +154,21 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
     blocks = text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END
     text_files._BLOCK_BYTES = text_files._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
     try:
-        found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
+        found, not_blank = (
+            [
+                line
+                for start, stop in itertools.pairwise(edges)
+                for line in lines(Bytes(content), start, stop, skip_blank=skip_blank)
+            ]
+            for skip_blank in (False, True)
+        )
     finally:
         text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END = blocks
     assert [line.content for line in found] == content.split(b"\n")[
         : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
     ]
     assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
+    assert [line for line in not_blank if line.content.strip()] == [line for line in found if line.content.strip()]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 400)), min_size=1, max_size=20))

@@ -271,7 +271,7 @@ def test_a_base_without_a_start_token_needs_openings(tmp_path: Path):
         ({"max_tokens": 2}, ConfigError, r"max_tokens: 2 leaves the base nothing to write .*; use at least 3"),
         ({"openings": ["o.jsonl"], "opening_tokens": 22}, ConfigError, "max_tokens: 24 leaves .*; use at least 25"),
         ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
-        ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no opening can be used .* text_key"),
+        ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no usable document .* text_key 'body'"),
         ({"openings": ["o.jsonl"], "chat_template": True}, DataError, "its tokenizer has no chat template"),
     ],
 )

@@ -103,6 +103,7 @@ class Attention(nn.Module):
         # Each rank that holds a replicated head adds it to the sum of the output map.
         replicas = Partition(dim=0, units=added.num_attention_heads).replicas(tp.size) if added else 1
         self.share_of_expansion_heads = 1.0 / replicas
+        self.attend = F.scaled_dot_product_attention  # sizing replaces it: on meta tensors torch would not fuse
 
     def _heads(self, count: int, count_up: int | None) -> Parts:
         return Part(count * self.head_dim, count), Part(count_up * self.head_dim, count_up) if count_up else None
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         if context.mask is not None and queries_per_key > 1:
             # No fused CUDA kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
             key, value = (heads.repeat_interleave(queries_per_key, dim=1) for heads in (key, value))
-        heads = F.scaled_dot_product_attention(
+        heads = self.attend(
             query,
             key,
             value,

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from pipeline.errors import LayoutError
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
-from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
+from pipeline.sizing.meta_tensors import LiveMemory
+from pipeline.sizing.micro_batch import MicroBatch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 
@@ -27,7 +28,7 @@ def config_of(tmp_path):
 
 def estimated(config):
     tp_size, checkpointing = config.parallel.tp_size, config.activation_checkpointing
-    return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
+    return MicroBatch(config, read_spec(config.base), tp_size, DTYPE).costs(checkpointing)
 
 
 def saved_bytes(model, batch):

@@ -27,7 +27,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+
+NEEDED = "5.0.0"
+"""The oldest transformers that has what this file needs."""
+if int(transformers.__version__.split(".")[0]) < int(NEEDED.split(".")[0]):
+    raise ImportError(
+        f"this model needs transformers {NEEDED} or newer, found {transformers.__version__}: pip install -U transformers"
+    )
+
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from pipeline.errors import LayoutError
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.sizing import meta_tensors
 from pipeline.sizing.meta_tensors import LiveMemory
 from pipeline.sizing.micro_batch import MicroBatch
 from tests.distributed import run_ranks
@@ -58,6 +59,28 @@ def test_activations_are_what_autograd_saves(config_of, method, mask):
     saved = saved_bytes(real_model(config, DTYPE), batch)
     assert saved > 0
     assert estimated(config).activation_bytes == pytest.approx(saved, rel=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sizes_that_are_known_are_those_that_torch_derives(config_of, method, monkeypatch):
+    known = estimated(config_of(method))
+    assert estimated(config_of(method)) == known
+
+    class Forgetful(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    monkeypatch.setattr(meta_tensors, "_sizes_of_results", Forgetful())
+    assert estimated(config_of(method)) == known
+
+
+def test_a_model_that_was_measured_is_measured_again_alike(config_of):
+    config = config_of("adapt")
+    batch = MicroBatch(config, read_spec(config.base), 2, DTYPE)
+    costs = [batch.costs(checkpointing) for checkpointing in ("none", "all", "collaborative", "none", "all")]
+    assert costs[:2] == costs[3:]
+    for checkpointing, found in zip(("all", "collaborative"), costs[1:3], strict=True):
+        assert MicroBatch(config, read_spec(config.base), 2, DTYPE).costs(checkpointing) == found
 
 
 def saved_bytes_of_rank(config):

@@ -113,8 +113,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         raise ConversionError(
             f"{conversion.output}: already exists and was not made by a conversion; name another --output"
         )
-    if _records(conversion.output):
-        _refuse_other_format(conversion)
+    _refuse_other_format(conversion)
     record = {
         **request,
         "checkpoint": str(model.checkpoint),
@@ -187,11 +186,11 @@ def _refuse_other_format(conversion: Conversion) -> None:
             found = untrusted_files.read_object(path, ConversionError)
         except (FileNotFoundError, ConversionError):
             continue  # damaged: it is made again
-        held = found.get("asked_format", "expansion" if path.name == MANIFEST_FILE else conversion.format)
-        if held != conversion.format:
+        held = found.get("written_format") or found.get("asked_format") or "expansion"
+        if conversion.format not in (held, found.get("asked_format")):
             raise ConversionError(
-                f"{conversion.output}: holds the same run in --format {held}, expected {conversion.format}; name "
-                "another --output, or remove this folder"
+                f"{conversion.output}: expected --format {conversion.format}, found a folder in the format {held}; "
+                "name another --output, or remove this folder"
             )
 
 

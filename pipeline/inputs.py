@@ -9,7 +9,7 @@ import torch
 
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
-from pipeline.checkpoint.manifest import check_same_model, load_manifest
+from pipeline.checkpoint.manifest import check_same_model, check_same_run, describe_run, load_manifest
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
@@ -20,7 +20,7 @@ from pipeline.methods import build_model, training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.topology import Layout, TensorParallel
+from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
 from pipeline.run_folder.status import TRAINING
 
 _logger = log.get_logger(__name__)
@@ -171,6 +171,25 @@ def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> Non
     """Raises what building the model would, without memory or communication."""
     with torch.device("meta"):
         build_model(config, spec, tp)
+
+
+def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> None:
+    """Checks that the run can continue from its newest checkpoint, if it has one; the checkpoint's files are not read.
+
+    Raises:
+        CheckpointError: the checkpoint is of another base, method or data.
+    """
+    if is_finished(config, base):
+        return
+    for checkpoint in candidates(config.folder / "checkpoints"):
+        try:
+            manifest = load_manifest(checkpoint)
+        except DamagedCheckpointError:
+            continue  # resuming takes the one before
+        with torch.device("meta"):
+            model = build_model(config, base.spec, SINGLE)
+        check_same_run(manifest, checkpoint, describe_run(config, base, model, tokenizer_fingerprint))
+        return
 
 
 def is_finished(config: RunConfig, base: BaseFolder) -> bool:

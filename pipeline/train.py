@@ -34,7 +34,7 @@ def main() -> int:
     planned.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     if arguments.dry_run:
-        from pipeline.sizing.plan import dry_run  # training's ranks need none of it
+        from pipeline.dry_run import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
     if arguments != parser.parse_args([str(arguments.config)]):

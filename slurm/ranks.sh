@@ -56,13 +56,21 @@ allocated_ranks() {
     echo "$ranks"
 }
 
-# Without an allocation: NPROC ranks on this machine, else what the #SBATCH lines and sbatch's environment request.
+# Without an allocation: what the #SBATCH lines and sbatch's environment request; with NPROC, or where there is no Slurm,
+# the ranks on this machine. Without GPUs their memory is the machine's.
 planned_cluster() {
-    local nodes=1 ranks
+    local nodes=1 ranks memory
     if on_slurm; then
         nodes=$SLURM_JOB_NUM_NODES ranks=$(allocated_ranks)
-    elif [[ -n "${NPROC:-}" ]]; then
-        ranks=$NPROC
+    elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
+        ranks=$(count_ranks)
+        if (($(gpus_here) > 0)); then
+            memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
+        else
+            memory=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024 / ranks))
+        fi
+        echo "--gpus $ranks --gpus-per-node $ranks --gpu-memory-gib $((memory / 1024 > 0 ? memory / 1024 : 1))"
+        return
     else
         local tasks gpus=${SBATCH_GPUS_PER_NODE:-1}
         nodes=$(sbatch_line nodes "$1") tasks=$(sbatch_line ntasks-per-node "$1")

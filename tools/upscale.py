@@ -13,10 +13,9 @@ from pathlib import Path
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
-from pipeline.methods.scale import check_named_expansion, origin_of, upscale
+from pipeline.methods.scale import made_expansion, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import stage_of
-from pipeline.scale.expansion import MANIFEST, open_expansion
 
 logger = log.get_logger(__name__)
 
@@ -35,11 +34,8 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
-    check_named_expansion(config.upscaled)
     base = open_base(config.base)
-    if (output / MANIFEST).exists():
-        expansion = open_expansion(output)
-        expansion.check_origin(base.hashes(), origin_of(config.method), config.seed)
+    if (expansion := made_expansion(config, base)) is not None:
         expansion.check_files()
         logger.info("%s is there already", output)
         return

@@ -28,6 +28,7 @@ from pipeline.untrusted_files import first_fault, read_bytes, require_regular
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
+_SAME_OVER_A_RUN = ("method", "expansion", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
 _PATHS: Any = {
     "folder": True,
     "corpora": {"__all__": {"input": True, "heldout_input": True, "sample": {"openings"}}},
@@ -223,15 +224,14 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
         CheckpointError: the checkpoint is of another base, method or data.
     """
     _check_base(manifest, folder, run.base.hashes)
-    for name in ("method", "expansion", "global_batch_size", "seed", "tokenizer_fingerprint"):
-        _check_equal(folder, name, getattr(manifest.run, name), getattr(run, name))
-    _check_equal(folder, "data", _with_new_settings(manifest.run.data), run.data)
+    saved = manifest.run.model_copy(update={"data": _with_new_settings(manifest.run.data)})
+    _check_equal(folder, {name: (getattr(saved, name), getattr(run, name)) for name in _SAME_OVER_A_RUN})
 
 
 def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], method: Method) -> None:
     """Raises CheckpointError if a checkpoint is of another base or of another method."""
     _check_base(manifest, folder, base_hashes)
-    _check_equal(folder, "method", manifest.run.method, method.model_dump(mode="json"))
+    _check_equal(folder, {"method": (manifest.run.method, method.model_dump(mode="json"))})
 
 
 def _with_new_settings(data: dict[str, Any]) -> dict[str, Any]:
@@ -269,11 +269,13 @@ def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]
         )
 
 
-def _check_equal(folder: Path, name: str, saved: object, wanted: object) -> None:
-    if saved != wanted:
+def _check_equal(folder: Path, values: Mapping[str, tuple[object, object]]) -> None:
+    """Raises CheckpointError where what was saved and what is wanted, by name, differ; names each."""
+    found = [f"another {name} ({_difference(*pair)})" for name, pair in values.items() if pair[0] != pair[1]]
+    if found:
         raise CheckpointError(
-            f"{folder}: was trained with another {name} ({_difference(saved, wanted)}); "
-            "set it back, or start a run in another folder"
+            f"{folder}: was trained with {' and '.join(found)}; set it back in the configuration, or name another "
+            "`folder` there, where a new run begins"
         )
 
 

@@ -54,8 +54,12 @@ class Corpus(Section):
     sample: Sampling | None = Field(
         default=None, description="instead of input, for role rehearsal: what the base is to write"
     )
-    heldout_input: list[str] = Field(default=[], description="separate files for the held-out part")
-    heldout_fraction: Fraction = Field(default=0.0, description="or this share of the documents, chosen by their hash")
+    heldout_input: list[str] = Field(
+        default=[], description="separate files for the held-out part; at least one corpus of a run has such a part"
+    )
+    heldout_fraction: Fraction = Field(
+        default=0.0, description="or this share of the documents, such as 0.005, chosen by their hash"
+    )
     text_key: str = "text"
     """the field or column that holds the text"""
     prompt_key: str | None = Field(

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pipeline import untrusted_files
 from pipeline.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -23,8 +24,31 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:  # noqa: ANN401  # pydantic would read it as 1
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            given = value if isinstance(value, (list, tuple)) else [value]
+            field = cls.model_fields.get(name)
+            if field is not None and field.annotation is not bool and any(isinstance(item, bool) for item in given):
+                raise ValueError(f"{name}: expected neither true nor false")
+        return values
+
 
 S = TypeVar("S", bound=Section)
+_MAX_BYTES = 2**20
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if repeated := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {repeated[0]} is given twice in one section", node.start_mark
+            )
+        return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -34,10 +58,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not YAML, or holds something else.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        text = untrusted_files.read_text(path, ConfigError, "name a YAML file", limit=_MAX_BYTES)
+        values = yaml.load(text, _UniqueKeys)  # a SafeLoader
+    except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(values).__name__}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline import log
+from pipeline import log, untrusted_files
 from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
@@ -114,6 +114,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         raise ConversionError(
             f"{conversion.output}: already exists and was not made by a conversion; name another --output"
         )
+    _refuse_other_format(conversion)
     record = {
         **request,
         "checkpoint": str(model.checkpoint),
@@ -177,6 +178,21 @@ def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) 
 def _records(output: Path) -> list[Path]:
     """The files by which a conversion recognises its output: an expansion's manifest, or a model's record."""
     return [output / name for name in (RECORD, MANIFEST_FILE) if (output / name).exists()]
+
+
+def _refuse_other_format(conversion: Conversion) -> None:
+    """Raises ConversionError where the output was asked for in another format: others may have come to rely on it."""
+    for path in _records(conversion.output):
+        try:
+            found = untrusted_files.read_object(path, ConversionError)
+        except (FileNotFoundError, ConversionError):
+            continue  # damaged: it is made again
+        held = found.get("written_format") or found.get("asked_format") or "expansion"
+        if conversion.format not in (held, found.get("asked_format")):
+            raise ConversionError(
+                f"{conversion.output}: expected --format {conversion.format}, found a folder in the format {held}; "
+                "name another --output, or remove this folder"
+            )
 
 
 def _is_done(output: Path, request: dict[str, Any]) -> bool:

@@ -67,6 +67,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         **_gate_entries(model),
         **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
         "dtype": dtype_name(dtype),
+        "transformers_version": modeling_scale.NEEDED,
     }
     tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
     if model.gate is not None:

@@ -28,11 +28,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.versions import require_version
+
+NEEDED = "5.0.0"
+"""The oldest transformers that runs this file; an older one would fail at one of the imports below."""
+require_version(f"transformers>={NEEDED}", "This model's code needs it: pip install -U transformers")
+
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]

@@ -30,7 +30,8 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.base_folder import hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
-from pipeline.model.spec import StoredResidual, scale_in
+from pipeline.model.spec import DecoderSpec, StoredResidual, scale_in
+from pipeline.scale.plan import ExpansionPlan
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
 # Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
@@ -76,12 +77,16 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
 
 def why_not_stock(model: TrainedModel) -> str | None:
     """Why a model is not expressible as an ordinary one; None if it is."""
-    plan = model.plan
+    return why_not_stock_of(model.plan, model.spec, gated=model.gate is not None)
+
+
+def why_not_stock_of(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
+    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one."""
     if plan is None:
         return None
-    if model.gate is not None:
+    if gated:
         return "a gate, which decides for each token (without the section gate the run is converted ungated)"
-    if model.spec.family != "llama":
+    if spec.family != "llama":
         return (
             "a GPT-NeoX base: its LayerNorm takes one mean over the residual stream, and its head size follows from it"
         )

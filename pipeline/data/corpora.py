@@ -77,18 +77,23 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
             yield replace(job, inputs=tuple(corpus.heldout_input), output=heldout_folder(data, name), part="heldout")
 
 
+def check_heldout(config: RunConfig) -> None:
+    """Raises DataError where no corpus has a held-out part, without which a run can be neither gated nor evaluated."""
+    if not any(has_heldout(config.data, name) for name in config.data.corpora):
+        raise DataError(
+            f"data.corpora of {config.name}: none has a held-out part to score; name other files as heldout_input, or "
+            "set heldout_fraction, such as 0.005, before the corpus is tokenized"
+        )
+
+
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """The held-out documents of every corpus that has any, by the corpus's name.
 
     Raises:
         DataError: no corpus has any.
     """
-    found = {name: _documents(corpus) for name, corpus in config.data.corpora.items() if has_heldout(config.data, name)}
-    if not found:
-        raise DataError(
-            f"data.corpora of {config.name}: none has a held-out part to score; set heldout_input or heldout_fraction"
-        )
-    return found
+    check_heldout(config)
+    return {name: _documents(corpus) for name, corpus in config.data.corpora.items() if has_heldout(config.data, name)}
 
 
 def _documents(corpus: Corpus) -> Iterator[Document]:

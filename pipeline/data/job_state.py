@@ -77,7 +77,8 @@ def refuse_other(output: Path, expected: _Plan, found: _Plan) -> None:
             shown = [value if len(value) <= 120 else value[:117] + "..." for value in values]
             raise DataError(
                 f"{output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found "
-                f"{shown[1]}; remove the folder to start again, or choose another --output"
+                f"{shown[1]}; set it back, or remove this folder and {output.name}.heldout to make the corpus again, "
+                "or choose another --output"
             )
 
 

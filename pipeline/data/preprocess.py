@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline import log
-from pipeline.data.job_state import begin, input_hash, make_folder, own_first, refuse_other, remove_state
+from pipeline.data.job_state import begin, begun_for, input_hash, make_folder, own_first, refuse_other, remove_state
 from pipeline.data.records import BadRecordLimit
 from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype
@@ -69,18 +69,8 @@ def preprocess(
     Raises:
         DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
     """
-    files = input_files(job.inputs)
-    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
-    plan = Plan(
-        inputs=[(str(file), file.stat().st_size) for file in files],
-        fingerprint=tokenizer.fingerprint,
-        document_start=list(tokenizer.document_start),
-        document_end=list(tokenizer.document_end),
-        text_key=job.text_key,
-        prompt_key=job.prompt_key,
-        heldout_fraction=job.heldout_fraction,
-        unit_bytes=job.unit_bytes or default_unit_bytes(files),
-    )
+    plan, tokenizer = plan_of(job), load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
+    files = [Path(path) for path, _ in plan.inputs]
     if (job.output / MANIFEST).exists():
         return _finished(job, plan)
     try:
@@ -107,6 +97,35 @@ def preprocess(
         raise
 
 
+def plan_of(job: Job) -> Plan:
+    """Opens the tokenizer and looks for the input files of `job`, and describes what it makes.
+
+    Raises:
+        DataError: one of them cannot be used.
+    """
+    files = input_files(job.inputs)
+    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
+    return Plan(
+        inputs=[(str(file), file.stat().st_size) for file in files],
+        fingerprint=tokenizer.fingerprint,
+        document_start=list(tokenizer.document_start),
+        document_end=list(tokenizer.document_end),
+        text_key=job.text_key,
+        prompt_key=job.prompt_key,
+        heldout_fraction=job.heldout_fraction,
+        unit_bytes=job.unit_bytes or default_unit_bytes(files),
+    )
+
+
+def check_folder(job: Job) -> None:
+    """Raises DataError where `preprocess` would refuse `job`, or its folder, before any work."""
+    plan = plan_of(job)
+    if (job.output / MANIFEST).exists():
+        _check_finished(job, plan)
+    elif (begun := begun_for(job.state, Plan)) is not None:
+        refuse_other(job.output, plan, begun)
+
+
 def _begin(job: Job, plan: Plan) -> None:
     make_folder(job.state)
     if job.heldout_fraction > 0:
@@ -116,6 +135,13 @@ def _begin(job: Job, plan: Plan) -> None:
 
 def _finished(job: Job, plan: Plan) -> Manifest:
     """The manifest of a corpus that is already complete, if it is the one that `job` describes."""
+    manifest = _check_finished(job, plan)
+    remove_state(job.state)
+    _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
+    return manifest
+
+
+def _check_finished(job: Job, plan: Plan) -> Manifest:
     manifest = load_manifest(job.output)
     if manifest.sampling is not None:
         raise DataError(f"{job.output}: holds text that a model wrote (tools/sample_base.py); choose another --output")
@@ -130,8 +156,6 @@ def _finished(job: Job, plan: Plan) -> Manifest:
         unit_bytes=plan.unit_bytes,
     )
     refuse_other(job.output, plan, found)
-    remove_state(job.state)
-    _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
     return manifest
 
 

@@ -36,6 +36,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
 
     Raises:
         ConfigError: the file describes no study, or one of its runs is not possible.
+        DataError: a text is missing.
         DataError, BaseModelError: the base cannot be made.
     """
     study = load_study(path, data)
@@ -43,6 +44,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
     if study.scratch is not None:
         make_random_base(study.scratch, study.folder / SCRATCH)
     runs.check_fits_base()
+    runs.check_inputs()
     return runs
 
 

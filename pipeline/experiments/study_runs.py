@@ -15,7 +15,8 @@ from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import HF_FOLDER
-from pipeline.data.corpora import has_heldout
+from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs
+from pipeline.data.units import input_files
 from pipeline.errors import ConfigError
 from pipeline.experiments.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.files import write_text
@@ -127,6 +128,18 @@ class StudyRuns:
                     check_fits(self._first_run(name, compared.method).config, spec)
                 except ConfigError as error:
                     raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
+
+    def check_inputs(self) -> None:
+        """Looks for all texts that are yet to be tokenized, before the first is.
+
+        Raises:
+            DataError: a file is missing, empty, or of an unknown format.
+        """
+        fft = FullFineTuning(name="fft")
+        first = [self._first_run(name, compared.method or fft) for name, compared in self.study.methods.items()]
+        for run in [*self.stages, *first]:
+            for files in [] if is_tokenized(run.config.data) else named_inputs(run.config.data):
+                input_files(files)
 
     @cached_property
     def matcher(self) -> Matcher:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.log import counted
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
@@ -19,7 +20,7 @@ from pipeline.model.from_hf import check_weights, is_base, load_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.expansion import MANIFEST, initial_expansion, open_expansion, write_expansion
+from pipeline.scale.expansion import MANIFEST, ExpansionFolder, initial_expansion, open_expansion, write_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 
 
@@ -72,6 +73,21 @@ def check_named_expansion(folder: Path | None) -> None:
             f"upscaled: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
             f"{folder}, or remove the setting to begin with a new expansion"
         )
+
+
+def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
+    """The initial expansion of a run of method scale; None if it is yet to be made.
+
+    Raises:
+        ConfigError: the one that the run is to continue from does not exist.
+        BaseModelError, CheckpointError: it is damaged, or of another base or other settings.
+    """
+    check_named_expansion(config.upscaled)
+    if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():
+        return None
+    expansion = open_expansion(config.upscaled_folder)
+    expansion.check_origin(base.hashes(), origin_of(config.method), config.seed)
+    return expansion
 
 
 def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) -> None:

@@ -73,7 +73,7 @@ def attention_kernel(documents: Documents | None, device: torch.device, dtype: t
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention in rows of one document each; shapes as in `Attend`."""
-    return _scaled_dot_product(query, key, value, is_causal=True, enable_gqa=query.shape[2] != key.shape[2])
+    return _scaled_dot_product(query, key, value, mask=None)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class MaskedAttention:
         if queries_per_key > 1:
             # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
             key, value = (heads.repeat_interleave(queries_per_key, dim=2) for heads in (key, value))
-        return _scaled_dot_product(query, key, value, attn_mask=self.mask)
+        return _scaled_dot_product(query, key, value, self.mask)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,18 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:  # noqa: ANN401
-    heads = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **how)
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Shapes as in `Attend`; without a mask it is causal."""
+    grouped = query.shape[2] != key.shape[2]
+    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+    if query.is_meta:
+        # There torch would choose products that are not fused, which sizing would count.
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        heads: Tensor = fused(query, key, value, 0.0, mask is None, attn_mask=mask)[0]
+    else:
+        heads = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
     return heads.transpose(1, 2)
 
 

@@ -144,12 +144,27 @@ def plan_of(job: SamplingJob) -> SamplingPlan:
 
 
 def finished(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
+    """The manifest of a corpus that is already complete; None where it is not. Removes what is left of its making.
+
+    Raises:
+        DataError: the folder holds another corpus than `job` describes.
+    """
+    manifest = check_folder(job, plan)
+    if manifest is not None:
+        remove_state(job.state)
+        _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
+    return manifest
+
+
+def check_folder(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
     """The manifest of a corpus that is already complete; None where it is not.
 
     Raises:
         DataError: the folder holds another corpus than `job` describes.
     """
     if not (job.output / MANIFEST).exists():
+        if (begun := begun_for(job.state, SamplingPlan)) is not None:
+            refuse_other(job.output, plan, begun)
         return None
     manifest = load_manifest(job.output)
     if manifest.sampling is None:
@@ -168,8 +183,6 @@ def finished(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
     )
     wanted = plan if job.batch_size else plan.model_copy(update={"batch_size": found.batch_size})
     refuse_other(job.output, wanted, found)
-    remove_state(job.state)
-    _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
     return manifest
 
 

@@ -197,6 +197,13 @@ class RunLock:
                 with contextlib.suppress(OSError):  # it is no longer empty
                     self._path.parent.rmdir()
 
+    def check_free(self) -> None:
+        """Raises FolderTakenError if another process owns the lock, as entering it would."""
+        touched, owner = self._read()
+        is_stale = touched / 1e9 < time.time() - self._stale_after_s
+        if owner is not None and not is_stale and not owner.is_gone(self._own):
+            raise self._refusal(owner)
+
     def _create(self) -> bool:
         """Creates the lock; False if it exists."""
         try:
@@ -272,6 +279,21 @@ class RunLock:
 
 
 _OWNER = TypeAdapter(LockOwner)
+
+
+def check_folder(folder: Path, stage: str = TRAINING) -> None:
+    """Checks that a stage could enter its lock in `folder` now, and changes nothing.
+
+    Raises:
+        RunFolderError: nothing can be written there.
+        FolderTakenError: another process owns the lock.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise RunFolderError(f"{folder}: {existing} is no folder; name another `folder`")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{folder}: {existing} cannot be written to; make it writable, or name another `folder`")
+    RunLock(folder, stage).check_free()
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:

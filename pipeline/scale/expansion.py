@@ -210,7 +210,7 @@ class ExpansionFolder:
         if changed:
             raise CheckpointError(
                 f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
-                "remove this folder to make it again"
+                "set it back, or remove this folder to make it again (a run with checkpoints needs another `folder`)"
             )
 
     def check_files(self, share: slice = slice(None)) -> None:

@@ -10,7 +10,8 @@ from typing import TypeVar
 from pipeline.config.data import Sampling
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data.corpora import is_tokenized, named_inputs, train_folder
+from pipeline.data import preprocess
+from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs, train_folder
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -20,16 +21,19 @@ from pipeline.inputs import (
     Samples,
     check_context,
     check_model,
+    check_resume,
     check_sampling,
     check_trackers,
     check_vocabulary,
     open_layout,
     open_samples,
 )
-from pipeline.methods.scale import check_named_expansion
+from pipeline.methods.scale import made_expansion
+from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import Layout, TensorParallel
+from pipeline.run_folder.lock import check_folder
 from pipeline.sizing.micro_batch import imagined_ranks
 
 Result = TypeVar("Result")
@@ -59,12 +63,14 @@ class Faults:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a configuration names; None where it could not be opened."""
+    """What a configuration names; None where it could not be opened. `fits`: whether the model can be built."""
 
     layout: Layout | None
     deepspeed: DeepSpeedConfig | None
+    base: BaseFolder | None
     spec: DecoderSpec | None
     tokenizer: Tokenizer | None
+    fits: bool
 
 
 def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_config: Path | None = None) -> Opened:
@@ -80,11 +86,15 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
     spec = base.spec if base is not None else None
     if spec is None and base_config is not None:
         spec = faults.attempt(lambda: read_spec(base_config))
+    fits = False
     if spec is not None:
         faults.attempt(lambda: check_context(config, spec))
+        found = len(faults.errors)
         faults.attempt(lambda: check_model(config, spec, _imagined(config)))
-    if isinstance(config.method, ScaleMethod):
-        faults.attempt(lambda: check_named_expansion(config.upscaled))
+        fits = len(faults.errors) == found
+    if base is not None and isinstance(config.method, ScaleMethod):
+        faults.attempt(lambda: made_expansion(config, base))
+    faults.attempt(lambda: check_heldout(config))
     # A missing base is already in `faults`.
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
     if spec is not None and tokenizer is not None:
@@ -92,13 +102,21 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
         for corpus in config.data.corpora.values():
             if (sample := corpus.sample) is not None:
                 faults.attempt(lambda sample=sample: _check_sampling(config, sample, tokenizer, spec))  # type: ignore[misc]
-    return Opened(layout, deepspeed, spec, tokenizer)
+    return Opened(layout, deepspeed, base, spec, tokenizer, fits)
 
 
 def _check_sampling(config: RunConfig, sample: Sampling, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     # A sequence length beyond the context is a fault of its own.
     longest = min(config.data.sequence_length, spec.max_position_embeddings)
     check_sampling(sample, sample.max_tokens or longest, tokenizer, spec)
+
+
+def check_resume_of(config: RunConfig, opened: Opened, faults: Faults) -> None:
+    """Adds to `faults` that the run folder cannot be used now, or that the run's checkpoint is of another run."""
+    faults.attempt(lambda: check_folder(config.folder))
+    base, tokenizer = opened.base, opened.tokenizer
+    if base is not None and tokenizer is not None and opened.fits and config.folder.is_dir():
+        faults.attempt(lambda: check_resume(config, base, tokenizer.fingerprint))
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
@@ -151,7 +169,12 @@ def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults)
         samples = faults.attempt(lambda: open_samples(config, fingerprint))
         for name in config.data.corpora:
             faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]
-    elif not faults.errors:
+    elif config.data.folder.resolve() != config.folder.resolve():
+        faults.attempt(lambda: check_folder(config.data.folder))
+    if tokenizer is not None:
+        for job in corpus_jobs(config.data, config.base):
+            faults.attempt(lambda job=job: preprocess.check_folder(job))  # type: ignore[misc]
+    else:
         for files in named_inputs(config.data):
             faults.attempt(lambda files=files: input_files(files))  # type: ignore[misc]
     samples_read = config.schedule.steps * config.schedule.global_batch_size

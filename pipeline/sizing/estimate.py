@@ -25,7 +25,7 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.gathering import Gathering, estimate_gathering
 from pipeline.sizing.memory import Memory, Parameters, ZeroSettings, count_parameters, estimate_memory, zero_settings
-from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
+from pipeline.sizing.micro_batch import MicroBatch, MicroBatchCosts
 from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
 _logger = log.get_logger(__name__)
@@ -84,6 +84,7 @@ class Estimator:
         self.spec = spec
         self.deepspeed = deepspeed
         self.cluster = cluster
+        self._micro_batches: dict[int, MicroBatch] = {}
         self._costs: dict[tuple[int, ActivationCheckpointing], MicroBatchCosts] = {}
         self._flops: dict[ActivationCheckpointing, FlopsPerToken] = {}
 
@@ -99,6 +100,11 @@ class Estimator:
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             return count_parameters(model, Decoder(self.spec))
 
+    @cached_property
+    def _whole_model(self) -> Decoder:
+        with torch.device("meta"):
+            return build_model(self.config, self.spec, SINGLE)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a step, over all ranks."""
@@ -107,11 +113,10 @@ class Estimator:
     def flops_per_token(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
         if activation_checkpointing not in self._flops:
-            with torch.device("meta"):
-                model = self._model(activation_checkpointing)
-                self._flops[activation_checkpointing] = count_flops(
-                    model, self.config.data.sequence_length, self.config.data.kl_fraction
-                )
+            self._whole_model.activation_checkpointing = activation_checkpointing
+            self._flops[activation_checkpointing] = count_flops(
+                self._whole_model, self.config.data.sequence_length, self.config.data.kl_fraction
+            )
         return self._flops[activation_checkpointing]
 
     def estimate(self, choice: Choice) -> Estimate:
@@ -160,15 +165,14 @@ class Estimator:
                 refused[choice] = str(error)
         return estimates, refused
 
-    def _model(self, activation_checkpointing: ActivationCheckpointing) -> Decoder:
-        return build_model(self.config, self.spec, SINGLE, activation_checkpointing)
-
     def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering | None]:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._costs:
             _logger.info("running a micro-batch without data: tp %d, checkpointing %s", *key)
-            self._costs[key] = measure_micro_batch(self.config, self.spec, *key, zero.dtype)
+            if choice.tp_size not in self._micro_batches:
+                self._micro_batches[choice.tp_size] = MicroBatch(self.config, self.spec, choice.tp_size, zero.dtype)
+            self._costs[key] = self._micro_batches[choice.tp_size].costs(choice.activation_checkpointing)
         costs = self._costs[key]
         return zero, costs, estimate_gathering(costs.segments, zero.gathering) if zero.stage == 3 else None
 

@@ -1,25 +1,22 @@
 """The memory, messages and parameter uses of one micro-batch, forward and backward, on tensors without data.
 
-The model that runs is the one that would train, with the kernels of a CPU: its fused attention keeps queries, keys,
-values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and recomputed
-layers count for what they really cost. Layers that cost the same run once and are multiplied.
+The model that runs is the one that would train, on the meta device, with a CPU's fused attention: it keeps queries,
+keys, values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and
+recomputed layers count for what they really cost. Layers that cost the same run once and are multiplied.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
@@ -27,10 +24,12 @@ from pipeline.methods import build_model
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
+from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import TensorParallel
 from pipeline.sizing.gathering import Segment
+from pipeline.sizing.meta_tensors import LiveMemory
 
 Message = tuple[int, str, int]
 """A tensor-parallel message: the group size, the collective (`all-reduce`, `all-gather` or `reduce-scatter`), and the
@@ -60,90 +59,87 @@ class MicroBatchCosts:
     trained_sizes: tuple[int, ...]
 
 
-def measure_micro_batch(
-    config: RunConfig,
-    spec: DecoderSpec,
-    tp_size: int,
-    activation_checkpointing: ActivationCheckpointing,
-    dtype: torch.dtype,
-) -> MicroBatchCosts:
-    """Runs one micro-batch of the run `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks.
+class MicroBatch:
+    """A micro-batch of the run `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
 
-    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
-
-    Raises:
-        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+    Its model is built once, in `dtype` and without data.
     """
-    measure = partial(_measure, config, spec, tp_size, activation_checkpointing, dtype)
-    plain = measure(kl_rows=0)
-    rows = config.data.kl_fraction * config.schedule.micro_batch_size
-    kl_rows = math.ceil(rows)
-    if kl_rows == 0:
-        return plain
-    rehearsed = measure(kl_rows=kl_rows)
-    # Layers that ran once are multiplied, but the base's stream exists once: it counts here, with its last states.
-    reference_bytes = 2 * kl_rows * config.data.sequence_length * spec.widths.hidden_size * dtype.itemsize
-    payload = {
-        key: round(sent + rows / kl_rows * (rehearsed.payload_bytes[key] - sent))
-        for key, sent in plain.payload_bytes.items()
-    }
-    return replace(
-        plain,
-        activation_bytes=plain.activation_bytes + reference_bytes,
-        loss_bytes=max(plain.loss_bytes, rehearsed.loss_bytes),
-        temporary_bytes=max(plain.temporary_bytes, rehearsed.temporary_bytes),
-        payload_bytes=payload,
-    )
 
+    def __init__(self, config: RunConfig, spec: DecoderSpec, tp_size: int, dtype: torch.dtype) -> None:
+        """Raises UserError if the model, or its sequences, cannot be split over `tp_size` ranks."""
+        self.config = config
+        self.spec = spec
+        self.dtype = dtype
+        self._messages: list[Message] = []
+        tp = imagined_ranks(tp_size, self._messages, sequence_parallel=config.parallel.sequence_parallel)
+        with torch.device("meta"), default_dtype(dtype):
+            self._model = build_model(config, spec, tp)
+        self._sizes = tuple(parameter.numel() for parameter in self._model.parameters())
+        self._trained = tuple(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        self._representatives = shorten(self._model)
+        every_chunk = self._model.output.chunks
 
-def _measure(
-    config: RunConfig,
-    spec: DecoderSpec,
-    tp_size: int,
-    activation_checkpointing: ActivationCheckpointing,
-    dtype: torch.dtype,
-    *,
-    kl_rows: int,
-) -> MicroBatchCosts:
-    """The costs of a micro-batch of which `kl_rows` sequences are rehearsed."""
-    messages: list[Message] = []
-    tp = imagined_ranks(tp_size, messages, sequence_parallel=config.parallel.sequence_parallel)
-    with torch.device("meta"), default_dtype(dtype):
-        model = build_model(config, spec, tp, activation_checkpointing)
-    sizes = tuple(parameter.numel() for parameter in model.parameters())
-    trained = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    representatives = shorten(model)
-    every_chunk = model.output.chunks
+        def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+            """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes a token.)"""
+            chunks = list(every_chunk(tokens, kl_tokens))
+            return iter(chunks[:3] + chunks[3:][-2:])
 
-    def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes per token.)"""
-        chunks = list(every_chunk(tokens, kl_tokens))
-        return iter(chunks[:3] + chunks[3:][-2:])
+        self._model.output.chunks = few_chunks  # type: ignore[method-assign]
 
-    model.output.chunks = few_chunks  # type: ignore[method-assign]
-    with FakeTensorMode():
-        _move_to_cpu(model)
+    def costs(self, activation_checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
+        """Runs the micro-batch.
+
+        Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
+        """
+        self._model.activation_checkpointing = activation_checkpointing
+        plain = self._measure(kl_rows=0)
+        rows = self.config.data.kl_fraction * self.config.schedule.micro_batch_size
+        kl_rows = math.ceil(rows)
+        if kl_rows == 0:
+            return plain
+        rehearsed = self._measure(kl_rows=kl_rows)
+        # Layers that ran once are multiplied, but the base's stream exists once: it counts here, with its last states.
+        elements = kl_rows * self.config.data.sequence_length * self.spec.widths.hidden_size
+        payload = {
+            key: round(sent + rows / kl_rows * (rehearsed.payload_bytes[key] - sent))
+            for key, sent in plain.payload_bytes.items()
+        }
+        return replace(
+            plain,
+            activation_bytes=plain.activation_bytes + 2 * elements * self.dtype.itemsize,
+            loss_bytes=max(plain.loss_bytes, rehearsed.loss_bytes),
+            temporary_bytes=max(plain.temporary_bytes, rehearsed.temporary_bytes),
+            payload_bytes=payload,
+        )
+
+    def _measure(self, *, kl_rows: int) -> MicroBatchCosts:
+        """The costs of a micro-batch of which `kl_rows` sequences are rehearsed."""
+        config, representatives = self.config, self._representatives
         shape = config.schedule.micro_batch_size, config.data.sequence_length
-        tokens = torch.zeros(shape, dtype=torch.long)
-        ends = torch.zeros(shape[0] + 1, dtype=torch.int32)
-        documents = Documents(tokens, ends, (1,) * shape[0]) if config.data.document_mask else None
-        run = _Run(model, messages)
+        tokens = torch.zeros(shape, dtype=torch.long, device="meta")
+        ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
+        documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
+        self._messages.clear()
+        for module in self._model.modules():
+            if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
+                module.rotary = RotaryEmbedding(self.spec.rotary, self.spec.head_dim)
+        run = _Run(self._model, self._messages)
         run.step(tokens, tokens, tokens, documents, kl_rows, kl_rows)
-    times = Counter(representatives)
-    payload: Counter[tuple[int, str]] = Counter()
-    for (group_size, collective, length), layer in zip(messages, run.message_layers, strict=True):
-        payload[group_size, collective] += length * (1 if layer is None else times[layer])
-    left_out = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
-    segments = run.segments()
-    return MicroBatchCosts(
-        activation_bytes=run.activation_bytes + left_out,
-        loss_bytes=run.loss_bytes,
-        temporary_bytes=run.temporary_bytes,
-        payload_bytes=dict(payload),
-        segments=(segments[0], *(segments[1 + layer] for layer in representatives), segments[-1]),
-        parameter_sizes=sizes,
-        trained_sizes=trained,
-    )
+        times = Counter(representatives)
+        payload: Counter[tuple[int, str]] = Counter()
+        for (group_size, collective, length), layer in zip(self._messages, run.message_layers, strict=True):
+            payload[group_size, collective] += length * (1 if layer is None else times[layer])
+        left_out = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
+        segments = run.segments()
+        return MicroBatchCosts(
+            activation_bytes=run.activation_bytes + left_out,
+            loss_bytes=run.loss_bytes,
+            temporary_bytes=run.temporary_bytes,
+            payload_bytes=dict(payload),
+            segments=(segments[0], *(segments[1 + layer] for layer in representatives), segments[-1]),
+            parameter_sizes=self._sizes,
+            trained_sizes=self._trained,
+        )
 
 
 def shorten(model: Decoder) -> list[int]:
@@ -165,18 +161,6 @@ def shorten(model: Decoder) -> list[int]:
     return representatives
 
 
-def _move_to_cpu(model: nn.Module) -> None:
-    """Replaces each parameter by an empty one on the CPU and keeps ties; `Module.to_empty` would lose attributes."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                made[parameter].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[parameter])
-
-
 class _Run:
     """Runs one micro-batch through a model and records by layer what it holds, sends and uses."""
 
@@ -192,13 +176,19 @@ class _Run:
         self._layer: int | None = None
         self._held_before = 0
         self._in_forward = True
+        self._hooks = ExitStack()
 
     def step(self, *batch: Tensor | Documents | int | None) -> None:
         """Forward and backward pass."""
+        with self._hooks:
+            self._step(*batch)
+
+    def _step(self, *batch: Tensor | Documents | int | None) -> None:
+        hook = self._hooks.enter_context
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
-                parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+                hook(parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None)))
         forward_peak = 0
 
         def before_loss(*_: object) -> None:
@@ -206,13 +196,13 @@ class _Run:
             forward_peak, self.activation_bytes = self._live.peak, self._live.now
             self._live.restart_peak()
 
-        self.model.output.register_forward_pre_hook(before_loss)
+        hook(self.model.output.register_forward_pre_hook(before_loss))
         self._follow(self.model.embedding, None)
         for index, layer in enumerate(self.model.layers):
             self._follow(layer, index)
         self._follow(self.model.final_norm, None)
         for module in self.model.modules():
-            module.register_forward_hook(self._note_uses)
+            hook(module.register_forward_hook(self._note_uses))
         with self._live:
             losses = self.model(*batch)
             self.loss_bytes = self._live.peak - self.activation_bytes
@@ -230,8 +220,8 @@ class _Run:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._enter(layer))
 
-        module.register_forward_pre_hook(lambda *_: self._enter(layer))
-        module.register_forward_hook(after)
+        self._hooks.enter_context(module.register_forward_pre_hook(lambda *_: self._enter(layer)))
+        self._hooks.enter_context(module.register_forward_hook(after))
 
     def _enter(self, layer: int | None) -> None:
         """Assigns messages and memory since the last call to the layer that was entered then; None is outside all."""
@@ -269,44 +259,6 @@ class _Run:
         uses = {parameter: self.backward_uses[parameter] for parameter in parameters}
         sizes = tuple(parameter.numel() for parameter in uses)
         return Segment(sizes, tuple(uses.values()), forward_calls, recomputed=checkpointed and any(uses.values()))
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
-
-    A storage counts once, however many views it has, from the operation that creates it until its last tensor is freed.
-    The storages of the tensors `known` do not count. Works on real, fake and meta tensors.
-    """
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def restart_peak(self) -> None:
-        """Resets `peak` to `now`."""
-        self.peak = self.now
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes or key in self._known:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += self._sizes[key]
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
 
 
 class RecordingGroup(dist.ProcessGroup):

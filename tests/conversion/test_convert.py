@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.modeling_scale import NEEDED
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, probe_maker, verify
 from pipeline.data.records import Keys
@@ -190,6 +191,22 @@ def test_a_folder_that_no_conversion_made_is_left_alone(conversion):
     with pytest.raises(ConversionError, match="was not made by a conversion"):
         convert(conversion, probe_maker(TEXTS))
     assert (conversion.output / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("format", ["stock", "expansion", "peft"])
+def test_a_folder_in_another_format_is_not_replaced(published, tmp_path, format):
+    other = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"), format=format)
+    before = {path.name: path.read_bytes() for path in other.output.iterdir()}
+    with pytest.raises(ConversionError, match="found a folder in the format scale; name another --output"):
+        convert(other, probe_maker(TEXTS))
+    assert {path.name: path.read_bytes() for path in other.output.iterdir()} == before
+
+
+def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
+    assert json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.0")
+    with pytest.raises(ImportError, match=r"transformers>=5\.0\.0 is required .*found transformers==4\.57\.0"):
+        runpy.run_path(str(published.output / "modeling_scale.py"))
 
 
 def test_the_expansion_alone_starts_a_run_on_its_base(conversion):

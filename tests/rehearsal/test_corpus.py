@@ -232,7 +232,9 @@ def test_a_folder_of_other_text_is_refused(
     if "base" in changes:
         changes = {"base": random_base("llama", tmp_path / "base")}
     before = contents(output)
-    with pytest.raises(DataError, match=f"own: was begun with {message}.*; remove the folder to start again") as error:
+    with pytest.raises(
+        DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"
+    ) as error:
         sample(output, **changes)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
     assert contents(output) == before

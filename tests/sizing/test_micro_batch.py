@@ -9,7 +9,9 @@ import torch.distributed as dist
 from pipeline.errors import LayoutError
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
-from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
+from pipeline.sizing import meta_tensors
+from pipeline.sizing.meta_tensors import LiveMemory
+from pipeline.sizing.micro_batch import MicroBatch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 
@@ -27,7 +29,12 @@ def config_of(tmp_path):
 
 def estimated(config):
     tp_size, checkpointing = config.parallel.tp_size, config.activation_checkpointing
-    return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
+    return MicroBatch(config, read_spec(config.base), tp_size, DTYPE).costs(checkpointing)
+
+
+def causal_batch(config):
+    """Without documents, which take a mask on the CPU."""
+    return real_batch(config)[:3]
 
 
 def saved_bytes(model, batch):
@@ -44,25 +51,46 @@ def saved_bytes(model, batch):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(*batch)[0]
     assert loss.requires_grad
-    inputs = {tensor.untyped_storage().data_ptr() for tensor in batch if isinstance(tensor, torch.Tensor)}
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in batch}
     return sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in inputs)
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_are_what_autograd_saves(config_of, method, mask):
+    """With documents, as on a GPU: there they take no mask, but a kernel that saves as much as the causal one."""
     config = config_of(method, data__document_mask=mask)
-    tokens, targets, positions, documents = real_batch(config)
-    batch = (tokens, targets, positions, documents) if mask else (tokens, targets, positions)
-    saved = saved_bytes(real_model(config, DTYPE), batch)
+    saved = saved_bytes(real_model(config, DTYPE), causal_batch(config))
     assert saved > 0
     assert estimated(config).activation_bytes == pytest.approx(saved, rel=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sizes_that_are_known_are_those_that_torch_derives(config_of, method, monkeypatch):
+    known = estimated(config_of(method))
+    assert estimated(config_of(method)) == known
+
+    class Forgetful(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    monkeypatch.setattr(meta_tensors, "_sizes_of_results", Forgetful())
+    assert estimated(config_of(method)) == known
+
+
+def test_a_model_that_was_measured_is_measured_again_alike(config_of):
+    config = config_of("adapt")
+    batch = MicroBatch(config, read_spec(config.base), 2, DTYPE)
+    costs = [batch.costs(checkpointing) for checkpointing in ("none", "all", "collaborative", "none", "all")]
+    assert costs[:2] == costs[3:]
+    for checkpointing, found in zip(("all", "collaborative"), costs[1:3], strict=True):
+        assert MicroBatch(config, read_spec(config.base), 2, DTYPE).costs(checkpointing) == found
 
 
 def saved_bytes_of_rank(config):
     layout = Layout(dist.get_world_size(), config.parallel.tp_size)
     groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
-    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), real_batch(config))
+    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), causal_batch(config))
 
 
 @pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
@@ -94,8 +122,8 @@ def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
 @pytest.mark.parametrize("checkpointing", ["none", "collaborative", "all"])
 @pytest.mark.parametrize("method", ["adapt", "route", "fft"])
 def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
-    config = config_of(method, activation_checkpointing=checkpointing)
-    model, batch = real_model(config, DTYPE), real_batch(config)
+    config = config_of(method, activation_checkpointing=checkpointing, data__document_mask=False)
+    model, batch = real_model(config, DTYPE), causal_batch(config)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))

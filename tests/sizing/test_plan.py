@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from pipeline.config.run import learning_rate, load_config
+from pipeline.dry_run import Plan, make_plan, milestones
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.plan import Plan, make_plan, milestones
 from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, make_tokens, train, write_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -130,8 +131,14 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(environment: dict[str, s
     ],
     ids=["as the script says", "this machine", "the site's GPUs", "as asked"],
 )
-def test_a_dry_run_plans_for_what_sbatch_would_request(environment: dict[str, str], options: list[str], layout: str):
+def test_a_dry_run_plans_for_what_sbatch_would_request(
+    environment: dict[str, str], options: list[str], layout: str, tmp_path: Path
+):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    sbatch = tmp_path / "sbatch"  # the machine of the test may have no Slurm
+    sbatch.write_text("#!/bin/sh\n")
+    sbatch.chmod(0o755)
+    clean["PATH"] = f"{tmp_path}:{clean['PATH']}"
     result = subprocess.run(
         ["bash", str(PROJECT / "slurm" / "cpt_korean.sh"), "--dry-run", *options],
         env={**clean, "CONFIG": "configs/demo.yaml", **environment},
@@ -140,6 +147,24 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(environment: dict[str, st
         check=False,
     )
     assert layout in result.stdout, result.stderr
+
+
+def test_without_slurm_a_dry_run_plans_this_machine(tmp_path: Path):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    for tool in ("sed", "sort", "head", "grep"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or "")
+    program = "source slurm/common.sh; planned_cluster slurm/cpt_korean.sh"
+    planned = subprocess.run(
+        [shutil.which("bash") or "bash", "-c", program],
+        env={**clean, "PATH": str(tmp_path), "DS_ACCELERATOR": "cpu"},
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert planned[:-1] == ["--gpus", "2", "--gpus-per-node", "2", "--gpu-memory-gib"]
+    assert memory_gib / 2 - 1 <= int(planned[-1]) <= memory_gib / 2
 
 
 def test_a_batch_that_the_ranks_cannot_divide_is_refused_before_tokenization(tmp_path: Path):

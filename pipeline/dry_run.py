@@ -13,14 +13,18 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate, load_config
+from pipeline.conversion.stock import why_not_stock_of
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import free_bytes
+from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
+from pipeline.rehearsal.corpus import plan_of, sampling_jobs
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from pipeline.scale.expansion import MANIFEST, open_expansion
-from pipeline.sizing.checks import CorpusPlan, Faults, Opened, plan_corpora, validate_inputs
+from pipeline.scale.expansion import MANIFEST
+from pipeline.scale.plan import plan_expansion
+from pipeline.sizing.checks import CorpusPlan, Faults, Opened, check_resume_of, plan_corpora, validate_inputs
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
 from pipeline.sizing.memory import (
@@ -107,7 +111,8 @@ class CheckpointPlan:
 class Plan:
     """What a run will do; None where something is missing to know it.
 
-    `faults` are the errors that would stop it, `to_make` the inputs that earlier stages have not made yet.
+    `faults` are the errors that would stop it, `to_make` the inputs that earlier stages have not made yet, `export` the
+    formats in which the model can leave.
     """
 
     name: str
@@ -125,6 +130,8 @@ class Plan:
     checkpoints: CheckpointPlan | None
     validations: int
     duration: Duration | None
+    stages: tuple[str, ...]
+    export: str | None
     to_make: tuple[str, ...]
     faults: tuple[str, ...]
 
@@ -141,7 +148,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     estimator, estimate = _estimate(config, opened, cluster, faults)
     checkpoints = _checkpoints(config, estimator, faults) if estimator else None
     corpora = plan_corpora(config, opened.tokenizer, faults)
-    to_make = tuple(_to_make(config, faults))
+    check_resume_of(config, opened, faults)
+    _check_sampled(config, opened, faults)
+    to_make = tuple(_to_make(config))
     return Plan(
         name=config.name,
         folder=str(config.folder),
@@ -158,8 +167,10 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         checkpoints=checkpoints,
         validations=1 + times(config, config.validation.every_steps),
         duration=duration_of(config, estimate, cluster),
+        stages=tuple(_stages(config)),
+        export=_export(config, opened),
         to_make=to_make,
-        faults=tuple(map(str, faults.errors)),
+        faults=tuple(dict.fromkeys(map(str, faults.errors))),
     )
 
 
@@ -167,7 +178,7 @@ def _estimate(
     config: RunConfig, opened: Opened, cluster: Cluster, faults: Faults
 ) -> tuple[Estimator | None, Estimate | None]:
     """The estimate of the run's own layout, if its inputs could be opened; that it does not fit is a fault."""
-    if opened.spec is None or opened.deepspeed is None:
+    if opened.spec is None or opened.deepspeed is None or not opened.fits:
         return None, None
     estimator = Estimator(config, opened.spec, opened.deepspeed, cluster)
     estimate = faults.attempt(lambda: estimator.estimate(estimator.own_choice))
@@ -198,17 +209,43 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> Che
     )
 
 
-def _to_make(config: RunConfig, faults: Faults) -> Iterator[str]:
-    """The inputs that earlier stages have not made yet. An initial expansion that exists must be readable."""
+def _check_sampled(config: RunConfig, opened: Opened, faults: Faults) -> None:
+    """Adds to `faults` what stops the stage sample: its openings, or another corpus in its folder."""
+    if opened.base is None or opened.tokenizer is None:
+        return
+    for job in sampling_jobs(config):
+        faults.attempt(lambda job=job: check_sampled_folder(job, plan_of(job)))  # type: ignore[misc]
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    """The stages of the run, in order."""
+    sampled = any(corpus.sample is not None for corpus in config.data.corpora.values())
+    wanted = {"sample": sampled, "upscale": isinstance(config.method, ScaleMethod), "gate": config.gate is not None}
+    stages = ("tokenize", "sample", "upscale", "train", "gate", "convert", "evaluate")
+    return (stage for stage in stages if wanted.get(stage, True))
+
+
+def _export(config: RunConfig, opened: Opened) -> str | None:
+    """The formats in which the trained model can leave; None where that is unknown."""
+    if opened.spec is None or not opened.fits:
+        return None
+    if not isinstance(config.method, ScaleMethod):
+        return "stock: loads anywhere with no code of ours" + (", or peft" if isinstance(config.method, Lora) else "")
+    plan = plan_expansion(config.method, opened.spec.widths, opened.spec.num_layers)
+    reason = why_not_stock_of(plan, opened.spec, gated=config.gate is not None)
+    if reason is None:
+        return "stock: loads anywhere with no code of ours; or scale, expansion"
+    return f"scale: carries one file of code (trust_remote_code), or expansion; not stock because of {reason}"
+
+
+def _to_make(config: RunConfig) -> Iterator[str]:
+    """The inputs that earlier stages have not made yet."""
     corpora = config.data.corpora
     for tool in sorted({made_by(corpora[name]) for name in unfinished_corpora(config.data)}):
         what = "the text that the base writes" if tool == SAMPLER else "the token corpora"
         yield f"{config.data.folder}: {what} ({tool})"
-    if isinstance(config.method, ScaleMethod):
-        if not (config.upscaled_folder / MANIFEST).exists():
-            yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"
-        else:
-            faults.attempt(lambda: open_expansion(config.upscaled_folder))
+    if isinstance(config.method, ScaleMethod) and not (config.upscaled_folder / MANIFEST).exists():
+        yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"
 
 
 _UNKNOWN = "unknown: see the errors below"
@@ -245,6 +282,7 @@ def as_text(plan: Plan, now: datetime) -> str:
     ]
     rows += [("checkpoints", line) for line in _checkpoint_lines(plan)]
     rows += [("validation", _validation(plan)), ("duration", _duration(plan, now))]
+    rows += [("stages", ", ".join(plan.stages)), ("export", plan.export or _UNKNOWN)]
     rows += [("yet to make", line) for line in plan.to_make]
     rows += [("errors", line) for line in plan.faults or ("none found",)]
     width = max(len(name) for name, _ in rows)

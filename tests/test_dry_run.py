@@ -1,0 +1,139 @@
+"""What a run would refuse, its dry run reports: each change is made to a run that has begun."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint.manifest import (
+    LayoutRecord,
+    Manifest,
+    Position,
+    describe_run,
+)
+from pipeline.config.run import load_config
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.dry_run import dry_run, make_plan
+from pipeline.methods import build_model
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.topology import SINGLE
+from pipeline.run_folder.lock import RunLock
+from pipeline.sizing.cluster import Cluster
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.training.runs import make_run, make_tokens, write_config
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> tuple[Path, Path]:
+    """A run with tokens, an expansion and a checkpoint after one step, of which only the manifest exists."""
+    run, tokens = tmp_path_factory.mktemp("run"), make_tokens(tmp_path_factory.mktemp("tokens"))
+    config = load_config(make_run(run, tokens))
+    base = open_base(config.base)
+    fingerprint = load_tokenizer(config.base).fingerprint
+    checkpoint = run / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    Manifest(
+        run=describe_run(config, base, build_model(config, base.spec, SINGLE), fingerprint),
+        position=Position(step=1),
+        layout=LayoutRecord(world_size=2, tp_size=1, dp_size=2, zero_stage=3, dtype="float32"),
+        versions={},
+        files={},
+    ).save(checkpoint)
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    return run, tokens
+
+
+def reported(config: Path, capsys) -> tuple[int, list[str]]:
+    """The exit code of a dry run, and the faults that it prints."""
+    code = dry_run(Namespace(config=config, gpus=2, gpus_per_node=2, json=True, base_config=None))
+    return code, json.loads(capsys.readouterr().out)["faults"]
+
+
+def test_nothing_stops_the_run_as_it_began(begun, capsys):
+    run, tokens = begun
+    before = sorted(path for folder in begun for path in folder.rglob("*"))
+    assert reported(write_config(run, tokens), capsys) == (0, [])
+    assert sorted(path for folder in begun for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
+        ({"seed": 7}, "another seed"),
+        ({"data__sequence_length": 16}, "another data (sequence_length expected 32, found 16)"),
+        ({"method__expansion__hidden_size": 24}, "upscaled: made with another method"),
+        ({"method__expansion__hidden_size": 24}, "step_00000001: was trained with another method"),
+        ({"method": {"name": "fft"}}, "another method"),
+        ({"method__router_threshold": 0.25}, "another method (router_threshold expected 0.5, found 0.25)"),
+        ({"data__corpora__korean__input": [str(STORIES_HELDOUT)]}, "korean: was begun with another inputs"),
+        ({"data__corpora__korean__input": ["none.jsonl"]}, "none.jsonl: no such file"),
+        ({"data__corpora__korean__heldout_input": ["none.jsonl"]}, "none.jsonl: no such file"),
+        (
+            {"data__corpora__korean": {"input": [str(REVIEWS_HELDOUT)], "heldout_fraction": 0.5}},
+            "another heldout fraction",
+        ),
+        ({"data__corpora__korean__text_key": "body"}, "another text key"),
+        ({"method__l_fp": 99}, "l_fp"),
+        ({"method__expansion__num_attention_heads": 3}, "num_attention_heads"),
+        ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
+        ({"folder": str(REVIEWS_HELDOUT / "run")}, "is no folder"),
+    ],
+)
+def test_a_change_that_the_run_refuses_is_reported(begun, capsys, changes, fault):
+    run, tokens = begun
+    code, faults = reported(write_config(run, tokens, name="changed.yaml", **changes), capsys)
+    assert code == 1
+    assert any(fault in found for found in faults), faults
+
+
+def test_all_faults_are_listed(begun, capsys):
+    run, tokens = begun
+    changes = {"method__l_fp": 99, "schedule__global_batch_size": 9, "data__corpora__korean__input": ["none.jsonl"]}
+    code, faults = reported(write_config(run, tokens, name="changed.yaml", **changes), capsys)
+    assert code == 1
+    for part in ("l_fp", "global_batch_size: 9", "none.jsonl"):
+        assert any(part in fault for fault in faults), faults
+
+
+def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):
+    run, tokens = begun
+    config = write_config(run, tokens)
+    with RunLock(run):
+        monkeypatch.setattr("pipeline.run_folder.lock.os.getpid", lambda: 1)  # another process looks
+        code, faults = reported(config, capsys)
+    assert code == 1
+    assert "is at the stage training in this folder" in faults[0]
+    monkeypatch.undo()
+    monkeypatch.setattr("pipeline.run_folder.lock.os.access", lambda *_: False)
+    code, faults = reported(config, capsys)
+    assert code == 1
+    assert "cannot be written to" in faults[0]
+
+
+def test_a_run_without_a_held_out_part_is_refused_before_tokenizing(tmp_path, capsys):
+    corpora = {"korean": {"input": [str(REVIEWS_HELDOUT)]}}
+    config = write_config(tmp_path, tmp_path / "none", data__corpora=corpora, data__replay_fraction=0.0)
+    code, (fault,) = reported(config, capsys)
+    assert code == 1
+    assert "none has a held-out part to score" in fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "export", "gate"),
+    [
+        ({}, "not stock because of method.norm separate", False),
+        ({"method__norm": "base"}, "stock: loads anywhere", False),
+        ({"method__norm": "base", "gate": {}}, "not stock because of a gate", True),
+        ({"method": {"name": "lora", "rank": 2}}, "or peft", False),
+    ],
+)
+def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate):
+    run, tokens = begun
+    plan = make_plan(load_config(write_config(run, tokens, name="changed.yaml", **changes)), Cluster(2, 2))
+    assert plan.export is not None
+    assert export in plan.export
+    assert ("gate" in plan.stages) == gate

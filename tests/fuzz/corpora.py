@@ -22,7 +22,7 @@ import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import PackedCorpus, TokenCorpus
+from pipeline.data.token_corpus import SAMPLED_BLOCKS, PackedCorpus, TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job
 from pipeline.data.units import input_files
@@ -239,18 +239,18 @@ def _again(prompt_key: str | None) -> dict[str, str]:
 
 
 def _inspect(prompt_key: str | None) -> dict[str, str]:
-    options = ["--verify"] if "--verify" in Path(inspect_data.__file__).read_text() else []
-    with patch.object(sys, "argv", ["inspect_data.py", str(_OUTPUT), "--tokenizer", str(TOKENIZER), *options]):
+    options = ["--tokenizer", str(TOKENIZER), "--verify"]
+    with patch.object(sys, "argv", ["inspect_data.py", str(_OUTPUT), *options]):
         inspect_data.main()
     return {"train": _tokens_digest(_OUTPUT)}
 
 
 def _train_on(prompt_key: str | None) -> dict[str, str]:
-    """Reads every sample as training does."""
+    """Reads every sample as training does, after the check of its preflight."""
     found = {}
     for folder in (_OUTPUT, _OUTPUT.with_name("tokens.heldout")):
         corpus = TokenCorpus(folder, tokenizer_fingerprint=load_tokenizer(TOKENIZER).fingerprint)
-        corpus.check()
+        corpus.check(blocks=SAMPLED_BLOCKS)
         parts = []
         for whole in (False, True):
             packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=whole)

@@ -163,7 +163,10 @@ def _damage_table(root: Path, pool: Path, draw: random.Random) -> str:
 
 def _tokenize(inputs: str, prompt_key: str | None = None) -> dict[str, str]:
     """Makes a corpus; what it accepts must be what the file holds."""
-    job = Job((inputs,), str(TOKENIZER), Path("tokens"), prompt_key=prompt_key, unit_bytes=1000)
+    # Several units of a small file, and of a large one as few as by default.
+    is_small = sum(path.lstat().st_size for path in INPUT.rglob("*")) < 2**17
+    unit_bytes = 1000 if is_small else None
+    job = Job((inputs,), str(TOKENIZER), Path("tokens"), prompt_key=prompt_key, unit_bytes=unit_bytes)
     manifest = preprocess(job, Workers(None), max_bad_fraction=0.5)
     for file in input_files([inputs]):
         if file.suffix in (".parquet", ".arrow"):

@@ -177,15 +177,16 @@ class Laboratory:
         _, status, usage = os.wait4(child, 0)
         _kill_group(child)
         answer: dict[str, Any] = {"kind": ended_by or "abort", "text": log.read_text(errors="replace")}
-        if not ended_by and os.WIFEXITED(status) and text:
+        if ended_by == "hang":
+            answer["error"] = f"did not end in {seconds:.0f} s"
+        elif ended_by == "memory":
+            answer["error"] = f"took {peak / 2**30:.1f} GiB"
+        elif os.WIFSIGNALED(status):
+            answer["error"] = f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+        elif text:
             answer |= json.loads(text)
-        elif not ended_by:
-            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            answer["error"] = f"died of {signal.Signals(number).name}" if number else f"exit {os.WEXITSTATUS(status)}"
         else:
-            answer["error"] = (
-                f"did not end in {seconds:.0f} s" if ended_by == "hang" else f"took {peak / 2**30:.1f} GiB"
-            )
+            answer["error"] = f"ended with exit code {os.WEXITSTATUS(status)}"
         return answer | {"seconds": round(time.monotonic() - began, 2), "mib": usage.ru_maxrss // 1024}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import lzma
+import multiprocessing
 import random
 import shutil
 import sys
@@ -26,7 +28,7 @@ from pipeline.data.token_corpus import SAMPLED_BLOCKS, PackedCorpus, TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job
 from pipeline.data.units import input_files
-from pipeline.data.workers import Workers
+from pipeline.data.workers import Workers, local_workers
 from tests.fuzz import odd_tables
 from tests.fuzz.damage import damage_any
 from tests.fuzz.odd_files import make_odd
@@ -167,12 +169,21 @@ def _tokenize(inputs: str, prompt_key: str | None = None) -> dict[str, str]:
     is_small = sum(path.lstat().st_size for path in INPUT.rglob("*")) < 2**17
     unit_bytes = 1000 if is_small else None
     job = Job((inputs,), str(TOKENIZER), Path("tokens"), prompt_key=prompt_key, unit_bytes=unit_bytes)
-    manifest = preprocess(job, Workers(None), max_bad_fraction=0.5)
+    with _forked_worker() as workers:
+        manifest = preprocess(job, workers, max_bad_fraction=0.5)
     for file in input_files([inputs]):
         if file.suffix in (".parquet", ".arrow"):
             _require_valid_table(file, list(job.keys.all))
     TokenCorpus(job.output).check()
     return {"documents": str(manifest.documents)}
+
+
+@contextlib.contextmanager
+def _forked_worker() -> Iterator[Workers]:
+    """A worker as tools/preprocess_data.py has it, which may die; forked from this process, which has imported all."""
+    fork = multiprocessing.get_context("fork")
+    with patch.object(multiprocessing, "get_context", lambda _: fork), local_workers(1, isolated=True) as workers:
+        yield workers
 
 
 def _require_valid_table(path: Path, columns: list[str]) -> None:

@@ -51,6 +51,13 @@ def _link(path: Path, to: str) -> None:
     path.symlink_to(to)
 
 
+def _link_to_a_folder(path: Path) -> None:
+    elsewhere = Path("elsewhere").absolute()
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / "file").write_text("another's")
+    _link(path, str(elsewhere))
+
+
 def _moved_behind_a_link(path: Path) -> None:
     path.rename(path.with_name(path.name + ".moved"))
     path.symlink_to(path.name + ".moved")
@@ -75,7 +82,7 @@ _ODDITIES = {
     "a link to /dev/zero": lambda path: _link(path, "/dev/zero"),
     "a link to /dev/full": lambda path: _link(path, "/dev/full"),
     "a link to /proc/self/mem": lambda path: _link(path, "/proc/self/mem"),
-    "a link to a folder": lambda path: _link(path, "/usr"),
+    "a link to a folder": _link_to_a_folder,
     "a dangling link": lambda path: _link(path, "nowhere"),
     "a link to itself": lambda path: _link(path, path.name),
     "moved behind a link": _moved_behind_a_link,

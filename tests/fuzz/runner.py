@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,23 +231,34 @@ def _answer(work: Callable[[], dict[str, str]]) -> dict[str, Any]:
         return {"kind": "traceback", "error": f"{type(error).__name__}: {line}", "text": traceback.format_exc()[-8000:]}
 
 
+def _family(process: int) -> Iterator[Path]:
+    """The folders in /proc of a process and of those that it started."""
+    folder = Path(f"/proc/{process}")
+    yield folder
+    with contextlib.suppress(OSError):
+        for child in (folder / "task" / str(process) / "children").read_text().split():
+            yield from _family(int(child))
+
+
 def _anonymous_bytes(process: int) -> int:
-    """The memory of a process that is not a file's; 0 if it is gone."""
-    try:
-        with Path(f"/proc/{process}/status").open(encoding="ascii", errors="replace") as lines:
-            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
-    except OSError:
-        return 0
+    """The memory of a process and its children that is not a file's."""
+    total = 0
+    for folder in _family(process):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^RssAnon:\s*(\d+)", (folder / "status").read_text(errors="replace"), re.MULTILINE)
+            total += int(found[1]) * 1024 if found else 0
+    return total
 
 
 def _waits_or_computes(process: int, seconds: float) -> bool:
-    """Whether a process has computed for `seconds`, or is not about to compute: then it is not slow for other work."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    computed = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return computed > seconds or (fields[0] == "S" and computed < seconds / 4)
+    """Whether a process and its children computed for `seconds`, or wait: others are not what slows them."""
+    computed, busy = 0.0, False
+    for folder in _family(process):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            computed += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            busy = busy or fields[0] in "RD"
+    return computed > seconds or (not busy and computed < seconds / 4)
 
 
 def _has_ended(child: int) -> bool:
@@ -258,6 +269,6 @@ def _kill_group(child: int, first: int | None = None) -> None:
     """Ends a child and its own children; with `first`, that signal is sent before, for a dump of its stack."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if first is not None:
-            os.kill(child, first)
+            os.killpg(child, first)
             time.sleep(0.5)
         os.killpg(child, signal.SIGKILL)

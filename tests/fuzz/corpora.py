@@ -165,9 +165,9 @@ def _damage_table(root: Path, pool: Path, draw: random.Random) -> str:
 
 def _tokenize(inputs: str, prompt_key: str | None = None) -> dict[str, str]:
     """Makes a corpus; what it accepts must be what the file holds."""
-    # Several units of a small file, and of a large one as few as by default.
-    is_small = sum(path.lstat().st_size for path in INPUT.rglob("*")) < 2**17
-    unit_bytes = 1000 if is_small else None
+    # Several units of a small file. A bomb, which is small too, would have a million of them.
+    sizes = {path.suffix: path.lstat().st_size for path in INPUT.rglob("*")}
+    unit_bytes = 1000 if sum(sizes.values()) < 2**17 and not sizes.keys() & _COMPRESS.keys() - {""} else None
     job = Job((inputs,), str(TOKENIZER), Path("tokens"), prompt_key=prompt_key, unit_bytes=unit_bytes)
     with _forked_worker() as workers:
         manifest = preprocess(job, workers, max_bad_fraction=0.5)

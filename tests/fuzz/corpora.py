@@ -30,7 +30,7 @@ from pipeline.data.unit_work import Job
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, local_workers
 from tests.fuzz import odd_tables
-from tests.fuzz.damage import damage_any
+from tests.fuzz.damage import damage_any, damage_file
 from tests.fuzz.odd_files import make_odd
 from tests.fuzz.subject import INPUT, POOL, SilentChangeError, Subject, digest, files_digest
 from tools import inspect_data
@@ -99,18 +99,13 @@ def _damage_lines(root: Path, pool: Path, draw: random.Random) -> str:
         odd = draw.choice(sorted(pool.iterdir()))
         shutil.copyfile(odd, file)
         return f"{file}: {odd.name}" + (f"; {damage_any(root, pool, draw)}" if draw.random() < 0.2 else "")
-    compression = file.suffix if file.suffix in _COMPRESS else ""
-    if choice < 0.5 and compression:
+    if choice < 0.5 and file.suffix in _COMPRESS:
         plain = file.with_suffix("")
         plain.write_bytes(_jsonl(_RECORDS))
-        file.unlink()
-        done = damage_any(root, pool, draw)
-        if plain.is_file() and plain.stat().st_size < 2**24:
-            file.write_bytes(_COMPRESS[compression](plain.read_bytes()))
-            plain.unlink()
-        else:
-            plain.rename(file) if plain.is_symlink() or plain.exists() else None
-        return f"inside {done}"
+        what = damage_file(plain, [plain, file], draw)
+        file.write_bytes(_COMPRESS[file.suffix](plain.read_bytes()))
+        plain.unlink()
+        return f"inside {file}: {what}"
     return damage_any(root, pool, draw)
 
 

@@ -89,7 +89,7 @@ class Laboratory:
         answer = self._in_child(partial(_read, place, subject.read), place / "log.txt", self._seconds, self._memory)
         outcome, why = self._judge(subject, answer)
         blamed = _BLAME.findall(answer["text"])
-        # A dump of a living process has its innermost frame first, a traceback has it last.
+        # A dump of a stack begins with the innermost frame, a traceback ends with it.
         frame = () if not blamed else blamed[0] if outcome in ("hang", "abort", "memory") else blamed[-1]
         result = Result(
             number=number,

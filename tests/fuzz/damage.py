@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.fuzz.odd_files import make_odd
 
 _LARGEST = 2**24
 """Larger files are sparse, or bombs, and stay as they are."""
+_MOST_PLACES = 20_000
 _RAW = "@@raw@@"
 _RAW_VALUES = (
     "[" * 100_000,
@@ -159,9 +161,15 @@ def _odd_yaml(text: str, draw: random.Random) -> tuple[str, str]:
 
 
 def _with_other_value(root: Any, draw: random.Random) -> tuple[Any, str]:
-    """A tree of lists and mappings with one place in it changed."""
+    """A tree of lists and mappings with one place in it changed.
+
+    Raises:
+        ValueError: it is too large, as a bomb of aliases is.
+    """
     holder = {"": root}
-    places = list(_places(holder))
+    places = list(islice(_places(holder), _MOST_PLACES + 1))
+    if len(places) > _MOST_PLACES:
+        raise ValueError("too many places")
     # Values deep in long lists are many, and alike: half of the time a place near the root is taken.
     near = [place for place in places if len(place[2]) <= 3]
     parent, key, path = draw.choice(near if draw.random() < 0.5 else places)

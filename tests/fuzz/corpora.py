@@ -202,8 +202,8 @@ class _KilledWorkers(Workers):
         super().__init__(None)
         self._left = results
 
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
-        for result in super().run(function, tasks):
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
+        for result in super().run(function, tasks, **options):
             yield result
             self._left -= 1
             if self._left == 0:

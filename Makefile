@@ -11,7 +11,7 @@ export DS_ACCELERATOR ?= cpu
 test test-quick: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults lint format docs-check bench-step bench-data bench-checkpoint bench-gate clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs-check bench-step bench-data bench-checkpoint bench-gate clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -80,6 +80,9 @@ elastic: $(STAMP)  ## kill a run, move it over three layouts, export it, and com
 
 faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, and compare each with an undisturbed run (ONLY="hung node": these faults)
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
+
+fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minutes on two cores (MINUTES=60, SEED=2: longer, others)
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
 bench-step: $(STAMP)  ## time and memory of a training step with each method
 	$(BIN)/python benchmarks/step_cost.py --json benchmarks/out/step_cost.json

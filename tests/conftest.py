@@ -26,6 +26,7 @@ SLOW = (
     "slurm/test_study.py",
     "slurm",
     "faults",
+    "fuzz",
     "training",
     "benchmarks",
     "conversion/test_memory.py",

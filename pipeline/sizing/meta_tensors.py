@@ -21,7 +21,7 @@ class KnownSizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        key = operation, _key(args), _key(tuple(kwargs.items()))
+        key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
         if sizes is not None:
             shape, stride, dtype = sizes

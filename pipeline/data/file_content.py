@@ -60,14 +60,14 @@ class HashedFile:
             self._bytes += len(piece)
             at += len(piece)
             if self._bytes % BLOCK_BYTES == 0:
-                self._blocks.append(_digits(self._digest.hexdigest()))
+                self._blocks.append(_digits(self._digest))
                 self._digest = hashlib.sha256()
         return len(view)
 
     @property
     def content(self) -> FileContent:
         """What has been written so far."""
-        rest = [_digits(self._digest.hexdigest())] if self._bytes % BLOCK_BYTES else []
+        rest = [_digits(self._digest)] if self._bytes % BLOCK_BYTES else []
         return FileContent(bytes=self._bytes, blocks=[*self._blocks, *rest])
 
 
@@ -76,6 +76,13 @@ def hashed_file(path: Path, scratch: Path | None = None) -> Iterator[HashedFile]
     """A `published_file` that is hashed while it is written."""
     with published_file(path, scratch) as file:
         yield HashedFile(file)
+
+
+def content_of(path: Path) -> FileContent:
+    """What a file that was just written holds."""
+    with path.open("rb") as file:
+        blocks = [_digits(hashlib.sha256(block)) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        return FileContent(bytes=file.tell(), blocks=blocks)
 
 
 def check_file(path: Path, content: FileContent, advice: str, *, blocks: Iterable[int] | None = None) -> int:
@@ -93,7 +100,7 @@ def check_file(path: Path, content: FileContent, advice: str, *, blocks: Iterabl
             for number in range(len(content.blocks)) if blocks is None else blocks:
                 start = number * BLOCK_BYTES
                 block = os.pread(file.fileno(), BLOCK_BYTES, start)
-                if _digits(hashlib.sha256(block).hexdigest()) != content.blocks[number]:
+                if _digits(hashlib.sha256(block)) != content.blocks[number]:
                     raise DataError(
                         f"{path}: damaged: the bytes {start} to {start + len(block)} are not those that were written; "
                         f"{advice}"
@@ -106,5 +113,5 @@ def check_file(path: Path, content: FileContent, advice: str, *, blocks: Iterabl
         raise DataError(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
 
 
-def _digits(digest: str) -> str:
-    return digest[:32]
+def _digits(digest: hashlib._Hash) -> str:
+    return digest.hexdigest()[:32]

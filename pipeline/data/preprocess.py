@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
-from pipeline.data.file_content import FileContent, check_file, hashed_file
+from pipeline.data.file_content import FileContent, check_file, content_of
 from pipeline.data.job_state import (
     StateRecord,
     UnitPart,
@@ -31,7 +31,7 @@ from pipeline.data.job_state import (
     remove_state,
     sums_of,
 )
-from pipeline.data.quarantine import BadRecordLimit
+from pipeline.data.records import BadRecordLimit
 from pipeline.data.token_corpus import (
     MANIFEST,
     SAMPLED_BLOCKS,
@@ -47,7 +47,7 @@ from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_uni
 from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import write_json
+from pipeline.files import published_file, write_json
 from pipeline.log import progress_bar
 from pipeline.own_records import write_record
 from pipeline.untrusted_files import read_bytes
@@ -263,10 +263,10 @@ def _publish(
         )
     rejects = None
     if quarantines:
-        with hashed_file(job.output / QUARANTINE, job.state) as joined:
+        with published_file(job.output / QUARANTINE, job.state) as joined:
             for path in quarantines:
                 joined.write(read_bytes(path, DataError, "start again"))
-        rejects = joined.content
+        rejects = content_of(job.output / QUARANTINE)
     describe = partial(_manifest, job, plan, inputs, vocab_size, outcomes[0][1].backend, limit.rejected)
     if job.heldout_fraction > 0:
         describe("heldout", [(unit.name, record.heldout) for unit, record in outcomes]).save(job.heldout)

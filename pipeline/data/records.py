@@ -1,8 +1,19 @@
-"""The records that readers yield: documents and rejected ones."""
+"""The records that readers yield, documents and rejected ones, and the quarantine of the rejected ones."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Union
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple, Union
+
+import orjson
+
+from pipeline.errors import DataError
+from pipeline.files import published_file
 
 Reason = Literal[
     "malformed_json",
@@ -22,6 +33,9 @@ Reason = Literal[
 EXCERPT_BYTES = 200
 # Every worker must have room for one record of this size.
 MAX_RECORD_BYTES = 32 * 2**20
+
+# The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
+_RECORDS_BEFORE_CHECK = 10_000
 
 
 class Keys(NamedTuple):
@@ -80,3 +94,60 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
     if isinstance(checked, Rejected):
         return checked._replace(reason="prompt_not_usable")
     return Document(answer.text, answer.utf8_bytes, checked.text, checked.utf8_bytes)
+
+
+class Quarantine(ExitStack):
+    """Writes the rejected records of one unit to `path`; their file is published at the end, if there are any."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._path = path
+        self._source = source
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self.enter_context(published_file(self._path))
+
+    def add(self, record: Rejected) -> None:
+        """Writes one record; bytes that are not UTF-8 are shown as \\xNN."""
+        self.counts[record.reason] += 1
+        excerpt = record.excerpt.decode(errors="backslashreplace")
+        line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
+        self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+class BadRecordLimit:
+    """Counts the records of a job, of which at most `fraction` may be bad."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+        self.records = 0
+        self.rejected: Counter[str] = Counter()
+
+    def add(self, records: int, rejected: Mapping[str, int]) -> None:
+        """Counts the records of a finished unit, and the rejected ones among them by reason."""
+        self.records += records
+        self.rejected.update(rejected)
+
+    def check(self, quarantines: Iterable[Path], *, at_end: bool = False) -> None:
+        """Checks the fraction of bad records so far; `quarantines` are the files to take examples from.
+
+        Raises:
+            DataError: it is too large; the message shows three examples.
+        """
+        bad = self.rejected.total()
+        if bad <= self.fraction * self.records or (self.records < _RECORDS_BEFORE_CHECK and not at_end):
+            return
+        raise DataError(
+            f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: "
+            f"{'; '.join(islice(_descriptions(quarantines), 3))}; raise --max-bad-fraction and start again (finished "
+            "work is kept), or correct the input and remove the output folder"
+        )
+
+
+def _descriptions(quarantines: Iterable[Path]) -> Iterator[str]:
+    for path in quarantines:
+        with path.open("rb") as file:
+            for record in map(orjson.loads, file):
+                yield f"{record['file']} at {record['offset']}: {record['reason']} {record['excerpt'][:40]!r}"

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import log
+from pipeline.data.file_content import content_of
 from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
-from pipeline.data.quarantine import Quarantine
-from pipeline.data.records import Document, Keys, Rejected
+from pipeline.data.records import Document, Keys, Quarantine, Rejected
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
@@ -136,14 +136,13 @@ def _tokenize_with(job: Job, plan: str, unit: Unit, tokenizer: Tokenizer, encode
                 train.add(record)
         for each in filter(None, (train, heldout)):
             each.finish()
-        rejected = quarantine.finish()
     outcome = UnitRecord(
         made_for=own.made_for,
         backend=encoder.name,
         train=train.outcome,
         heldout=heldout.outcome if heldout is not None else UnitPart(),
         rejected=dict(sorted(quarantine.counts.items())),
-        quarantine=rejected,
+        quarantine=content_of(own.quarantine_file) if quarantine.counts else None,
     )
     write_record(own.record_file, outcome)
     return outcome

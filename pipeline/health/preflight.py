@@ -350,8 +350,9 @@ def check_corpora(config: RunConfig, ranks: Ranks) -> Finding:
     """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
     folders = [train_folder(config.data, name) for name in config.data.corpora]
     folders += [heldout_folder(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)]
+    folders = [folder for folder in folders if (folder / MANIFEST).exists()]  # check_same_files finds missing ones
     world_size = len(ranks.nodes)
-    share, blocks = (dist.get_rank(), world_size), math.ceil(SAMPLED_BLOCKS / world_size / len(folders))
+    share, blocks = (dist.get_rank(), world_size), math.ceil(SAMPLED_BLOCKS / world_size / max(1, len(folders)))
     faults: list[list[str]] = [[]] * world_size
     dist.all_gather_object(faults, run_on_all_ranks(lambda: _damage(folders, blocks, share)))
     damage = [Fault(f"{fault} (seen on {ranks.nodes[rank]})") for rank, own in enumerate(faults) for fault in own]

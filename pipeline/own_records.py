@@ -53,7 +53,10 @@ def read_record(
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
     if expected != checksum(content) and not (expected is None and may_lack_checksum(record)):
-        raise error(f"{path}: differs from its checksum, so it was changed or damaged; {advice}")
+        raise error(
+            f"{path}: its content does not match its checksum: it was changed, damaged, or written by another version; "
+            f"{advice}"
+        )
     return record
 
 

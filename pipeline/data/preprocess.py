@@ -153,24 +153,26 @@ def _finished(job: Job, plan: Plan) -> Manifest:
         unit_bytes=plan.unit_bytes,
     )
     refuse_other(job.output, plan, found)
-    for folder in (job.output, *([job.heldout] if job.heldout_fraction > 0 else [])):
-        check_finished(folder)
+    check_finished(job.output)
+    if job.heldout_fraction > 0:
+        try:
+            check_finished(job.heldout)
+        except DataError as error:
+            raise DataError(f"{error}; it is made together with {job.output}: remove both folders") from None
     remove_state(job.state)
     _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
     return manifest
 
 
-def check_finished(
-    folder: Path, *, blocks: int | None = SAMPLED_BLOCKS, made_by: str = "tools/preprocess_data.py"
-) -> None:
+def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:
     """Compares the corpus in `folder` with its manifest, with as many blocks of tokens; see TokenCorpus.check.
 
     Raises:
         DataError: it is damaged.
     """
-    manifest = load_manifest(folder, made_by=made_by)
+    manifest = load_manifest(folder)
     if manifest.tokens:  # a held-out part may be empty
-        TokenCorpus(folder, made_by=made_by).check(blocks=blocks)
+        TokenCorpus(folder).check(blocks=blocks)
     # One that the user has removed is not missed.
     if manifest.quarantine is not None and (folder / QUARANTINE).exists():
         check_file(folder / QUARANTINE, manifest.quarantine, "remove it, or restore it")

@@ -183,7 +183,7 @@ def finished(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
     )
     wanted = plan if job.batch_size else plan.model_copy(update={"batch_size": found.batch_size})
     refuse_other(job.output, wanted, found)
-    check_finished(job.output, made_by=SAMPLER)
+    check_finished(job.output)
     remove_state(job.state)
     _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
     return manifest

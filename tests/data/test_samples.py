@@ -12,9 +12,10 @@ import pytest
 
 from pipeline.config.data import Data
 from pipeline.data.corpora import corpus_jobs
+from pipeline.data.packing import IGNORED
 from pipeline.data.preprocess import preprocess
 from pipeline.data.samples import TrainingSamples, load_heldout
-from pipeline.data.token_corpus import IGNORED, TokenCorpus
+from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, forget_hashes, stories_tokenizer, tokenize, write_jsonl

@@ -19,6 +19,7 @@ from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import Job
+from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
@@ -26,12 +27,17 @@ from pipeline.run_folder.attempts import stage_of
 
 def main() -> None:
     options = _options()
-    pool: AbstractContextManager[Workers | None] = mpi_workers() if options.mpi else local_workers(options.workers)
+    pool: AbstractContextManager[Workers | None] = (
+        mpi_workers() if options.mpi else local_workers(options.workers, isolated=True)
+    )
     with pool as workers:
         if workers is None:  # an MPI rank that has done its tasks
             return
         with stage_of(options.config, "tokenize"):
-            for job in _jobs(options):
+            jobs = _jobs(options)
+            for job in jobs:  # a missing file is found before hours of work
+                input_files(job.inputs)
+            for job in jobs:
                 manifest = preprocess(
                     job,
                     workers,

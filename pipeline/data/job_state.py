@@ -184,6 +184,9 @@ class UnitState:
     train: Path
     heldout: Path | None = None
 
+    def __str__(self) -> str:
+        return str(self.train / self.name)
+
     @property
     def record_file(self) -> Path:
         """Its record."""

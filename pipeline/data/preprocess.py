@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -44,7 +45,7 @@ from pipeline.data.token_corpus import (
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_unit
-from pipeline.data.units import Unit, default_unit_bytes, input_files, split_file
+from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 from pipeline.files import published_file, write_json
@@ -112,11 +113,17 @@ def preprocess(
             write_json(job.reference_only, {"reason": "asked for"})
         plan_id = identity(plan.model_dump())
         by_index = list(enumerate(files))
-        split = dict(workers.run(partial(_split_one, job, plan_id, plan.unit_bytes), own_first(by_index, share)))
+        split = dict(
+            workers.run(
+                partial(_split_one, job, plan_id, plan.unit_bytes), own_first(by_index, share), name=itemgetter(1)
+            )
+        )
         units = [unit for index in range(len(files)) for unit in split[index]]
         check_finished_units([state_of(job, plan_id, unit) for unit in units], workers, share)
         records = _tokenize(job, plan_id, units, workers, max_bad_fraction, share)
-        hashes = dict(workers.run(partial(input_hash, job.state, plan_id), own_first(by_index, share)))
+        hashes = dict(
+            workers.run(partial(input_hash, job.state, plan_id), own_first(by_index, share), name=itemgetter(1))
+        )
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
         ]
@@ -197,8 +204,8 @@ def _split_one(job: Job, plan: str, unit_bytes: int, task: tuple[int, Path]) -> 
     return index, record.units
 
 
-def _tokenize_one(job: Job, plan: str, unit: Unit) -> tuple[str, UnitRecord]:
-    return unit.name, tokenize_unit(job, plan, unit)
+def _tokenize_one(job: Job, plan: str, most_rejected: float, unit: Unit) -> tuple[str, UnitRecord]:
+    return unit.name, tokenize_unit(job, plan, unit, most_rejected)
 
 
 def _tokenize(
@@ -210,6 +217,8 @@ def _tokenize(
     the state. So the records returned were all read in one pass, and are all of one encoder.
     """
     limit = BadRecordLimit(max_bad_fraction)
+    most_rejected = max_bad_fraction * most_records(units, job.keys) if max_bad_fraction else 0
+    one = partial(_tokenize_one, job, plan, most_rejected)
     sizes = {unit.name: unit.text_bytes for unit in units}
     quarantines: list[Path] = []
 
@@ -234,7 +243,7 @@ def _tokenize(
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
-            for name, record in workers.run(partial(_tokenize_one, job, plan), own_first(unfinished, share)):
+            for name, record in workers.run(one, own_first(unfinished, share)):
                 documents += record.train.documents + record.heldout.documents
                 tokens += record.train.tokens + record.heldout.tokens
                 seconds = max(bar.format_dict["elapsed"], 1e-9)

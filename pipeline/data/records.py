@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, Union
+from typing import Any, BinaryIO, Literal, NamedTuple, Union
 
 import orjson
 
@@ -36,6 +37,10 @@ MAX_RECORD_BYTES = 32 * 2**20
 
 # The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
 _RECORDS_BEFORE_CHECK = 10_000
+# So that the message about a small file counts all of its bad records.
+_REJECTED_BEFORE_STOP = 1000
+_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 60
 
 
 class Keys(NamedTuple):
@@ -78,12 +83,17 @@ Record = Union[Document, Rejected]
 def checked_text(offset: int, text: object) -> Record:
     """`text` as a document, or why it cannot be one."""
     if not isinstance(text, str):
-        return Rejected(offset, "text_not_string", repr(text)[:EXCERPT_BYTES].encode(errors="backslashreplace"))
+        return Rejected(offset, "text_not_string", _shown(text)[:EXCERPT_BYTES].encode(errors="backslashreplace"))
     if not text or text.isspace():
         return Rejected(offset, "empty_text", text[:EXCERPT_BYTES].encode())
     if "\0" in text:
         return Rejected(offset, "nul_character", text[:EXCERPT_BYTES].encode())
     return Document(text, len(text.encode()))
+
+
+def _shown(value: object) -> str:
+    """A value of JSON that is not a string. A container's own text may be long, or too deep for Python to write."""
+    return type(value).__name__ if isinstance(value, (list, dict)) else repr(value)
 
 
 def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
@@ -97,23 +107,45 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
 
 
 class Quarantine(ExitStack):
-    """Writes the rejected records of one unit to `path`; their file is published at the end, if there are any."""
+    """Writes the first rejected records of one unit to `path`; their file is published at the end, if there are any.
 
-    def __init__(self, path: Path, source: str) -> None:
+    A bad record may be much shorter than its description, so that the number of written ones is limited.
+    """
+
+    most_written = 10_000
+
+    def __init__(self, path: Path, source: str, most_rejected: float = math.inf) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self._total = 0
+        self._examples: list[str] = []
         self._path = path
         self._source = source
+        self._most = max(most_rejected, _REJECTED_BEFORE_STOP)
 
     @cached_property
     def _file(self) -> BinaryIO:
         return self.enter_context(published_file(self._path))
 
     def add(self, record: Rejected) -> None:
-        """Writes one record; bytes that are not UTF-8 are shown as \\xNN."""
+        """Writes one record; bytes that are not UTF-8 are shown as \\xNN.
+
+        Raises:
+            DataError: there are more than `most_rejected`.
+        """
         self.counts[record.reason] += 1
+        self._total += 1
+        if self._total > self.most_written and self._total <= self._most:
+            return
         excerpt = record.excerpt.decode(errors="backslashreplace")
         line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
+        if len(self._examples) < _EXAMPLES:
+            self._examples.append(_description(line))
+        if self._total > self._most:
+            raise DataError(
+                f"{self._source}: {self._total} records are bad, more than --max-bad-fraction allows in all of the "
+                f"input: {'; '.join(self._examples)}; {_advice(self.counts)}"
+            )
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -141,13 +173,27 @@ class BadRecordLimit:
             return
         raise DataError(
             f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: "
-            f"{'; '.join(islice(_descriptions(quarantines), 3))}; raise --max-bad-fraction and start again (finished "
-            "work is kept), or correct the input and remove the output folder"
+            f"{'; '.join(islice(_descriptions(quarantines), _EXAMPLES))}; {_advice(self.rejected)}"
         )
 
 
 def _descriptions(quarantines: Iterable[Path]) -> Iterator[str]:
     for path in quarantines:
         with path.open("rb") as file:
-            for record in map(orjson.loads, file):
-                yield f"{record['file']} at {record['offset']}: {record['reason']} {record['excerpt'][:40]!r}"
+            yield from map(_description, map(orjson.loads, file))
+
+
+def _description(line: Mapping[str, Any]) -> str:
+    return f"{line['file']} at {line['offset']}: {line['reason']} {line['excerpt'][:_EXAMPLE_CHARACTERS]!r}"
+
+
+def _advice(rejected: Counter[str]) -> str:
+    """What to do about too many rejected records, by their most frequent reason."""
+    reason = rejected.most_common(1)[0][0]
+    if reason in ("no_text_key", "no_prompt_key"):
+        key = reason.removeprefix("no_")
+        return f"set {key} (--{key.replace('_', '-')}) to one of the keys, and remove the output folder"
+    return (
+        "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the output "
+        "folder"
+    )

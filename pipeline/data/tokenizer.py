@@ -9,10 +9,11 @@ agrees with them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Union
@@ -25,6 +26,7 @@ import tokenizers
 
 from pipeline import log
 from pipeline.errors import DataError
+from pipeline.untrusted_files import read_bytes, read_object
 
 _FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.
@@ -38,6 +40,8 @@ _TEST_TEXTS = (
     "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
     "<s> </s> <unk> <|endoftext|>",
 )
+# Libraries make tables of as many rows as the largest id says.
+_MAX_VOCABULARY = 2**24
 _logger = log.get_logger(__name__)
 
 
@@ -79,10 +83,7 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot read this tokenizer: {error.strerror}") from None
+    content = read_bytes(file, DataError)
     return (_load_sentencepiece if file.suffix == ".model" else _load_hugging_face)(file, content, end_of_document)
 
 
@@ -130,7 +131,8 @@ class HuggingFaceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _in_one_line("the tokenizer cannot encode a text"):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -197,12 +199,13 @@ class GigatokenEncoder:
 def fast_encoder(content: bytes, reference: Reference) -> Encoder | None:
     """The fast encoder for the tokenizer file `content`; None if it is unsupported or fails on a test text."""
     try:
-        encoder = GigatokenEncoder(content, reference)
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        _logger.info("gigatoken does not support this tokenizer (%s): %s encodes", reason, reference.name)
+        with _in_one_line("gigatoken does not support this tokenizer"):
+            encoder = GigatokenEncoder(content, reference)
+            is_equal = all(agree(encoder, reference, [text]) for text in _TEST_TEXTS)
+    except DataError as error:
+        _logger.info("%s: %s encodes", error, reference.name)
         return None
-    if not all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
+    if not is_equal:
         _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
         return None
     return encoder
@@ -225,22 +228,27 @@ def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    try:
+    with _in_one_line(f"{file}: cannot read this tokenizer.json"):
         described = json.loads(content)
+        largest = _largest_id(described)
+        if largest >= _MAX_VOCABULARY:
+            raise DataError(f"{file}: expected ids below {_MAX_VOCABULARY}, found {largest}; copy it again")
         library = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # noqa: BLE001  # the library raises a bare Exception for a file it cannot read
-        raise DataError(f"{file}: cannot read this tokenizer.json: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    bare: list[int] = library.encode("a", add_special_tokens=False).ids
-    framed: list[int] = library.encode("a", add_special_tokens=True).ids
-    at = next(at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare)
+        library.no_truncation()
+        library.no_padding()
+        bare: list[int] = library.encode("a", add_special_tokens=False).ids
+        framed: list[int] = library.encode("a", add_special_tokens=True).ids
+        vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values())
+        fingerprint = _fingerprint(described)
+    at = next((at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare), None)
+    if at is None:
+        raise DataError(f"{file}: its post-processor changes the ids of a text; expected ids before and after it only")
     start, end = tuple(framed[:at]), tuple(framed[at + len(bare) :])
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
-        fingerprint=_fingerprint(described),
-        vocab_size=1 + max(library.get_vocab(with_added_tokens=True).values()),
+        fingerprint=fingerprint,
+        vocab_size=vocab_size,
         document_start=start,
         document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, known_ends=_KNOWN_ENDS),
         reference=reference,
@@ -252,7 +260,7 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
     try:
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        raise DataError(f"{file}: not a SentencePiece model: {error}") from None
+        raise DataError(f"{file}: not a SentencePiece model: {_first_line(error)}") from None
 
     def id_of_token(token: str) -> int | None:
         found = int(library.piece_to_id(token))
@@ -270,6 +278,13 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         reference=reference,
         fast=fast_encoder(content, reference),
     )
+
+
+def _largest_id(described: dict[str, Any]) -> int:
+    """The largest id that a tokenizer.json names."""
+    vocabulary = described["model"].get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary)]
+    return max(ids + [token["id"] for token in described.get("added_tokens") or []], default=0)
 
 
 def _fingerprint(described: dict[str, Any]) -> str:
@@ -302,21 +317,36 @@ def _document_end(
     if token is None:
         for name in ("generation_config.json", "config.json"):
             ids = _json_file(file, name).get("eos_token_id")
-            if ids not in (None, []):
-                return (int(ids[0] if isinstance(ids, list) else ids),)
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            if isinstance(first, int) and first >= 0:
+                return (first,)
     for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
-        if candidate is not None and (found := id_of_token(candidate)) is not None:
+        if isinstance(candidate, str) and (found := id_of_token(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 
 
 def _json_file(file: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
-    path = file.with_name(name)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(file.with_name(name), DataError)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise DataError(f"{path}: not a JSON file: {error}") from None
-    return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Turns what a library raises for a damaged tokenizer, of many types, into a DataError that begins with `what`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        # A panic of a Rust library is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

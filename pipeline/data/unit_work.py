@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -87,23 +88,25 @@ def is_heldout(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def tokenize_unit(job: Job, plan: str, unit: Unit) -> UnitRecord:
+def tokenize_unit(job: Job, plan: str, unit: Unit, most_rejected: float = math.inf) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards, unless that has been done.
 
     Raises:
-        DataError: the tokenizer produced an id outside its own vocabulary.
+        DataError: the tokenizer produced an id outside its own vocabulary, the file cannot be read, or there are more
+            than `most_rejected` bad records.
     """
     if (done := finished_record(job, plan, unit)) is not None:
         return done
+    own = state_of(job, plan, unit)
     tokenizer = _cached_tokenizer(job.tokenizer, job.end_of_document)
     fast = None if job.reference_only.exists() else tokenizer.fast
     if fast is not None:
         try:
-            return _tokenize_with(job, plan, unit, tokenizer, fast)
+            return _tokenize_with(job, own, unit, tokenizer, fast, most_rejected)
         except _Disagreement as difference:
             _logger.warning("%s, unit %s: %s; the reference encodes the whole corpus", unit.path, unit.name, difference)
             write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
-    return _tokenize_with(job, plan, unit, tokenizer, tokenizer.reference)
+    return _tokenize_with(job, own, unit, tokenizer, tokenizer.reference, most_rejected)
 
 
 @lru_cache(maxsize=1)
@@ -116,11 +119,12 @@ class _Disagreement(Exception):  # noqa: N818  # not an error: the reference tak
     """The fast encoder and the reference produced different ids."""
 
 
-def _tokenize_with(job: Job, plan: str, unit: Unit, tokenizer: Tokenizer, encoder: Encoder) -> UnitRecord:
+def _tokenize_with(
+    job: Job, own: UnitState, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float
+) -> UnitRecord:
     dtype = token_dtype(tokenizer.vocab_size)
-    own = state_of(job, plan, unit)
     with ExitStack() as files:
-        quarantine = files.enter_context(Quarantine(own.quarantine_file, unit.path))
+        quarantine = files.enter_context(Quarantine(own.quarantine_file, unit.path, most_rejected))
 
         def part(folder: Path) -> _Part:
             return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, job.state)), tokenizer, encoder)

@@ -7,6 +7,7 @@ the unit size alone, never from the workers.
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data import tables
-from pipeline.data.records import Document, Keys, Record
+from pipeline.data.input_checks import input_size
+from pipeline.data.json_arrays import array_records, begins_array
+from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.text_files import Stream, line_records, open_stream, text_length
 from pipeline.errors import DataError
 
-Kind = Literal["jsonl", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "json_array", "text", "parquet", "arrow"]
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
@@ -39,12 +42,15 @@ class Unit:
     stop: int
     text_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.path} [{self.start}, {self.stop})"
+
 
 def input_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name: files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
 
     Raises:
-        DataError: a file is missing, empty, named twice, or of an unknown format.
+        DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
     """
     found: list[Path] = []
     for name in inputs:
@@ -56,7 +62,7 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
             found += tables.saved_dataset_files(match) if match.is_dir() else [match]
     for file in found:
         _kind(file)
-        if file.stat().st_size == 0:
+        if input_size(file) == 0:
             raise DataError(f"{file}: is empty; leave it out or put documents in it")
     if duplicates := sorted({str(file) for file in found if found.count(file) > 1}):
         raise DataError(f"{duplicates[0]}: is named twice among the inputs")
@@ -84,6 +90,9 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         raise DataError(
             f"{path}: a line of text has no {keys.prompt!r}; give texts with prompts as JSONL, Parquet or Arrow"
         )
+    elif _is_json_array(path):
+        kind, length = "json_array", text_length(path)
+        ranges = [(0, length, length)]
     else:
         length = text_length(path)
         starts = range(0, max(length, 1), unit_bytes)
@@ -101,21 +110,45 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
         return tables.parquet_records(path, unit.start, unit.stop, keys)
     if unit.kind == "arrow":
         return tables.arrow_records(path, unit.start, unit.stop, keys)
+    if unit.kind == "json_array":
+        return array_records(_cached_stream(path), keys)
     return line_records(_cached_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
 
 
+def most_records(units: Sequence[Unit], keys: Keys) -> float:
+    """A number of records that `units` cannot exceed, if all are good; infinite for tables."""
+    shortest = {"text": len("a\n"), "jsonl": len('{"":"a"}\n') + len(keys.text)}
+    shortest["json_array"] = shortest["jsonl"]
+    return sum(unit.text_bytes / shortest[unit.kind] if unit.kind in shortest else math.inf for unit in units)
+
+
 def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
-    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of each file."""
+    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of each file.
+
+    Raises:
+        DataError: there is none, or an input cannot be read.
+    """
     files = input_files(inputs)
+    is_empty, first_bad = True, ""
     for file in files:
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes([file]))
         for record in (record for unit in units for record in unit_records(unit, keys)):
-            if isinstance(record, Document):
+            if isinstance(record, Rejected):
+                first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"
+            else:
+                is_empty = False
                 yield record
                 taken += record.utf8_bytes
                 if max_bytes is not None and taken >= max_bytes // len(files):
                     break
+    if is_empty:
+        raise DataError(f"{', '.join(inputs)}: no usable document under {keys.text!r}{first_bad}")
+
+
+def _is_json_array(path: Path) -> bool:
+    """Whether a .json file holds one array of all records, as LLaMA-Factory's data do, and not an object a line."""
+    return ".json" in path.suffixes[-2:] and begins_array(open_stream(path))
 
 
 def _kind(path: Path) -> Kind:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import resource
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, TypeVar
 
 from pipeline.errors import DataError, LayoutError
@@ -17,50 +19,97 @@ from pipeline.errors import DataError, LayoutError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
+_board: Any = None
+# The reference libraries need 4.3 GB for the largest record.
+_LEAST_MEMORY_BYTES = 6 * 2**30
+_PR_SET_PDEATHSIG = 1
+_KEPT = "finished work is kept"
 
 
 class Workers:
-    """Runs functions over tasks, on an Executor of concurrent.futures or mpi4py; with None, in this process."""
+    """Runs functions over tasks, on an Executor of concurrent.futures or mpi4py; with None, in this process.
 
-    def __init__(self, executor: Any) -> None:  # noqa: ANN401
+    `board`: what each of the executor's processes works on, see `_on_board`.
+    """
+
+    def __init__(self, executor: Any, board: Any = None) -> None:  # noqa: ANN401
         self._executor = executor
+        self._board = board
 
-    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yields `function(task)` for every task, in the order in which they finish.
+    def run(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        *,
+        name: Callable[[Task], object] = str,
+    ) -> Iterator[Result]:
+        """Yields `function(task)` for every task, in the order in which they finish; `name` is for messages.
 
         Raises:
-            DataError: a worker died.
+            DataError: a worker died, or had not enough memory; the message names its task.
         """
         if self._executor is None:
             yield from map(function, tasks)
             return
-        futures: list[Any] = []
+        tasks = list(tasks)
+        futures: dict[Any, Task] = {}
+        processes: list[Any] = []
         try:
-            futures += [self._executor.submit(function, task) for task in tasks]
+            for at, task in enumerate(tasks):
+                call = function if self._board is None else partial(_on_board, at, function)
+                futures[self._executor.submit(call, task)] = task
+            processes = multiprocessing.active_children()
             for future in as_completed(futures):
-                yield future.result()
+                try:
+                    yield future.result()
+                except MemoryError:
+                    raise DataError(
+                        f"{name(futures[future])}: needs more memory than a worker has; start the same command again "
+                        f"with fewer --workers, or leave the file out: {_KEPT}"
+                    ) from None
         except BrokenProcessPool:
-            raise DataError(
-                "a worker process was killed, perhaps for lack of memory; start the same command again, "
-                "with fewer --workers if needed: finished work is kept"
-            ) from None
+            raise DataError(self._death(processes, [str(name(task)) for task in tasks])) from None
         finally:
             for future in futures:
                 future.cancel()
 
+    def _death(self, processes: Iterable[Any], names: Sequence[str]) -> str:
+        """Which process died, of what and at which task, in one line."""
+        self._executor.shutdown()  # ends the other processes, with SIGTERM
+        task_of = dict(zip(self._board[::2], self._board[1::2], strict=True))
+        codes = {process.pid: process.exitcode for process in processes if process.exitcode}
+        dead = [pid for pid, code in codes.items() if code != -signal.SIGTERM] or list(codes)
+        at_work = [f"{names[task]} ({_cause(codes[pid])})" for pid in dead if (task := task_of.get(pid, -1)) >= 0]
+        where = f" at {', '.join(at_work)}" if at_work else ""
+        return (
+            f"a worker process was killed{where}; start the same command again, with fewer --workers if memory was "
+            f"short, and without the file if it is damaged: {_KEPT}"
+        )
+
+
+def _cause(exit_code: int) -> str:
+    return f"{signal.strsignal(-exit_code)}, signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
 
 @contextlib.contextmanager
-def local_workers(count: int, *, preload: str = "pipeline.data.unit_work") -> Iterator[Workers]:
-    """`count` processes of this machine, which import the module `preload` once; a single worker is this process."""
-    if count == 1:
+def local_workers(count: int, *, preload: str = "pipeline.data.unit_work", isolated: bool = False) -> Iterator[Workers]:
+    """`count` processes of this machine, which import the module `preload` once; a single worker is this process.
+
+    `isolated`: a single worker is another process, too, and each may use its share of the machine's memory. So whatever
+    a file makes a library do ends a worker, and not this process or the machine.
+    """
+    if count == 1 and not isolated:
         yield Workers(None)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload(["pipeline.data.fork_server", preload])
     started = context.Value("i", 0)
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=(started,)) as executor:
+    board = context.RawArray("q", [-1] * (2 * count))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count if isolated else 0
+    arguments = (started, board, max(memory, _LEAST_MEMORY_BYTES) if isolated else None)
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=arguments) as executor:
         executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
-        yield Workers(executor)
+        yield Workers(executor, board)
 
 
 @contextlib.contextmanager
@@ -92,18 +141,34 @@ def worker_number() -> int:
     return _number
 
 
-def _begin_work(started: Any) -> None:  # noqa: ANN401
-    """Numbers a worker, makes it end with its parent, and leaves Ctrl-C to the parent."""
-    global _number
+def end_with_parent() -> None:
+    """Asks the kernel to kill this process when the thread that forked it ends, even by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _begin_work(started: Any, board: Any, memory_bytes: int | None) -> None:  # noqa: ANN401
+    """Numbers a worker, limits its memory, makes it end with its parent, and leaves Ctrl-C to the parent."""
+    global _number, _board
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with started.get_lock():
         _number = started.value
         started.value += 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
+    _board = board
+    _board[2 * _number] = os.getpid()
+    if memory_bytes is not None:
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-        os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+def _on_board(at: int, function: Callable[[Task], Result], task: Task) -> Result:
+    """Calls `function`; until it ends, the board shows the number `at` of its task behind this process's id."""
+    _board[2 * _number + 1] = at
+    try:
+        return function(task)
+    finally:
+        _board[2 * _number + 1] = -1

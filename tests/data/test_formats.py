@@ -46,7 +46,7 @@ def test_consecutive_members_and_frames_are_one_text(tmp_path: Path):
 
 def test_plain_text_has_a_document_a_line(tmp_path: Path):
     (tmp_path / "x.txt").write_text("하나\n\n  \ntwo words\r\nlast", encoding="utf-8")
-    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words\r", "last"]
+    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words", "last"]
 
 
 @pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 4), (10**9, 1)])

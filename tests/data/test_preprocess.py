@@ -166,12 +166,12 @@ class _Disturbed(Workers):
         super().__init__(None)
         self._task, self._before, self._after = task, before, after
 
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
         is_task = isinstance(function, partial) and function.func.__name__ == self._task
         if is_task and self._before is not None:
             self._before, action = None, self._before
             action()
-        yield from super().run(function, tasks)
+        yield from super().run(function, tasks, **options)
         if is_task and self._after is not None:
             self._after, action = None, self._after
             action()
@@ -380,6 +380,12 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
         "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
+    (tmp_path / "h.jsonl").rename(tmp_path / "later.jsonl")
+    early = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    assert (early.returncode, early.stderr.count("\n")) == (1, 1)
+    assert "h.jsonl: no such file" in early.stderr
+    assert not (tmp_path / "tokens").exists()  # the file of the last job is looked for before the first job
+    (tmp_path / "later.jsonl").rename(tmp_path / "h.jsonl")
     done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [

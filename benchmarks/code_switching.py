@@ -25,8 +25,8 @@ from pipeline import command_line
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig, load_config
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.data.packing import IGNORED
 from pipeline.data.samples import load_heldout
-from pipeline.data.token_corpus import IGNORED
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.evaluation.table import readable, table

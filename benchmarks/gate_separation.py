@@ -32,8 +32,9 @@ from pipeline import command_line, log
 from pipeline.command_line import positive
 from pipeline.config.data import Sampling
 from pipeline.config.run import GateFeatures, GateSettings
+from pipeline.data.packing import PackedCorpus, pack
 from pipeline.data.records import Keys
-from pipeline.data.token_corpus import PackedCorpus, TokenCorpus, pack
+from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers

@@ -109,7 +109,9 @@ def _make_corpus(folder: Path, tokens: int) -> None:
         lengths = random.geometric(1 / _MEAN_DOCUMENT, size=documents)
         with writing_shard(folder / f"{number:05d}", dtype) as writer:
             writer.add(random.integers(0, _VOCABULARY, size=int(lengths.sum()), dtype=np.int32), lengths)
-        shards.append(ShardRecord(name=f"{number:05d}", documents=len(lengths), tokens=int(lengths.sum())))
+        shards.append(
+            ShardRecord(name=f"{number:05d}", documents=writer.documents, tokens=writer.tokens, files=writer.files)
+        )
     total = sum(shard.tokens for shard in shards)
     Manifest(
         part="train",

@@ -14,6 +14,8 @@ from typing import BinaryIO
 
 import orjson
 
+from pipeline.errors import UserError
+
 TEMPORARY_SUFFIX = ".partial"
 _serial = itertools.count()
 
@@ -39,6 +41,9 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
 
     `scratch`: another folder of the same file system for the unfinished file; default: that of `path`.
+
+    Raises:
+        UserError: a folder lies at `path`.
     """
     # Processes of several machines may write the same file at the same time.
     own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
@@ -49,6 +54,9 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except IsADirectoryError:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"{path}: expected a file, found a folder; move it away and start again") from None
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

@@ -9,25 +9,50 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
-from pipeline.data.job_state import begin, begun_for, input_hash, make_folder, own_first, refuse_other, remove_state
+from pipeline.data.file_content import FileContent, check_file, content_of
+from pipeline.data.job_state import (
+    StateRecord,
+    UnitPart,
+    UnitRecord,
+    begin,
+    begun_for,
+    check_finished_units,
+    identity,
+    input_hash,
+    kept,
+    make_folder,
+    own_first,
+    refuse_other,
+    remove_state,
+    sums_of,
+)
 from pipeline.data.records import BadRecordLimit
-from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, TokenizerRecord, load_manifest
+from pipeline.data.token_corpus import (
+    MANIFEST,
+    SAMPLED_BLOCKS,
+    InputFile,
+    Manifest,
+    TokenCorpus,
+    TokenizerRecord,
+    load_manifest,
+)
 from pipeline.data.token_shards import token_dtype
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.unit_work import Job, PartCounts, UnitRecord, finished_record, sums_of, tokenize_unit
+from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
 from pipeline.files import published_file, write_json
 from pipeline.log import progress_bar
+from pipeline.own_records import write_record
+from pipeline.untrusted_files import read_bytes
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)
@@ -77,24 +102,30 @@ def preprocess(
         _begin(job, plan)
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
+        plan_id = identity(plan.model_dump())
         by_index = list(enumerate(files))
         split = dict(
-            workers.run(partial(_split_one, job, plan.unit_bytes), own_first(by_index, share), name=itemgetter(1))
+            workers.run(
+                partial(_split_one, job, plan_id, plan.unit_bytes), own_first(by_index, share), name=itemgetter(1)
+            )
         )
         units = [unit for index in range(len(files)) for unit in split[index]]
-        records = _tokenize(job, units, workers, max_bad_fraction, share)
-        hashes = dict(workers.run(partial(input_hash, job.state), own_first(by_index, share), name=itemgetter(1)))
+        check_finished_units([state_of(job, plan_id, unit) for unit in units], workers, share)
+        records = _tokenize(job, plan_id, units, workers, max_bad_fraction, share)
+        hashes = dict(
+            workers.run(partial(input_hash, job.state, plan_id), own_first(by_index, share), name=itemgetter(1))
+        )
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.inputs)
         ]
         return _publish(
             job, plan, inputs, list(zip(units, records, strict=True)), tokenizer.vocab_size, max_bad_fraction
         )
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         # Another job that shares the work may have finished and removed the state.
         if (job.output / MANIFEST).exists():
             return _finished(job, plan)
-        raise
+        raise DataError(f"{error.filename}: vanished during the work; start again") from None
 
 
 def plan_of(job: Job) -> Plan:
@@ -156,26 +187,54 @@ def _check_finished(job: Job, plan: Plan) -> Manifest:
         unit_bytes=plan.unit_bytes,
     )
     refuse_other(job.output, plan, found)
+    check_finished(job.output)
+    if job.heldout_fraction > 0:
+        try:
+            check_finished(job.heldout)
+        except DataError as error:
+            raise DataError(f"{error}; it is made together with {job.output}: remove both folders") from None
     return manifest
 
 
-def _split_one(job: Job, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
+def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:
+    """Compares the corpus in `folder` with its manifest, with as many blocks of tokens; see TokenCorpus.check.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    manifest = load_manifest(folder)
+    if manifest.tokens:  # a held-out part may be empty
+        TokenCorpus(folder).check(blocks=blocks)
+    # One that the user has removed is not missed.
+    if manifest.quarantine is not None and (folder / QUARANTINE).exists():
+        check_file(folder / QUARANTINE, manifest.quarantine, "remove it, or restore it")
+    if not manifest.knows_content:
+        _logger.warning("%s: was made without hashes of its files; only sizes and indexes were checked", folder)
+
+
+class FileUnits(StateRecord):
+    """The units of one input file."""
+
+    units: list[Unit]
+
+
+def _split_one(job: Job, plan: str, unit_bytes: int, task: tuple[int, Path]) -> tuple[int, list[Unit]]:
     """The units of one input file, determined once and kept in the job's state."""
     index, path = task
-    cached = job.state / f"{index:05d}.ranges.json"
-    if cached.exists():
-        return index, TypeAdapter(list[Unit]).validate_json(cached.read_bytes())
-    units = split_file(path, index, job.keys, unit_bytes)
-    write_json(cached, [asdict(unit) for unit in units])
-    return index, units
+    cached, made_for = job.state / f"{index:05d}.ranges.json", identity(plan, index)
+    record = kept(cached, FileUnits, made_for)
+    if record is None:
+        record = FileUnits(made_for=made_for, units=split_file(path, index, job.keys, unit_bytes))
+        write_record(cached, record)
+    return index, record.units
 
 
-def _tokenize_one(job: Job, most_rejected: float, unit: Unit) -> tuple[str, UnitRecord]:
-    return unit.name, tokenize_unit(job, unit, most_rejected)
+def _tokenize_one(job: Job, plan: str, most_rejected: float, unit: Unit) -> tuple[str, UnitRecord]:
+    return unit.name, tokenize_unit(job, plan, unit, most_rejected)
 
 
 def _tokenize(
-    job: Job, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
+    job: Job, plan: str, units: Sequence[Unit], workers: Workers, max_bad_fraction: float, share: tuple[int, int]
 ) -> list[UnitRecord]:
     """The outcomes of all units. If the fast encoder makes an error, the units it encoded before are encoded again.
 
@@ -183,17 +242,29 @@ def _tokenize(
     the state. So the records returned were all read in one pass, and are all of one encoder.
     """
     limit = BadRecordLimit(max_bad_fraction)
-    one = partial(_tokenize_one, job, max_bad_fraction * most_records(units, job.keys) if max_bad_fraction else 0)
+    most_rejected = max_bad_fraction * most_records(units, job.keys) if max_bad_fraction else 0
+    one = partial(_tokenize_one, job, plan, most_rejected)
     sizes = {unit.name: unit.text_bytes for unit in units}
-    for record in filter(None, (finished_record(job, unit) for unit in units)):
+    quarantines: list[Path] = []
+
+    def count(name: str, record: UnitRecord) -> None:
         limit.add(record.records, record.rejected)
+        quarantines.extend(_quarantines(job, [(name, record)]))
+
+    for unit in units:
+        if (record := finished_record(job, plan, unit)) is not None:
+            count(unit.name, record)
     documents = tokens = 0
     with progress_bar("tokenizing", sum(sizes.values()), "B") as bar:
         while True:
-            outcomes = [finished_record(job, unit) for unit in units]
+            outcomes = [finished_record(job, plan, unit) for unit in units]
             records = [outcome for outcome in outcomes if outcome is not None]
-            if len(records) == len(units) and len({record.backend for record in records}) <= 1:
-                return records
+            backends = {record.backend for record in records}
+            if len(records) == len(units):
+                if len(backends) <= 1:
+                    return records
+                # Its mark is lost, or was set by another job in this moment.
+                write_json(job.reference_only, {"reason": "some units are of the reference"})
             unfinished = [unit for unit, outcome in zip(units, outcomes, strict=True) if outcome is None]
             # Units that were finished before do not count towards the speed.
             bar.initial = bar.n = sum(sizes.values()) - sum(unit.text_bytes for unit in unfinished)
@@ -204,8 +275,8 @@ def _tokenize(
                 speed = f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s"
                 bar.set_postfix_str(speed, refresh=False)
                 bar.update(sizes[name])
-                limit.add(record.records, record.rejected)
-                limit.check(_quarantines(job, units))
+                count(name, record)
+                limit.check(quarantines)
 
 
 def _publish(
@@ -220,20 +291,22 @@ def _publish(
     limit = BadRecordLimit(max_bad_fraction)
     for _, record in outcomes:
         limit.add(record.records, record.rejected)
-    quarantines = list(_quarantines(job, (unit for unit, _ in outcomes)))
+    quarantines = list(_quarantines(job, [(unit.name, record) for unit, record in outcomes]))
     limit.check(quarantines, at_end=True)
     if not any(record.train.documents for _, record in outcomes):
         raise DataError(
             f"{', '.join(job.inputs)}: no usable document in {limit.records} records: {dict(limit.rejected)}"
         )
+    rejects = None
     if quarantines:
         with published_file(job.output / QUARANTINE, job.state) as joined:
             for path in quarantines:
-                joined.write(path.read_bytes())
+                joined.write(read_bytes(path, DataError, "start again"))
+        rejects = content_of(job.output / QUARANTINE)
     describe = partial(_manifest, job, plan, inputs, vocab_size, outcomes[0][1].backend, limit.rejected)
     if job.heldout_fraction > 0:
         describe("heldout", [(unit.name, record.heldout) for unit, record in outcomes]).save(job.heldout)
-    manifest = describe(job.part, [(unit.name, record.train) for unit, record in outcomes])
+    manifest = describe(job.part, [(unit.name, record.train) for unit, record in outcomes], rejects)
     manifest.save(job.output)
     remove_state(job.state)
     return manifest
@@ -247,7 +320,8 @@ def _manifest(
     backend: str,
     rejected: Counter[str],
     part: str,
-    shards: Sequence[tuple[str, PartCounts]],
+    shards: Sequence[tuple[str, UnitPart]],
+    quarantine: FileContent | None = None,
 ) -> Manifest:
     return Manifest(
         part=part,
@@ -265,9 +339,10 @@ def _manifest(
         **sums_of(shards),
         rejected=dict(sorted(rejected.items())),
         inputs=inputs,
+        quarantine=quarantine,
     )
 
 
-def _quarantines(job: Job, units: Iterable[Unit]) -> Iterator[Path]:
-    """The quarantine files that exist, in the order of the units."""
-    return filter(Path.exists, (job.state / f"{unit.name}.quarantine.jsonl" for unit in units))
+def _quarantines(job: Job, outcomes: Iterable[tuple[str, UnitRecord]]) -> Iterator[Path]:
+    """The quarantine files of units, given by their names and outcomes, that have one."""
+    return (job.state / f"{name}.quarantine.jsonl" for name, record in outcomes if record.quarantine is not None)

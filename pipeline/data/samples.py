@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pipeline.config.data import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
 from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
-from pipeline.data.token_corpus import PackedCorpus, Sample, TokenCorpus
+from pipeline.data.packing import PackedCorpus, Sample
+from pipeline.data.token_corpus import TokenCorpus
 
 __all__ = ["HeldoutSamples", "Sample", "SampleOrder", "TrainingSamples", "load_heldout", "open_packed", "rank_indices"]
 

@@ -1,26 +1,31 @@
-"""A token corpus on disk: its manifest, its tokens as one sequence, and samples of fixed length cut from it."""
+"""A token corpus on disk: its manifest, and its tokens as one sequence."""
 
 from __future__ import annotations
 
 import bisect
+import random
 from collections import OrderedDict
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from pipeline.data.token_shards import PromptedShard, Shard
+from pipeline.data.file_content import BLOCK_BYTES, FileContent, check_file
+from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
-from pipeline.files import is_plain_name, write_json
+from pipeline.files import is_plain_name
+from pipeline.log import progress_bar
+from pipeline.own_records import read_record, write_record
 
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
-IGNORED = -100
-"""The target where nothing is predicted."""
+FORMAT_1 = "scale-cpt token corpus 1"
+"""Of manifests without hashes and checksums, which are still read."""
+SAMPLED_BLOCKS = 256
+"""How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
 _MAX_OPEN_SHARDS = 64
 
 
@@ -32,9 +37,9 @@ class TokenizerRecord(_Strict):
     """The tokenizer of a corpus. `backend` is the library that encoded: the checked fast encoder or the reference."""
 
     fingerprint: str
-    vocab_size: int
+    vocab_size: PositiveInt
     document_start: list[int]
-    document_end: list[int]
+    document_end: list[int] = Field(min_length=1)
     backend: str
 
 
@@ -47,11 +52,18 @@ class InputFile(_Strict):
 
 
 class ShardRecord(_Strict):
-    """A pair of `.bin` and `.idx` in the manifest's folder."""
+    """The files of a shard in the manifest's folder, by the ends of their names; None in a manifest of FORMAT_1."""
 
     name: str
-    documents: int
-    tokens: int
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    files: dict[ShardFile, FileContent] | None = None
+
+    @model_validator(mode="after")
+    def _lies_in_the_folder(self) -> ShardRecord:
+        if not is_plain_name(self.name):
+            raise ValueError(f"names a shard outside the folder: {self.name!r}")
+        return self
 
 
 class SamplingRecord(_Strict):
@@ -76,32 +88,54 @@ class Manifest(_Strict):
 
     `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
     None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`. In a corpus that a base
-    model wrote (`sampling`), `inputs` are the files of its openings, and the text includes them.
+    model wrote (`sampling`), `inputs` are the files of its openings, and the text includes them. `quarantine` is the
+    file of the rejected records, if there is one.
     """
 
-    format: str = "scale-cpt token corpus 1"
+    format: Literal["scale-cpt token corpus 1", "scale-cpt token corpus 2"] = "scale-cpt token corpus 2"
     part: str
     tokenizer: TokenizerRecord
     token_dtype: str
     text_key: str
     prompt_key: str | None = None
     heldout_fraction: float
-    documents: int
-    tokens: int
-    characters: int
-    bytes: int
-    prompt_tokens: int = 0
-    prompt_bytes: int = 0
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    characters: NonNegativeInt
+    bytes: NonNegativeInt
+    prompt_tokens: NonNegativeInt = 0
+    prompt_bytes: NonNegativeInt = 0
     tokens_per_character: float
     tokens_per_byte: float
     rejected: dict[str, int]
     inputs: list[InputFile]
     shards: list[ShardRecord]
     sampling: SamplingRecord | None = None
+    quarantine: FileContent | None = None
+
+    @property
+    def knows_content(self) -> bool:
+        """Whether it holds the hashes of the shards' files; those of FORMAT_1 do not."""
+        return self.format != FORMAT_1
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Manifest:
+        for name in ("documents", "tokens"):
+            total = sum(getattr(shard, name) for shard in self.shards)
+            if total != getattr(self, name):
+                raise ValueError(f"{name}: expected {total}, the sum over its shards, found {getattr(self, name)}")
+        expected = [".bin", ".idx", *([] if self.prompt_key is None else [".prompts.npy"])]
+        for shard in self.shards:
+            if self.knows_content and sorted(shard.files or {}) != expected:
+                raise ValueError(f"shard {shard.name}: expected the hashes of {', '.join(expected)}")
+        beyond = [token for token in self.tokenizer.document_end if not 0 <= token < self.tokenizer.vocab_size]
+        if beyond:
+            raise ValueError(f"tokenizer: its document_end {beyond[0]} is not among {self.tokenizer.vocab_size} ids")
+        return self
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which completes the corpus."""
-        write_json(folder / MANIFEST, self.model_dump())
+        write_record(folder / MANIFEST, self)
 
 
 def load_manifest(folder: Path, *, made_by: str = "tools/preprocess_data.py") -> Manifest:
@@ -112,14 +146,21 @@ def load_manifest(folder: Path, *, made_by: str = "tools/preprocess_data.py") ->
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return read_record(
+            path,
+            Manifest,
+            DataError,
+            advice_for(folder, made_by),
+            may_lack_checksum=lambda found: not found.knows_content,
+        )
     except FileNotFoundError:
         state = f"is unfinished: start {made_by} again" if folder.is_dir() else f"does not exist: start {made_by}"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None
-    except ValidationError as error:
-        fault: Any = error.errors()[0]
-        where = ".".join(map(str, fault["loc"])) or "the file"
-        raise DataError(f"{path}: not a manifest of this project: {where}: {fault['msg']}") from None
+
+
+def advice_for(folder: Path, made_by: str) -> str:
+    """What the user can do about a damaged corpus."""
+    return f"copy the corpus again, or remove the folder {folder} and start {made_by}"
 
 
 class TokenCorpus:
@@ -136,6 +177,7 @@ class TokenCorpus:
     ) -> None:
         self.folder = folder
         self.manifest = load_manifest(folder, made_by=made_by)
+        self._advice = advice_for(folder, made_by if self.manifest.sampling is None else "tools/sample_base.py")
         found = self.manifest.tokenizer.fingerprint
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
@@ -147,11 +189,30 @@ class TokenCorpus:
             raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._checked: set[int] = set()
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The ids [start, stop)."""
-        pieces = [shard.read(low, high) for shard, low, high, _ in self._pieces(start, stop)]
+        """The ids [start, stop).
+
+        Raises:
+            DataError: an id is beyond the vocabulary, or a file cannot be read.
+        """
+        pieces = []
+        for shard, low, high, _ in self._pieces(start, stop):
+            ids = shard.read(low, high)
+            if ids.min() < 0 or ids.max() >= self.manifest.tokenizer.vocab_size:
+                raise self._foreign_id(shard, low, ids)
+            pieces.append(ids)
         return np.concatenate(pieces).astype(np.int64)
+
+    def _foreign_id(self, shard: Shard, start: int, ids: npt.NDArray[Any]) -> DataError:
+        vocab_size = self.manifest.tokenizer.vocab_size
+        position = start + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        document = shard.document_at(position)
+        return DataError(
+            f"{shard.bin_path}: document {document}, token {position - shard.document_start(document)}: expected an id "
+            f"below {vocab_size}, found {ids[position - start]}; {self._advice}"
+        )
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The positions in [start, stop) at which a document begins, ascending."""
@@ -172,14 +233,32 @@ class TokenCorpus:
             document -= shard.documents
         raise IndexError(f"{self.folder} has {self.manifest.documents} documents")
 
-    def check(self) -> None:
-        """Opens every shard.
+    def check(self, *, blocks: int | None = 0, share: tuple[int, int] = (0, 1)) -> None:
+        """Compares the shards with the manifest: all sizes, every index, the lengths of prompts, and some tokens.
+
+        A manifest of FORMAT_1 has no hashes: then an index is compared with itself, and tokens with nothing.
+
+        Args:
+            blocks: how many blocks of BLOCK_BYTES of tokens, drawn at random, are compared; None: all.
+            share: (k, n): only the k-th of n shares of the shards.
 
         Raises:
-            DataError: one is missing, damaged, or differs from the manifest.
+            DataError: a file is missing, damaged, or differs from the manifest.
         """
-        for number in range(len(self.manifest.shards)):
-            self._shard(number)
+        k, n = share
+        numbers = range(len(self.manifest.shards))[k::n]
+        bins = {number: files[".bin"] for number in numbers if (files := self.manifest.shards[number].files)}
+        drawn = {number: list(range(len(content.blocks))) for number, content in bins.items()}
+        if blocks is not None:
+            every = [(number, block) for number, own in drawn.items() for block in own]
+            drawn = {number: [] for number in bins}
+            for number, block in random.Random().sample(every, min(blocks, len(every))):
+                drawn[number].append(block)
+        with progress_bar(f"checking {self.folder}", sum(map(len, drawn.values())) * BLOCK_BYTES, "B") as bar:
+            for number in numbers:
+                shard = self._shard(number)
+                if number in bins:
+                    bar.update(check_file(shard.bin_path, bins[number], self._advice, blocks=drawn[number]))
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """The shards of [start, stop), each with the range within it and the tokens before it."""
@@ -198,13 +277,22 @@ class TokenCorpus:
             self._open.move_to_end(number)
             return self._open[number]
         described = self.manifest.shards[number]
-        if not is_plain_name(described.name):
-            raise DataError(f"{self.folder}: its manifest names a shard outside the folder: {described.name!r}")
-        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(self.folder / described.name)
-        if shard.tokens != described.tokens or shard.documents != described.documents:
+        prefix = self.folder / described.name
+        is_first = number not in self._checked
+        if is_first and described.files is not None:
+            for suffix, content in described.files.items():
+                # Of the tokens only the size: `check` compares some of them.
+                check_file(Path(f"{prefix}{suffix}"), content, self._advice, blocks=() if suffix == ".bin" else None)
+        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix, check=is_first)
+        expected = (described.documents, described.tokens, self.manifest.token_dtype)
+        found = (shard.documents, shard.tokens, shard.dtype.name)
+        if found != expected:
             raise DataError(
-                f"{shard.bin_path}: expected {described.tokens} tokens as in the manifest, found {shard.tokens}"
+                "{}: expected {} documents of {} tokens ({}) as in the manifest, found {} of {} ({}); {}".format(
+                    shard.bin_path, *expected, *found, self._advice
+                )
             )
+        self._checked.add(number)
         self._open[number] = shard
         if len(self._open) > _MAX_OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
@@ -212,118 +300,3 @@ class TokenCorpus:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": OrderedDict()}
-
-
-class Sample(NamedTuple):
-    """A sequence of S tokens; all arrays are int64 [S] except the last.
-
-    tokens: what the model reads.
-    targets: the next token of each, or IGNORED where nothing is predicted.
-    positions: counted from the beginning of the document, or of the sample if the document began before it.
-    document_ids: 0, 1, ... within the sample; attention does not cross documents.
-    answer_starts: bool [S]; where the target is the first token after a prompt.
-    """
-
-    tokens: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    document_ids: npt.NDArray[np.int64]
-    answer_starts: npt.NDArray[np.bool_]
-
-
-class PackedCorpus:
-    """A corpus cut into samples of `sequence_length` (S); each token is read exactly once.
-
-    Sample k reads the tokens from k·S to (k+1)·S; the last one is padded. With `whole_documents` each sample holds as
-    many whole documents as fit and is padded, so that an answer stays with its prompt.
-    """
-
-    def __init__(
-        self,
-        source: TokenCorpus,
-        sequence_length: int,
-        *,
-        padding: int,
-        document_mask: bool,
-        whole_documents: bool = False,
-    ) -> None:
-        self.source = source
-        self._sequence_length = sequence_length
-        self._padding = padding
-        self._document_mask = document_mask
-        self._cuts: Sequence[int] | npt.NDArray[np.int64] = range(0, source.tokens, sequence_length)
-        if whole_documents:
-            self._cuts = _cuts_between_documents(source, sequence_length)
-
-    def __len__(self) -> int:
-        return len(self._cuts)
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        start = int(self._cuts[index])
-        stop = int(self._cuts[index + 1]) if index + 1 < len(self) else self.source.tokens
-        if stop - start == self._sequence_length:
-            stop = min(stop + 1, self.source.tokens)  # the last target
-        return pack(
-            self.source.read(start, stop),
-            self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, dtype=np.int64),
-            self._sequence_length,
-            padding=self._padding,
-            prompts=self.source.prompt_mask(start, stop),
-        )
-
-
-def pack(
-    window: npt.NDArray[Any],
-    document_starts: npt.NDArray[np.int64],
-    sequence_length: int,
-    *,
-    padding: int,
-    prompts: npt.NDArray[np.bool_] | None = None,
-) -> Sample:
-    """Makes a sample of up to S + 1 consecutive tokens.
-
-    Args:
-        window: the tokens, one more than the sample reads; fewer where the sample is padded.
-        document_starts: the positions in `window` at which a document begins, ascending. If none is given, the sample
-            is one continuous text, and only padding is separate.
-        sequence_length: S.
-        padding: the token to pad with; it is never predicted, and is a document of its own.
-        prompts: which tokens of `window` are read but never predicted; None if there are none.
-    """
-    present = min(len(window), sequence_length)
-    tokens = np.full(sequence_length, padding, dtype=np.int64)
-    tokens[:present] = window[:present]
-    targets = np.full(sequence_length, IGNORED, dtype=np.int64)
-    targets[: len(window) - 1] = window[1:]
-
-    borders = document_starts[(document_starts > 0) & (document_starts <= sequence_length)]
-    if present < sequence_length:
-        borders = np.append(borders[borders < present], present)
-    targets[borders - 1] = IGNORED
-    answer_starts = np.zeros(sequence_length, dtype=np.bool_)
-    if prompts is not None:
-        targets[: len(window) - 1][prompts[1:]] = IGNORED
-        answer_starts[: len(window) - 1] = prompts[:-1] & ~prompts[1:]
-    inner = borders[borders < sequence_length]
-    starts_here = np.zeros(sequence_length, dtype=np.int64)
-    starts_here[inner] = 1
-    document_ids = np.cumsum(starts_here)
-    begins = np.concatenate([[0], inner])
-    positions = np.arange(sequence_length, dtype=np.int64) - begins[document_ids]
-    return Sample(tokens, targets, positions, document_ids, answer_starts)
-
-
-def _cuts_between_documents(source: TokenCorpus, sequence_length: int) -> npt.NDArray[np.int64]:
-    """Where samples begin if each holds as many whole documents as fit.
-
-    A document longer than a sample starts a new one and continues in the next, followed by other documents.
-    """
-    borders = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
-    cuts = [0]
-    while cuts[-1] + sequence_length < source.tokens:
-        furthest = cuts[-1] + sequence_length
-        border = borders[bisect.bisect_right(borders, furthest) - 1]
-        cuts.append(border if border > cuts[-1] else furthest)
-    return np.array(cuts, dtype=np.int64)

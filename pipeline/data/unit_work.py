@@ -7,23 +7,24 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
+from pipeline.data.file_content import content_of
+from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
 from pipeline.data.records import Document, Keys, Quarantine, Rejected
-from pipeline.data.token_corpus import ShardRecord
-from pipeline.data.token_shards import ShardWriter, token_dtype, writing_prompt_lengths, writing_shard
+from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
 from pipeline.files import write_json
+from pipeline.own_records import write_record
 
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
@@ -69,57 +70,16 @@ class Job:
         return self.state / "reference_only.json"
 
 
-class PartCounts(BaseModel):
-    """What one unit contributed to the train or to the held-out part."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    documents: int = 0
-    tokens: int = 0
-    characters: int = 0
-    bytes: int = 0
-    prompt_tokens: int = 0
-    prompt_bytes: int = 0
+def state_of(job: Job, plan: str, unit: Unit) -> UnitState:
+    """The files of `unit` in the job whose plan has the identity `plan`."""
+    made_for = identity(plan, asdict(unit))
+    return UnitState(unit.name, made_for, job.state, job.output, job.heldout if job.heldout_fraction > 0 else None)
 
 
-def sums_of(shards: Sequence[tuple[str, PartCounts]]) -> dict[str, Any]:
-    """The fields of a manifest that follow from its shards, given by their names and counts; empty ones are omitted."""
-    total = PartCounts(**{name: sum(getattr(counts, name) for _, counts in shards) for name in PartCounts.model_fields})
-    return {
-        **total.model_dump(),
-        "tokens_per_character": round(total.tokens / max(total.characters, 1), 6),
-        "tokens_per_byte": round(total.tokens / max(total.bytes, 1), 6),
-        "shards": [
-            ShardRecord(name=name, documents=counts.documents, tokens=counts.tokens)
-            for name, counts in shards
-            if counts.documents
-        ],
-    }
-
-
-class UnitRecord(BaseModel):
-    """The outcome of a unit. Its file is written after all other files of the unit, and marks the unit as done."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    backend: str
-    train: PartCounts
-    heldout: PartCounts
-    rejected: dict[str, int]
-
-    @property
-    def records(self) -> int:
-        """The number of records read, good and bad."""
-        return self.train.documents + self.heldout.documents + sum(self.rejected.values())
-
-
-def finished_record(job: Job, unit: Unit) -> UnitRecord | None:
+def finished_record(job: Job, plan: str, unit: Unit) -> UnitRecord | None:
     """The outcome of `unit`, if it is done and still valid."""
-    try:
-        record = UnitRecord.model_validate_json((job.state / f"{unit.name}.json").read_bytes())
-    except FileNotFoundError:
-        return None
-    return None if record.backend == "gigatoken" and job.reference_only.exists() else record
+    record = state_of(job, plan, unit).outcome()
+    return None if record is not None and record.backend == "gigatoken" and job.reference_only.exists() else record
 
 
 def is_heldout(text: str, fraction: float) -> bool:
@@ -128,24 +88,25 @@ def is_heldout(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def tokenize_unit(job: Job, unit: Unit, most_rejected: float = math.inf) -> UnitRecord:
+def tokenize_unit(job: Job, plan: str, unit: Unit, most_rejected: float = math.inf) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards, unless that has been done.
 
     Raises:
         DataError: the tokenizer produced an id outside its own vocabulary, the file cannot be read, or there are more
             than `most_rejected` bad records.
     """
-    if (done := finished_record(job, unit)) is not None:
+    if (done := finished_record(job, plan, unit)) is not None:
         return done
+    own = state_of(job, plan, unit)
     tokenizer = _cached_tokenizer(job.tokenizer, job.end_of_document)
     fast = None if job.reference_only.exists() else tokenizer.fast
     if fast is not None:
         try:
-            return _tokenize_with(job, unit, tokenizer, fast, most_rejected)
+            return _tokenize_with(job, own, unit, tokenizer, fast, most_rejected)
         except _Disagreement as difference:
             _logger.warning("%s, unit %s: %s; the reference encodes the whole corpus", unit.path, unit.name, difference)
             write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
-    return _tokenize_with(job, unit, tokenizer, tokenizer.reference, most_rejected)
+    return _tokenize_with(job, own, unit, tokenizer, tokenizer.reference, most_rejected)
 
 
 @lru_cache(maxsize=1)
@@ -158,21 +119,18 @@ class _Disagreement(Exception):  # noqa: N818  # not an error: the reference tak
     """The fast encoder and the reference produced different ids."""
 
 
-def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float) -> UnitRecord:
+def _tokenize_with(
+    job: Job, own: UnitState, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float
+) -> UnitRecord:
     dtype = token_dtype(tokenizer.vocab_size)
     with ExitStack() as files:
-        rejected = job.state / f"{unit.name}.quarantine.jsonl"
-        quarantine = files.enter_context(Quarantine(rejected, unit.path, most_rejected))
+        quarantine = files.enter_context(Quarantine(own.quarantine_file, unit.path, most_rejected))
 
         def part(folder: Path) -> _Part:
-            writer = files.enter_context(writing_shard(folder / unit.name, dtype, job.state))
-            if job.prompt_key is None:
-                return _Part(writer, tokenizer, encoder)
-            prompts = files.enter_context(writing_prompt_lengths(folder / unit.name, job.state))
-            return _Part(writer, tokenizer, encoder, prompts)
+            return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, job.state)), tokenizer, encoder)
 
-        train = part(job.output)
-        heldout = part(job.heldout) if job.heldout_fraction > 0 else None
+        train = part(own.train)
+        heldout = part(own.heldout) if own.heldout is not None else None
         for record in unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 quarantine.add(record)
@@ -180,34 +138,31 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder,
                 heldout.add(record)
             else:
                 train.add(record)
-        outcome = UnitRecord(
-            backend=encoder.name,
-            train=train.finish(),
-            heldout=heldout.finish() if heldout is not None else PartCounts(),
-            rejected=dict(sorted(quarantine.counts.items())),
-        )
-    write_json(job.state / f"{unit.name}.json", outcome.model_dump())
+        for each in filter(None, (train, heldout)):
+            each.finish()
+    outcome = UnitRecord(
+        made_for=own.made_for,
+        backend=encoder.name,
+        train=train.outcome,
+        heldout=heldout.outcome if heldout is not None else UnitPart(),
+        rejected=dict(sorted(quarantine.counts.items())),
+        quarantine=content_of(own.quarantine_file) if quarantine.counts else None,
+    )
+    write_record(own.record_file, outcome)
     return outcome
 
 
 class _Part:
     """Collects the documents of one part of a unit, encodes them in batches and writes them.
 
-    With `prompt_lengths`, a list to append to, every document has a prompt. Prompt and text are encoded separately, so
-    that the tokens of a prompt do not depend on the text after it.
+    Either all documents have a prompt or none. Prompt and text are encoded separately, so that the tokens of a prompt
+    do not depend on the text after it.
     """
 
-    def __init__(
-        self,
-        writer: ShardWriter,
-        tokenizer: Tokenizer,
-        encoder: Encoder,
-        prompt_lengths: list[npt.NDArray[Any]] | None = None,
-    ) -> None:
+    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, encoder: Encoder) -> None:
         self._writer = writer
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._prompt_lengths = prompt_lengths
         self._counts = PartCounts()
         self._texts: list[str] = []  # two for a document with a prompt
         self._batch_bytes = 0
@@ -221,11 +176,15 @@ class _Part:
         if self._batch_bytes >= _BATCH_BYTES:
             self._encode_batch()
 
-    def finish(self) -> PartCounts:
-        """Writes the last batch; the counts of everything written."""
+    def finish(self) -> None:
+        """Writes the last batch."""
         if self._texts:
             self._encode_batch()
-        return self._counts
+
+    @property
+    def outcome(self) -> UnitPart:
+        """The counts of everything written, and what the files hold, once they are published."""
+        return UnitPart(**self._counts.model_dump(), files=self._writer.files)
 
     def _encode_batch(self) -> None:
         tokenizer = self._tokenizer
@@ -237,13 +196,14 @@ class _Part:
             raise DataError(
                 f"{tokenizer.path}: produced the id {ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
             )
-        if self._prompt_lengths is not None:
+        prompt_lengths = None
+        if self._counts.prompt_bytes:  # no prompt is empty
             prompts, answers = lengths.reshape(-1, 2).T
             lengths = prompts + answers
-            self._prompt_lengths.append(len(tokenizer.document_start) + prompts)
-            self._counts.prompt_tokens += int(self._prompt_lengths[-1].sum())
+            prompt_lengths = len(tokenizer.document_start) + prompts
+            self._counts.prompt_tokens += int(prompt_lengths.sum())
         framed, framed_lengths = _frame(ids, lengths, tokenizer.document_start, tokenizer.document_end)
-        self._writer.add(framed, framed_lengths)
+        self._writer.add(framed, framed_lengths, prompt_lengths)
         self._counts.tokens += len(framed)
         self._counts.bytes += self._batch_bytes
         self._texts, self._batch_bytes = [], 0

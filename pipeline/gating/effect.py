@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.conversion.trained_model import TrainedModel
+from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
-from pipeline.data.token_corpus import IGNORED
 from pipeline.gating.states import GROUP_TOKENS, inference_dtype
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar

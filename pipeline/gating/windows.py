@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import Permutation, mix
+from pipeline.data.packing import IGNORED, PackedCorpus
 from pipeline.data.samples import Sample, open_packed
-from pipeline.data.token_corpus import IGNORED, PackedCorpus
 from pipeline.errors import DataError
 from pipeline.model.attention import Documents
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import time
 import uuid
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data.corpora import heldout_folder, train_folder
-from pipeline.data.token_corpus import MANIFEST
+from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.errors import DataError
 from pipeline.files import free_bytes, sync
 from pipeline.health.device_checks import (
     Fault,
@@ -88,6 +90,7 @@ def _findings(
     yield check_all_reduce("data-parallel", dp_group, layout.dp_groups(), ranks, device, floor)
     yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor_on(device.type))
     yield check_same_files(config, base, ranks)
+    yield check_corpora(config, ranks)
     need, disk_bytes = broadcast_from_rank0(lambda: _needs(config, deepspeed_config, base, ranks))
     yield check_memory(need, ranks, device)
     yield check_disk(config.folder / "checkpoints", disk_bytes, ranks)
@@ -338,3 +341,30 @@ def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
     )
     result = "differ between nodes" if faults else f"are the same on {len(by_node)} node(s)"
     return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
+
+
+# --- Corpora: their files are those that were written ----------------------------------------------------------------
+
+
+def check_corpora(config: RunConfig, ranks: Ranks) -> Finding:
+    """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
+    folders = [train_folder(config.data, name) for name in config.data.corpora]
+    folders += [heldout_folder(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)]
+    folders = [folder for folder in folders if (folder / MANIFEST).exists()]  # check_same_files finds missing ones
+    world_size = len(ranks.nodes)
+    share, blocks = (dist.get_rank(), world_size), math.ceil(SAMPLED_BLOCKS / world_size / max(1, len(folders)))
+    faults: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(faults, run_on_all_ranks(lambda: _damage(folders, blocks, share)))
+    damage = [Fault(f"{fault} (seen on {ranks.nodes[rank]})") for rank, own in enumerate(faults) for fault in own]
+    result = "are damaged" if damage else "are those that were written"
+    return Finding(f"corpora: sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens {result}", tuple(damage))
+
+
+def _damage(folders: Sequence[Path], blocks: int, share: tuple[int, int]) -> list[str]:
+    faults = []
+    for folder in folders:
+        try:
+            TokenCorpus(folder).check(blocks=blocks, share=share)
+        except DataError as error:
+            faults.append(str(error))
+    return faults

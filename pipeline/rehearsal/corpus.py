@@ -22,8 +22,23 @@ from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
-from pipeline.data.corpora import train_folder
-from pipeline.data.job_state import begin, begun_for, input_hash, own_first, refuse_other, remove_state
+from pipeline.data.corpora import SAMPLER, train_folder
+from pipeline.data.job_state import (
+    PartCounts,
+    UnitPart,
+    UnitRecord,
+    UnitState,
+    begin,
+    begun_for,
+    check_finished_units,
+    identity,
+    input_hash,
+    own_first,
+    refuse_other,
+    remove_state,
+    sums_of,
+)
+from pipeline.data.preprocess import check_finished
 from pipeline.data.token_corpus import (
     MANIFEST,
     InputFile,
@@ -34,15 +49,14 @@ from pipeline.data.token_corpus import (
 )
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.unit_work import PartCounts, sums_of
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import write_json
 from pipeline.inputs import check_sampling, check_vocabulary
 from pipeline.log import progress_bar
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.own_records import write_record
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings, write_openings
 
@@ -55,6 +69,7 @@ _LEAST_UNITS = 8
 # Of keys and values in fp32. More documents at a time are faster up to about the second number.
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
+_BACKEND = "transformers"
 _logger = log.get_logger(__name__)
 
 
@@ -166,7 +181,7 @@ def check_folder(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
         if (begun := begun_for(job.state, SamplingPlan)) is not None:
             refuse_other(job.output, plan, begun)
         return None
-    manifest = load_manifest(job.output)
+    manifest = load_manifest(job.output, made_by=SAMPLER)
     if manifest.sampling is None:
         raise DataError(
             f"{job.output}: holds a tokenized corpus, none that a base wrote; choose another --output, or another name "
@@ -183,6 +198,7 @@ def check_folder(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
     )
     wanted = plan if job.batch_size else plan.model_copy(update={"batch_size": found.batch_size})
     refuse_other(job.output, wanted, found)
+    check_finished(job.output)
     return manifest
 
 
@@ -210,18 +226,20 @@ def sample_corpus(
         return manifest
     try:
         begin(job.output, job.state, plan)
+        plan_id = identity(plan.model_dump())
         if plan.openings:
-            tokenizer = load_tokenizer(job.base)
-            longest = plan.max_tokens - len(plan.document_end) - 1
-            write_openings(
-                job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest
-            )
+            _make_openings(job, plan, plan_id)
         files = list(enumerate(Path(path) for path, _ in plan.openings))
-        hashes = dict(workers.run(partial(input_hash, job.state), own_first(files, share)))
+        hashes = dict(workers.run(partial(input_hash, job.state, plan_id), own_first(files, share)))
         inputs = [
             InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.openings)
         ]
-        return _publish(job, plan, inputs, _write_units(job, plan, workers, device_kind(device), share))
+        units = [
+            UnitState(_name(unit), identity(plan_id, unit), job.state, job.output) for unit in range(len(plan.units))
+        ]
+        check_finished_units(units, workers, share)
+        records = _write_units(job, plan, units, workers, device_kind(device), share)
+        return _publish(job, plan, inputs, records)
     except (FileNotFoundError, DataError):
         # Another job that shares the work may have finished and removed the state.
         if (manifest := finished(job, plan)) is not None:
@@ -240,31 +258,50 @@ def device_kind(device: Device) -> Literal["cpu", "cuda"]:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
+def _make_openings(job: SamplingJob, plan: SamplingPlan, plan_id: str) -> None:
+    """Writes the shard of the openings, unless it is there as it was written."""
+    own = UnitState("openings", identity(plan_id, "openings"), job.state, job.state)
+    own.forget_if_damaged()
+    if own.outcome() is None:
+        longest = plan.max_tokens - len(plan.document_end) - 1
+        tokenizer = load_tokenizer(job.base)
+        shard = write_openings(
+            job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest
+        )
+        counts = UnitPart(documents=shard.documents, tokens=shard.tokens, files=shard.files)
+        write_record(own.record_file, UnitRecord(made_for=own.made_for, backend=_BACKEND, train=counts))
+
+
 def _write_units(
-    job: SamplingJob, plan: SamplingPlan, workers: Workers, kind: Literal["cpu", "cuda"], share: tuple[int, int]
-) -> list[PartCounts]:
+    job: SamplingJob,
+    plan: SamplingPlan,
+    units: Sequence[UnitState],
+    workers: Workers,
+    kind: Literal["cpu", "cuda"],
+    share: tuple[int, int],
+) -> list[UnitPart]:
     """What each unit wrote; units that are done are not written again."""
-    units = range(len(plan.units))
-    records = {unit: record for unit in units if (record := _finished_unit(job, unit)) is not None}
-    done = sum(record.tokens for record in records.values())
+    parts = {unit: record.train for unit, own in enumerate(units) if (record := own.outcome()) is not None}
+    done = sum(part.tokens for part in parts.values())
     with progress_bar("sampling", max(plan.tokens, done), " tokens", done=done) as bar:
-        unfinished = [unit for unit in units if unit not in records]
-        for unit, record in workers.run(partial(_write_unit, job, plan, kind), own_first(unfinished, share)):
-            records[unit] = record
-            bar.update(record.tokens)
-    return [records[unit] for unit in units]
+        unfinished = [task for task in enumerate(units) if task[0] not in parts]
+        for unit, part in workers.run(partial(_write_unit, job, plan, kind), own_first(unfinished, share)):
+            parts[unit] = part
+            bar.update(part.tokens)
+    return [parts[unit] for unit in range(len(units))]
 
 
 def _write_unit(
-    job: SamplingJob, plan: SamplingPlan, kind: Literal["cpu", "cuda"], unit: int
-) -> tuple[int, PartCounts]:
+    job: SamplingJob, plan: SamplingPlan, kind: Literal["cpu", "cuda"], task: tuple[int, UnitState]
+) -> tuple[int, UnitPart]:
     """Writes one unit and publishes its shard, unless that has been done."""
-    if (done := _finished_unit(job, unit)) is not None:
-        return unit, done
+    unit, own = task
+    if (done := own.outcome()) is not None:
+        return unit, done.train
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
     writer, tokenizer = _loaded(job.base, tuple(plan.base.items()), device)
     counts = PartCounts()
-    with writing_shard(job.output / _name(unit), token_dtype(tokenizer.vocab_size), job.state) as shard:
+    with writing_shard(own.train / own.name, token_dtype(tokenizer.vocab_size), job.state) as shard:
         for documents in _batches(job, plan, writer, unit):
             ids, lengths = np.concatenate(documents), np.array([len(document) for document in documents])
             shard.add(ids, lengths)
@@ -273,8 +310,9 @@ def _write_unit(
             counts.tokens += len(ids)
             counts.characters += sum(map(len, texts))
             counts.bytes += sum(len(text.encode()) for text in texts)
-    write_json(_record_file(job, unit), counts.model_dump())
-    return unit, counts
+    part = UnitPart(**counts.model_dump(), files=shard.files)
+    write_record(own.record_file, UnitRecord(made_for=own.made_for, backend=_BACKEND, train=part))
+    return unit, part
 
 
 def _batches(
@@ -307,7 +345,7 @@ def _batches(
         documents += len(batch)
 
 
-def _publish(job: SamplingJob, plan: SamplingPlan, inputs: list[InputFile], records: Sequence[PartCounts]) -> Manifest:
+def _publish(job: SamplingJob, plan: SamplingPlan, inputs: list[InputFile], records: Sequence[UnitPart]) -> Manifest:
     """Writes the manifest, and removes the state."""
     vocab_size = load_tokenizer(job.base).vocab_size
     manifest = Manifest(
@@ -317,7 +355,7 @@ def _publish(job: SamplingJob, plan: SamplingPlan, inputs: list[InputFile], reco
             vocab_size=vocab_size,
             document_start=plan.document_start,
             document_end=plan.document_end,
-            backend="transformers",
+            backend=_BACKEND,
         ),
         token_dtype=token_dtype(vocab_size).name,
         text_key=plan.text_key,
@@ -355,15 +393,3 @@ def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:
 
 def _name(unit: int) -> str:
     return f"00000-{unit:06d}"
-
-
-def _record_file(job: SamplingJob, unit: int) -> Path:
-    return job.state / f"{_name(unit)}.json"
-
-
-def _finished_unit(job: SamplingJob, unit: int) -> PartCounts | None:
-    """What a unit wrote, if it is done."""
-    try:
-        return PartCounts.model_validate_json(_record_file(job, unit).read_bytes())
-    except FileNotFoundError:
-        return None

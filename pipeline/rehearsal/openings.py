@@ -16,7 +16,7 @@ from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
 from pipeline.data.records import Keys
-from pipeline.data.token_shards import Shard, shard_files, token_dtype, writing_shard
+from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
@@ -29,8 +29,8 @@ _Ids = npt.NDArray[Any]
 
 def write_openings(
     prefix: Path, sampling: Sampling, text_key: str, *, base: Path, tokenizer: Tokenizer, longest: int
-) -> None:
-    """Writes the openings' ids as the shard `prefix`, unless it exists; every opening has at most `longest`.
+) -> ShardWriter:
+    """Writes the openings' ids as the shard `prefix`; every opening has at most `longest`. Returns its writer, closed.
 
     Openings that are longer are left out. Reading ends with as many as `sampling.tokens` can need, equally many of each
     file.
@@ -38,8 +38,6 @@ def write_openings(
     Raises:
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
     """
-    if shard_files(prefix)[1].exists():
-        return
     encode = _chat_encoder(base) if sampling.chat_template else partial(_encoded, tokenizer, sampling.opening_tokens)
     files = input_files(sampling.openings)
     too_long = 0
@@ -61,6 +59,7 @@ def write_openings(
         )
     if too_long:
         _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)
+    return writer
 
 
 def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:

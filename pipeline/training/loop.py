@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline import log
 from pipeline.checkpoint.manifest import Position, StepRecord
 from pipeline.config.run import RunConfig, learning_rate
-from pipeline.data.token_corpus import IGNORED
+from pipeline.data.packing import IGNORED
 from pipeline.health.liveness import Phases
 from pipeline.model.output import Losses
 from pipeline.parallel.ranks import raise_on_all_ranks, summed, warn_on_rank0

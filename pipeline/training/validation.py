@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
-from pipeline.data.token_corpus import IGNORED
 from pipeline.errors import PreservationError
 from pipeline.model.output import Losses
 from pipeline.parallel.ranks import raise_on_all_ranks, summed

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.token_corpus import IGNORED, PackedCorpus, pack
+from pipeline.data.packing import IGNORED, PackedCorpus, pack
 
 PADDING = 0
 

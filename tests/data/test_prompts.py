@@ -16,7 +16,7 @@ from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.token_shards import Shard, prompts_file
 from pipeline.data.unit_work import is_heldout
 from pipeline.errors import DataError
-from tests.data.helpers import contents, documents, stories_tokenizer, tokenize
+from tests.data.helpers import contents, documents, forget_hashes, stories_tokenizer, tokenize
 
 PAIRS = [(f"Who is {number}?\nAnswer:", answer) for number, answer in enumerate(documents(120))]
 
@@ -89,7 +89,7 @@ def test_an_interrupted_job_gives_the_same_files(tmp_path: Path, monkeypatch: py
     path = write_pairs(tmp_path / "x.jsonl")
     settings = {"prompt_key": "question", "unit_bytes": 700, "heldout_fraction": 0.2}
     tokenize(tmp_path / "a" / "out", path, **settings)
-    write, written = unit_work.write_json, []
+    write, written = unit_work.write_record, []
 
     def interrupted(target: Path, value: object) -> None:
         written.append(target)
@@ -97,7 +97,7 @@ def test_an_interrupted_job_gives_the_same_files(tmp_path: Path, monkeypatch: py
             raise KeyboardInterrupt
         write(target, value)
 
-    monkeypatch.setattr(unit_work, "write_json", interrupted)
+    monkeypatch.setattr(unit_work, "write_record", interrupted)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "b" / "out", path, **settings)
@@ -130,12 +130,17 @@ def test_a_column_that_is_missing_is_named(tmp_path: Path):
 def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
     path = write_pairs(tmp_path / "x.jsonl")
     tokenize(tmp_path / "out", path, prompt_key="question")
+    forget_hashes(tmp_path / "out")
     lengths_file = prompts_file(tmp_path / "out" / "00000-000000")
     whole = np.load(lengths_file)
+    TokenCorpus(tmp_path / "out").check()
     for change, message in (
         (lambda: np.save(lengths_file, whole[:-1]), "expected 120 lengths of int32, found .119,. of int32"),
         (lambda: np.save(lengths_file, whole.astype(np.int64)), "expected 120 lengths of int32, found .120,. of int64"),
+        (lambda: np.save(lengths_file, whole + 1000), "damaged: a prompt is longer than its document"),
+        (lambda: np.save(lengths_file, -whole), "damaged: a prompt is longer than its document"),
         (lambda: lengths_file.write_bytes(b"no array"), "not an array in NumPy's format"),
+        (lambda: lengths_file.write_bytes(b"PK\x03\x04" + bytes(100)), "not an array in NumPy's format"),
         (lengths_file.unlink, "no such file"),
     ):
         change()

@@ -12,12 +12,13 @@ import pytest
 
 from pipeline.config.data import Data
 from pipeline.data.corpora import corpus_jobs
+from pipeline.data.packing import IGNORED
 from pipeline.data.preprocess import preprocess
 from pipeline.data.samples import TrainingSamples, load_heldout
-from pipeline.data.token_corpus import IGNORED, TokenCorpus
+from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, forget_hashes, stories_tokenizer, tokenize, write_jsonl
 
 LENGTH = 48
 
@@ -162,7 +163,7 @@ def test_a_missing_or_unfinished_or_damaged_corpus_is_refused(data: Data, tmp_pa
     with pytest.raises(DataError, match=r"is unfinished: start tools/preprocess_data.py again"):
         training(elsewhere)
     (tmp_path / "korean" / "manifest.json").write_text('{"documents": "many"}')
-    with pytest.raises(DataError, match="not a manifest of this project"):
+    with pytest.raises(DataError, match=r"manifest\.json: part: Field required; copy the corpus again, or remove"):
         training(elsewhere)
 
 
@@ -177,7 +178,10 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path: Path):
     tokenize(tmp_path / "b", write_jsonl(tmp_path / "b.jsonl", documents(6)))
     for suffix in ("bin", "idx"):
         (tmp_path / "b" / f"00000-000000.{suffix}").replace(tmp_path / "a" / f"00000-000000.{suffix}")
-    with pytest.raises(DataError, match="as in the manifest"):
+    with pytest.raises(DataError, match=r"\.bin: expected 1200 bytes, found 1492; copy the corpus again"):
+        TokenCorpus(tmp_path / "a").check()
+    forget_hashes(tmp_path / "a")
+    with pytest.raises(DataError, match=r"expected 5 documents of 600 tokens .* as in the manifest, found 6 of 746"):
         TokenCorpus(tmp_path / "a").check()
 
 

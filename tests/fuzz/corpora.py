@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
-from pipeline.data.packing import PackedCorpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pipeline.data.packing import PackedCorpus
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer

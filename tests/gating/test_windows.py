@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.token_corpus import pack
+from pipeline.data.packing import pack
 from pipeline.gating.windows import as_windows, spliced
 
 LENGTH = 16

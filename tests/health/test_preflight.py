@@ -85,6 +85,17 @@ def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USE
     return first
 
 
+def test_damaged_tokens_are_found(tmp_path, tokens: Path):
+    shutil.copytree(tokens, tmp_path / "tokens")
+    damaged = sorted((tmp_path / "tokens" / "english").glob("*.bin"))[-1]
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    line = refusal(configured(tmp_path), 2)
+    assert f"preflight: 1 fault(s): {damaged}: damaged: the bytes 0 to {len(content)} are not those" in line
+    assert line.endswith("start tools/preprocess_data.py (seen on n1)")
+
+
 def test_a_sound_allocation_is_described(tmp_path):
     config = configured(tmp_path, parallel__tp_size=2)
     lines, *_ = run_ranks(on_rank, 4, config)

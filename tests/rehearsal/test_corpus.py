@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -98,6 +99,31 @@ def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Pa
         TokenCorpus(output, made_by="tools/sample_base.py")
     sample(output)
     assert same(output, written)
+
+
+def test_damaged_work_is_done_again_and_a_damaged_corpus_refused(tmp_path: Path):
+    settings = {"tokens": 200, "openings": [str(write_jsonl(tmp_path / "o.jsonl", documents(9)))], "opening_tokens": 6}
+    sample(tmp_path / "whole", **settings)
+    output = tmp_path / "own"
+    with mock.patch.object(BaseWriter, "write", stopping_after(3)), pytest.raises(StoppedError):
+        sample(output, **settings)
+    state = output / ".units"
+    for path in (output / "00000-000000.bin", state / "openings.bin", state / "00000-000001.json"):
+        flip(path)
+    (state / "00000.sha256.json").unlink()
+    os.mkfifo(state / "00000.sha256.json")
+    sample(output, **settings)
+    assert same(output, tmp_path / "whole")
+
+    flip(output / "00000-000001.bin")
+    with pytest.raises(DataError, match=r"00000-000001\.bin: damaged.* start tools/sample_base\.py$"):
+        sample(output, **settings)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.data.token_corpus import IGNORED
+from pipeline.data.packing import IGNORED
 from pipeline.model.output import Losses
 from pipeline.training.divergence import REPORT
 from pipeline.training.loop import StepSums, StepTotals

@@ -1,0 +1,284 @@
+"""Damage to a corpus, finished or not, is found: never accepted in silence, never a traceback, never a hang."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from pipeline.data import unit_work
+from pipeline.data.file_content import BLOCK_BYTES, HashedFile, check_file
+from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.token_shards import Shard, shard_files, writing_shard
+from pipeline.errors import DataError, UserError
+from tests.data.helpers import contents, documents, forget_hashes, run_main, tokenize, write_jsonl
+
+SETTINGS = {"heldout_fraction": 0.2, "unit_bytes": 1500}
+
+
+@pytest.fixture(scope="module")
+def source(module_folder: Path) -> Path:
+    return write_jsonl(module_folder / "x.jsonl", [*documents(60), 7, *documents(10, seed=1)])
+
+
+@pytest.fixture(scope="module")
+def finished(module_folder: Path, source: Path) -> Path:
+    """A folder with a corpus and its held-out part."""
+    tokenize(module_folder / "finished" / "corpus", source, **SETTINGS)
+    return module_folder / "finished"
+
+
+def interrupt(units: int, output: Path, source: Path, **settings: object) -> None:
+    """Ends a job before the record of another unit than the first `units`."""
+    original, left = unit_work.write_record, [units]
+
+    def write(path: Path, record: BaseModel) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        original(path, record)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unit_work, "write_record", write)
+        tokenize(output, source, **SETTINGS, **settings)
+
+
+@pytest.fixture(scope="module")
+def interrupted(module_folder: Path, source: Path) -> Path:
+    """The same corpus with most of its units done."""
+    output = module_folder / "interrupted" / "corpus"
+    interrupt(5, output, source)
+    assert len(list((output / ".units").glob("*-*[0-9].json"))) == 5
+    return output.parent
+
+
+def below(folder: Path) -> dict[str, str]:
+    """A hash of every file below `folder`, by its path there."""
+    return {name.partition("/")[2]: digest for name, digest in contents(folder).items()}
+
+
+def flip(path: Path) -> None:
+    """Changes one bit."""
+    content = bytearray(path.read_bytes())
+    content[random.Random(path.name).randrange(len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def change_a_number(path: Path) -> None:
+    """Changes the last digit in the file, or its last byte."""
+    content = bytearray(path.read_bytes())
+    digits = [at for at, byte in enumerate(content) if chr(byte).isdigit()]
+    content[digits[-1] if digits else -1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def zero_the_end(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return replace
+
+
+def endless(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flip": flip,
+    "number": change_a_number,
+    "cut": cut,
+    "empty": empty,
+    "zeros": zero_the_end,
+    "lost": Path.unlink,
+    "fifo": replace_by(os.mkfifo),
+    "folder": replace_by(Path.mkdir),
+    "device": replace_by(lambda path: path.symlink_to("/dev/zero")),
+    "loop": replace_by(lambda path: path.symlink_to(path)),
+    "endless": replace_by(endless),
+    "json": lambda path: path.write_bytes(b'{"made_for": [[[]]], "units": 3, "documents": -1}'),
+}
+# Each of these must matter once for each kind of file.
+KINDS = ("plan.json", ".ranges.json", ".sha256.json", ".quarantine.jsonl", "0.json", ".bin", ".idx", "manifest.json")
+
+
+def files_of_each_kind(folder: Path) -> Iterator[Path]:
+    for kind in KINDS:
+        yield from sorted(path for path in folder.rglob("*") if path.name.endswith(kind))[:2]
+
+
+def damaged_copies(folder: Path, copy: Path, damage: str) -> Iterator[Path]:
+    """The path of each file in turn, damaged in a copy of `folder`."""
+    for path in files_of_each_kind(folder):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+        victim = copy / path.relative_to(folder)
+        before = victim.read_bytes()
+        DAMAGE[damage](victim)
+        if not victim.is_file() or victim.stat().st_size != len(before) or victim.read_bytes() != before:
+            yield victim
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_resumed_job_gives_the_same_bytes_or_one_line(
+    interrupted: Path, finished: Path, source: Path, tmp_path: Path, damage: str
+):
+    expected, tried = below(finished), 0
+    for victim in damaged_copies(interrupted, tmp_path / "copy", damage):
+        tried += 1
+        try:
+            tokenize(tmp_path / "copy" / "corpus", source, **SETTINGS)
+        except UserError as error:
+            assert victim.name == "plan.json" or damage == "folder", (victim, error)
+            assert victim.name in str(error) and "\n" not in str(error)
+        else:
+            assert below(tmp_path / "copy") == expected, victim
+    assert tried > 7
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_finished_corpus_is_not_complete(finished: Path, source: Path, tmp_path: Path, damage: str):
+    """Neither for the job that made it nor for inspection and training."""
+    tried = 0
+    for victim in damaged_copies(finished, tmp_path / "copy", damage):
+        tried += 1
+        if victim.name == "manifest.json" and damage in ("lost", "loop"):
+            continue  # an unfinished corpus, see above
+        with pytest.raises(DataError) as error:
+            tokenize(tmp_path / "copy" / "corpus", source, **SETTINGS)
+        assert victim.name in str(error.value) and "\n" not in str(error.value)
+        if victim.name != "quarantine.jsonl":
+            with pytest.raises(DataError, match=victim.name):
+                TokenCorpus(victim.parent).check(blocks=None)
+    assert tried > 5
+
+
+def test_what_is_done_about_a_damaged_corpus(finished: Path, source: Path, tmp_path: Path):
+    shutil.copytree(finished, tmp_path / "copy")
+    corpus = tmp_path / "copy" / "corpus"
+    flip(next(corpus.glob("*.bin")))
+    done = run_main("inspect_data.py", corpus, "--verify")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {corpus}/00000-000000.bin: damaged: the bytes 0 to ")
+    assert done.stderr.rstrip().endswith(
+        f"copy the corpus again, or remove the folder {corpus} and start tools/preprocess_data.py"
+    )
+    shutil.rmtree(corpus)
+    tokenize(corpus, source, **SETTINGS)
+    assert below(tmp_path / "copy") == below(finished)
+    assert "every byte is the one that was written" in run_main("inspect_data.py", corpus, "--verify").stdout
+
+
+def test_a_corpus_without_hashes_is_read(
+    finished: Path, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(finished, tmp_path / "copy")
+    corpus = tmp_path / "copy" / "corpus"
+    forget_hashes(corpus)
+    with caplog.at_level("WARNING", logger="pipeline"):
+        tokenize(corpus, source, **SETTINGS)
+    assert "was made without hashes of its files; only sizes and indexes were checked" in caplog.text
+    assert "cannot be verified" in run_main("inspect_data.py", corpus, "--verify").stdout
+    bins = sorted(corpus.glob("*.bin"))
+    bins[1].write_bytes(bytes(bins[1].stat().st_size - 2) + b"\xff\xff")
+    read = TokenCorpus(corpus)
+    with pytest.raises(
+        DataError, match=r"00000-000001\.bin: document \d+, token \d+: expected an id below 512, found 65535"
+    ):
+        read.read(0, read.tokens)
+
+
+def test_a_record_of_another_unit_is_not_taken(interrupted: Path, finished: Path, source: Path, tmp_path: Path):
+    """Whole records with valid checksums and files, in another's place, and without the plan they were made for."""
+    shutil.copytree(interrupted, tmp_path / "copy")
+    state = tmp_path / "copy" / "corpus" / ".units"
+    shutil.copy(state / "00000-000000.json", state / "00000-000001.json")
+    tokenize(state.parent, source, **SETTINGS)
+    assert below(tmp_path / "copy") == below(finished)
+
+    shutil.copytree(interrupted, tmp_path / "other")
+    (tmp_path / "other" / "corpus" / ".units" / "plan.json").unlink()
+    other = {**SETTINGS, "heldout_fraction": 0.5}
+    tokenize(tmp_path / "other" / "corpus", source, **other)
+    tokenize(tmp_path / "expected" / "corpus", source, **other)
+    assert below(tmp_path / "other") == below(tmp_path / "expected")
+
+
+def test_a_lost_mark_of_the_reference_does_not_mix_encoders(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    output = tmp_path / "corpus"
+    interrupt(3, output, source, reference_only=True)
+    (output / ".units" / "reference_only.json").unlink()
+    assert tokenize(output, source, **SETTINGS).tokenizer.backend == "tokenizers"
+
+
+# --- One shard -------------------------------------------------------------------------------------------------------
+
+
+def test_every_flip_of_an_index_is_found_without_hashes(tmp_path: Path):
+    """But for one that moves a document's border to that of another sequence, which only a hash can tell."""
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(9), np.array([9]))
+    index = shard_files(tmp_path / "s")[1]
+    whole = index.read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            index.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            with pytest.raises(DataError):
+                Shard(tmp_path / "s")
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(9), np.array([2, 3, 4]))
+    whole = index.read_bytes()
+    for at in range(len(whole) - 3 * 8):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DataError):
+            Shard(tmp_path / "s")
+
+
+def test_a_shard_cut_while_it_is_read(tmp_path: Path):
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(9), np.array([2, 3, 4]))
+    shard = Shard(tmp_path / "s")
+    os.truncate(shard.bin_path, 7)
+    with pytest.raises(DataError, match=r"s\.bin: expected 8 bytes from token 5 on, found 0: it was cut while"):
+        shard.document(2)
+
+
+def test_blocks_are_hashed_however_they_are_written(tmp_path: Path):
+    content = random.Random(1).randbytes(2 * BLOCK_BYTES + 100)
+    path = tmp_path / "x.bin"
+    found = []
+    for pieces in ([0, len(content)], [0, 1, 1, BLOCK_BYTES, BLOCK_BYTES + 7, len(content)]):
+        with path.open("wb") as file:
+            hashed = HashedFile(file)
+            for start, stop in zip(pieces, [*pieces[1:], None], strict=True):
+                hashed.write(content[start:stop])
+        assert path.read_bytes() == content
+        found.append(hashed.content)
+    assert found[0] == found[1] and len(found[0].blocks) == 3
+    assert check_file(path, found[0], "") == len(content)
+    path.write_bytes(content[: BLOCK_BYTES + 5] + b"?" + content[BLOCK_BYTES + 6 :])
+    assert check_file(path, found[0], "", blocks=[0, 2]) == BLOCK_BYTES + 100
+    with pytest.raises(DataError, match=f"the bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} are not those"):
+        check_file(path, found[0], "again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.data import Role
 from pipeline.config.method import ScaleMethod
-from pipeline.errors import RunFolderError
+from pipeline.errors import RunFolderError, in_one_line
 from pipeline.experiments.study_runs import StudyRun, Trial, measured_corpora
 from pipeline.files import write_json
 from pipeline.run_folder.metrics import (
@@ -25,7 +26,7 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.divergence import REPORT as DIVERGENCE
-from pipeline.untrusted_files import read_json, read_object
+from pipeline.untrusted_files import read_object, read_text
 
 SUMMARY = "summary.json"
 LEARNING_RATES = "learning_rates.json"
@@ -190,7 +191,10 @@ def checked_row(kind: type[RowType], values: object, place: str) -> RowType:
 
 def _read(path: Path, kind: type[RowType]) -> list[RowType]:
     try:
-        values = read_json(path, RunFolderError)
+        # Not orjson: NaN and Infinity, which other programs write, have their meaning here.
+        values = json.loads(read_text(path, RunFolderError))
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{path}: not JSON ({in_one_line(error):.100}); write or copy the file again") from None
     except FileNotFoundError:
         raise RunFolderError(
             f"{path}: no such file; tools/run_study.py writes it when the study is finished: run it again"

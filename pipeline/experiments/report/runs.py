@@ -30,6 +30,8 @@ from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, GateRecord, ope
 from pipeline.untrusted_files import read_object
 
 T = TypeVar("T")
+# The same base differs by rounding only: by the dtype and the number of ranks.
+_BASE_TOLERANCE = 0.02
 _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
 
 
@@ -52,11 +54,28 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs in each folder: all of a study's summary.json, or a single run.
 
     Raises:
-        RunFolderError: a folder is neither, or a file in it cannot be read.
+        RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
         CheckpointError: the record of a gate is damaged.
     """
     unique = dict.fromkeys((path.parent if path.name == SUMMARY else path).resolve() for path in folders)
-    return [run for folder in unique for run in _read(folder, _name(folder, unique))]
+    runs = [run for folder in unique for run in _read(folder, _name(folder, unique))]
+    _check_same_base(runs)
+    return runs
+
+
+def _check_same_base(runs: Sequence[Run]) -> None:
+    """Raises RunFolderError where two runs began with other figures of a corpus: distances from the base would lie."""
+    first: dict[tuple[str, str], tuple[Run, float]] = {}
+    for run in runs:
+        for corpus, figures in run.row.before.items():
+            for name in figures.keys() & {"perplexity", "bits_per_byte"}:
+                other, expected = first.setdefault((corpus, name), (run, figures[name]))
+                if not math.isclose(figures[name], expected, rel_tol=_BASE_TOLERANCE):
+                    raise RunFolderError(
+                        f"{other.source} and {run.source}: the base of {other.row.label} has a {name} of {expected:.4g} "
+                        f"on {corpus}, that of {run.row.label} {figures[name]:.4g}: they differ in base, tokenizer or "
+                        "held-out text; write a report of each (--beside compares two studies in a table)"
+                    )
 
 
 def _read(folder: Path, name: str) -> list[Run]:

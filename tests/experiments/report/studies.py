@@ -135,7 +135,7 @@ def answers() -> list[dict[str, Any]]:
         {
             **row(*method, seed),
             "roles": {"task 1": "new", "task 0": "replay"},
-            "before": figures(0, lost),
+            "before": figures(0, 0),
             "during": [{"step": 250 * part, "figures": figures(part / 4, lost)} for part in (1, 2, 3)],
             "after": figures(1, lost),
         }

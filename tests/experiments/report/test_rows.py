@@ -77,3 +77,19 @@ def test_folders_of_the_same_name_are_distinguished_and_repeated_folders_are_rea
     runs = read_runs([first, second, alone, first / "summary.json"])
     assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
     assert [len(own.runs) for own in group(runs)] == [1, 1, 1]  # no two seeds of one method
+
+
+def test_runs_of_different_bases_share_no_report(tmp_path):
+    ours = write_study(tmp_path / "ours", rows((1,))[:2], diagnostics=False)
+    content = rows((1,))[:2]
+    for row in content:
+        row["before"]["korean"]["perplexity"] *= 1.01  # another dtype
+    rounded = write_study(tmp_path / "rounded", content, diagnostics=False)
+    assert len(read_runs([ours, rounded])) == 4
+    for row in content:
+        row["before"]["english"]["perplexity"] *= 1.5
+    other = write_study(tmp_path / "other", content, diagnostics=False)
+    assert len(read_runs([other])) == 2
+    with pytest.raises(RunFolderError, match=r"ours and other: .* on english.*--beside") as caught:
+        read_runs([ours, other])
+    assert "\n" not in str(caught.value)

@@ -36,8 +36,10 @@ def begin(output: Path, state: Path, plan: BaseModel) -> None:
     """Begins the corpus in `output` for `plan`, or continues one that was begun for the same.
 
     Raises:
-        DataError: `state` cannot be made, or it was begun for another plan.
+        DataError: `state` cannot be made, is a link, or was begun for another plan.
     """
+    if state.is_symlink():  # a stranger's folder must not make a job write elsewhere
+        raise DataError(f"{state}: is a link, expected a folder; remove it and start again")
     make_folder(state)
     found = begun_for(state, type(plan))
     if found is None:

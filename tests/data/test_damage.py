@@ -208,6 +208,17 @@ def test_a_corpus_without_hashes_is_read(
         read.read(0, read.tokens)
 
 
+def test_state_behind_a_link_is_refused(interrupted: Path, source: Path, tmp_path: Path):
+    copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
+    shutil.copytree(interrupted, copy)
+    (copy / "corpus" / ".units").rename(elsewhere)
+    (copy / "corpus" / ".units").symlink_to(elsewhere)
+    before = contents(elsewhere)
+    with pytest.raises(DataError, match=r"\.units: is a link"):
+        tokenize(copy / "corpus", source, **SETTINGS)
+    assert contents(elsewhere) == before
+
+
 def test_a_record_of_another_unit_is_not_taken(interrupted: Path, finished: Path, source: Path, tmp_path: Path):
     """Whole records with valid checksums and files, in another's place, and without the plan they were made for."""
     shutil.copytree(interrupted, tmp_path / "copy")

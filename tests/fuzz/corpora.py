@@ -236,7 +236,8 @@ def _make_finished(prompt_key: str | None) -> None:
 def _resume(prompt_key: str | None) -> dict[str, str]:
     """Ends the work; the corpus must be that of an undisturbed job, to the last byte."""
     preprocess(_job(prompt_key), Workers(None), max_bad_fraction=0.5)
-    made = [path for path in sorted(INPUT.rglob("*")) if ".units" not in path.parts and path.suffix in _OF_A_CORPUS]
+    folders = (_OUTPUT, _OUTPUT.with_name("tokens.heldout"))
+    made = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in _OF_A_CORPUS]
     return {"corpus": files_digest(made)}
 
 

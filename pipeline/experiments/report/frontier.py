@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pipeline.experiments.frontier import Point
 from pipeline.experiments.report.page import style_sheet
 from pipeline.experiments.report.plots import open_plane
-from pipeline.experiments.report.runs import PERPLEXITY, Standing, style_of_method
+from pipeline.experiments.report.runs import PERPLEXITY, Standing, not_dominated, style_of_method
 from pipeline.experiments.report.svg import Drawing
 
 WIDTH, HEIGHT = 860.0, 560.0
@@ -32,8 +32,7 @@ def frontier_picture(points: Sequence[Point]) -> str:
     """
     base, *others = points
     placed = [(point, _standing(point, base)) for point in others if math.isfinite(point.new + point.old)]
-    front = [(point, place) for point, place in placed if not any(_beats(other, place) for _, other in placed)]
-    front.sort(key=lambda pair: pair[1].learned)
+    front = sorted(not_dominated(placed), key=lambda pair: pair[1].learned)
     said = [f"{point.name}: {PERPLEXITY.describe(place, 'new text', 'old text')}" for point, place in front]
     drawing = Drawing("frontier", WIDTH, HEIGHT, "What was learned, and what was forgotten", "; ".join(said))
     names = [point.name for point, _ in front]
@@ -60,7 +59,3 @@ def _draw_legend(drawing: Drawing, methods: set[str]) -> None:
 
 def _standing(point: Point, base: Point) -> Standing:
     return Standing(math.log(base.new / point.new), math.log(point.old / base.old))
-
-
-def _beats(other: Standing, place: Standing) -> bool:
-    return other != place and other.learned >= place.learned and other.forgotten <= place.forgotten

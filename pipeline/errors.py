@@ -7,6 +7,8 @@ always means a bug.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # `slurm/common.sh` acts on these codes, and docs/clusters.md lists them. A signal ends a process with 128 + its number.
 
@@ -172,6 +174,23 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
         return _fault_of_the_system(error)
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
+    """Makes whatever a library raises for a damaged or foreign input an error of type `kind`: one line after `what`.
+
+    Such libraries have no error of their own: they raise what their code happens to raise.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # A panic of a Rust library is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {in_one_line(error):.300}") from None
 
 
 def _fault_of_the_system(error: OSError) -> str:

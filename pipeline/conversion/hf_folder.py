@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
-from pipeline.errors import BaseModelError, UserError, in_one_line
+from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
@@ -171,7 +171,7 @@ def load_hf_model(
     """
     check_hf_config(folder, trust_remote_code=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
-    with faults_of_transformers(f"{folder}: cannot be loaded by transformers", BaseModelError):
+    with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or "auto",
@@ -186,19 +186,6 @@ def load_hf_model(
             names = sorted(map(str, found[fault]))
             raise BaseModelError(f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more")
     return model.to(device).eval()
-
-
-@contextmanager
-def faults_of_transformers(what: str, kind: type[UserError]) -> Iterator[None]:
-    """Makes what `transformers` raises for a stranger's folder an error of type `kind`, in one line after `what`.
-
-    It has no error of its own: a missing package, an unknown class or a value of another type raise what they happen
-    to raise in its code.
-    """
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # see above
-        raise kind(f"{what}: {in_one_line(error):.300}") from None
 
 
 def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401

@@ -9,11 +9,10 @@ agrees with them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Union
@@ -25,7 +24,7 @@ import sentencepiece
 import tokenizers
 
 from pipeline import log
-from pipeline.errors import DataError
+from pipeline.errors import DataError, faults_of_library
 from pipeline.untrusted_files import read_bytes, read_object
 
 _FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
@@ -131,7 +130,7 @@ class HuggingFaceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        with _in_one_line("the tokenizer cannot encode a text"):
+        with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in encodings])
 
@@ -148,7 +147,7 @@ class SentencePieceEncoder:
         self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        with _in_one_line("the tokenizer cannot encode a text"):
+        with faults_of_library("the tokenizer cannot encode a text", DataError):
             ids = self._library.encode(list(texts), out_type=int, num_threads=1)
         return _joined(ids)
 
@@ -201,7 +200,7 @@ class GigatokenEncoder:
 def fast_encoder(content: bytes, reference: Reference) -> Encoder | None:
     """The fast encoder for the tokenizer file `content`; None if it is unsupported or fails on a test text."""
     try:
-        with _in_one_line("gigatoken does not support this tokenizer"):
+        with faults_of_library("gigatoken does not support this tokenizer", DataError):
             encoder = GigatokenEncoder(content, reference)
             is_equal = all(agree(encoder, reference, [text]) for text in _TEST_TEXTS)
     except DataError as error:
@@ -230,7 +229,7 @@ def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    with _in_one_line(f"{file}: cannot read this tokenizer.json"):
+    with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         described = json.loads(content)
         largest = _largest_id(described)
         if largest >= _MAX_VOCABULARY:
@@ -259,7 +258,7 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
 
 
 def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    with _in_one_line(f"{file}: not a SentencePiece model"):
+    with faults_of_library(f"{file}: not a SentencePiece model", DataError):
         library = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def id_of_token(token: str) -> int | None:
@@ -332,21 +331,3 @@ def _json_file(file: Path, name: str) -> dict[str, Any]:
         return read_object(file.with_name(name), DataError)
     except FileNotFoundError:
         return {}
-
-
-@contextlib.contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
-    """Turns what a library raises for a damaged tokenizer, of many types, into a DataError that begins with `what`."""
-    try:
-        yield
-    except DataError:
-        raise
-    except BaseException as error:
-        # A panic of a Rust library is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(f"{what}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

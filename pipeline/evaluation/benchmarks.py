@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.conversion.hf_folder import faults_of_transformers, load_hf_model
-from pipeline.errors import ConfigError, DataError, MissingPackageError
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
 from pipeline.evaluation.table import table
 
 AVERAGE = "average"
@@ -128,7 +128,7 @@ def _language_model(folder: Path, batch_size: int, *, trust_remote_code: bool) -
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    with faults_of_transformers(f"{folder}: transformers cannot load its tokenizer", DataError):
+    with faults_of_library(f"{folder}: transformers cannot load its tokenizer", DataError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from pipeline import log
@@ -19,7 +18,7 @@ from pipeline.data.records import Keys
 from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import good_documents, input_files
-from pipeline.errors import DataError
+from pipeline.errors import DataError, faults_of_library
 
 # No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short opening.
 _CHARACTERS_PER_TOKEN = 64
@@ -85,24 +84,16 @@ def _encoded(tokenizer: Tokenizer, opening_tokens: int | None, text: str) -> _Id
 
 def _chat_encoder(base: Path) -> Callable[[str], _Ids]:
     """Frames a user's message by the chat template in the folder `base`, up to where the answer begins."""
-    try:
+    with faults_of_library(f"{base}: transformers cannot load its tokenizer and chat template", DataError):
         library = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{base}: transformers cannot load its tokenizer and chat template: {' '.join(str(error).split())[:200]}"
-        ) from None
     if not library.chat_template:
         raise DataError(f"{base}: its tokenizer has no chat template; leave out chat_template, or take a chat model")
 
     def encode(text: str) -> _Ids:
-        try:
+        with faults_of_library(f"{base}: its chat template cannot frame a user's message", DataError):
             ids: Sequence[int] = library.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{base}: its chat template cannot frame a user's message: {' '.join(str(error).split())[:200]}"
-            ) from None
         return np.array(ids, dtype=np.int64)
 
     return encode

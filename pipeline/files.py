@@ -15,15 +15,16 @@ from typing import BinaryIO
 import orjson
 
 from pipeline.errors import UserError
+from pipeline.untrusted_files import open_regular
 
 TEMPORARY_SUFFIX = ".partial"
 _serial = itertools.count()
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """The SHA-256 of a regular file, as hexadecimal digits."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, UserError) as file:
         while piece := file.read(2**22):
             digest.update(piece)
     return digest.hexdigest()

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.files import is_plain_name, published_folder
+from pipeline.errors import UserError
+from pipeline.files import file_hash, is_plain_name, published_folder
+from tests.hostile import replace_by
 from tests.kills import outlives
 
 FILES = ("a", "b")
@@ -59,3 +61,10 @@ def test_a_plain_name_stays_in_its_folder(name: str):
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "..hidden", "a..b", "모델.bin", "with space"])
 def test_ordinary_names_pass(name: str):
     assert is_plain_name(name)
+
+
+@pytest.mark.parametrize("kind", ["a device", "a FIFO", "a folder"])
+def test_only_a_regular_file_has_a_hash(tmp_path: Path, kind: str):
+    replace_by(kind, tmp_path / "x")
+    with pytest.raises(UserError, match="expected a regular file"):
+        file_hash(tmp_path / "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -17,11 +18,11 @@ from transformers.utils import logging
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_training import texts, train_sentencepiece
-from pipeline.errors import BaseModelError, ConfigError
+from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.experiments.study import NewTokenizer, RandomBase
-from pipeline.files import file_hash, published_folder, write_json
+from pipeline.files import published_folder, write_json
 from pipeline.model.from_hf import read_spec
-from pipeline.untrusted_files import read_object
+from pipeline.untrusted_files import read_bytes, read_object
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"
@@ -57,7 +58,7 @@ def _made_of(wanted: RandomBase) -> dict[str, Any]:
     architecture = wanted.architecture / "config.json" if wanted.architecture.is_dir() else wanted.architecture
     values["architecture"] = read_object(architecture, BaseModelError)
     if isinstance(wanted.tokenizer, Path):
-        values["tokenizer"] = file_hash(tokenizer_file(wanted.tokenizer))
+        values["tokenizer"] = hashlib.sha256(read_bytes(tokenizer_file(wanted.tokenizer), DataError)).hexdigest()
     else:
         for part in values["tokenizer"]["texts"]:
             part["input"] = [str(Path(path).resolve()) for path in part["input"]]

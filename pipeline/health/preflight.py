@@ -25,7 +25,7 @@ from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import DataError
+from pipeline.errors import DataError, PreflightError
 from pipeline.files import free_bytes, sync
 from pipeline.health.device_checks import (
     Fault,
@@ -46,6 +46,7 @@ from pipeline.scale import expansion as expansions
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.estimate import Estimator
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
+from pipeline.untrusted_files import read_bytes
 
 _logger = log.get_logger(__name__)
 
@@ -304,7 +305,10 @@ def digests(config: RunConfig, base: BaseFolder) -> dict[str, str]:
     weights = sorted(set(base.file_of.values()))
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
     for file in _small_files(config):
-        seen[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "missing"
+        try:
+            seen[str(file)] = hashlib.sha256(read_bytes(file, PreflightError)).hexdigest()
+        except FileNotFoundError:
+            seen[str(file)] = "missing"
     return seen
 
 

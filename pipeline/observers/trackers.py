@@ -18,13 +18,15 @@ from typing import Any
 
 from pipeline import log
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
-from pipeline.errors import in_one_line
+from pipeline.errors import RunFolderError, in_one_line
 from pipeline.files import write_text
 from pipeline.training.observer import Observer, StepEvent
+from pipeline.untrusted_files import read_text
 
 # MLflow takes no more.
 _PARAMETERS_PER_REQUEST = 100
 _LONGEST_PARAMETER = 6000
+_LONGEST_ID = 1024
 # W&B would wait for its server without end, and a job would miss its time limit.
 _FINISH_TIMEOUT_S = 60.0
 _logger = log.get_logger(__name__)
@@ -56,7 +58,10 @@ class Tracker(Observer, ABC):
             _logger.error("%s: %s; this attempt continues without it", self.service, in_one_line(error))
 
     def _recorded_id(self) -> str | None:
-        return self._id_file.read_text(encoding="utf-8").strip() if self._id_file.exists() else None
+        try:
+            return read_text(self._id_file, RunFolderError, "move it away", limit=_LONGEST_ID).strip() or None
+        except FileNotFoundError:
+            return None
 
     def _record_id(self, run_id: str) -> str:
         self._id_file.parent.mkdir(parents=True, exist_ok=True)

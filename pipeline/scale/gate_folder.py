@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash, published_folder, write_json
 from pipeline.scale.gate import TENSORS, Gate
-from pipeline.untrusted_files import read_record
+from pipeline.untrusted_files import read_bytes, read_record
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -110,11 +111,15 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
         CheckpointError: it is missing or damaged.
     """
     record, path = open_record(folder), folder / _TENSOR_FILE
-    if not path.is_file() or file_hash(path) != record.tensors_hash:
+    try:
+        content = read_bytes(path, CheckpointError, _AGAIN)
+    except FileNotFoundError:
+        content = b""
+    if hashlib.sha256(content).hexdigest() != record.tensors_hash:
         raise CheckpointError(f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}")
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
+        tensors = load(content)
+    except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged ({error}); {_AGAIN}") from None
     if set(tensors) != set(TENSORS):
         raise CheckpointError(f"{path}: expected the tensors {', '.join(TENSORS)}; {_AGAIN}")

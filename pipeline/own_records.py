@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pipeline.errors import UserError
 from pipeline.files import write_json
-from pipeline.untrusted_files import Record, first_fault, read_object
+from pipeline.untrusted_files import Record, read_object, validated
 
 _CHECKSUM = "checksum"
 
@@ -48,10 +48,7 @@ def read_record(
     """
     content = read_object(path, error, advice)
     expected = content.pop(_CHECKSUM, None)
-    try:
-        record = schema.model_validate(content)
-    except ValidationError as fault:
-        raise error(f"{path}: {first_fault(fault)}; {advice}") from None
+    record = validated(path, lambda: schema.model_validate(content), error, advice)
     if expected != checksum(content) and not (expected is None and may_lack_checksum(record)):
         raise error(
             f"{path}: its content does not match its checksum: it was changed, damaged, or written by another version; "

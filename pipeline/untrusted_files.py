@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -117,8 +117,13 @@ def read_record(
 ) -> Record:
     """The JSON record in a file, validated by `schema`. Raises as `read_bytes`, and `error` for another content."""
     content = read_bytes(path, error, advice, limit=limit)
+    return validated(path, lambda: schema.model_validate_json(content), error, advice)
+
+
+def validated(path: Path, validate: Callable[[], Record], error: type[UserError], advice: str) -> Record:
+    """What `validate` makes of the content of `path`; raises `error` for a fault that pydantic finds."""
     try:
-        return schema.model_validate_json(content)
+        return validate()
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
 

@@ -19,7 +19,7 @@ from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.unit_work import Job
-from pipeline.data.units import input_files
+from pipeline.data.units import named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
@@ -36,7 +36,7 @@ def main() -> None:
         with stage_of(options.config, "tokenize"):
             jobs = _jobs(options)
             for job in jobs:  # a missing file is found before hours of work
-                input_files(job.inputs)
+                named_files(job.inputs)
             for job in jobs:
                 manifest = preprocess(
                     job,

@@ -205,22 +205,13 @@ class UnitState:
         record = kept(self.record_file, UnitRecord, self.made_for)
         return record if record is not None and self._is_intact(record, sizes_only=True) else None
 
-    def forget_if_damaged(self) -> tuple[int, bool]:
-        """Compares every byte of the unit's files, and removes its record if one differs.
-
-        Returns the bytes of the files, and whether it was removed.
-        """
+    def forget_if_damaged(self) -> bool:
+        """Compares every byte of the unit's files, and removes its record if one differs; returns whether it did."""
         record = kept(self.record_file, UnitRecord, self.made_for)
-        if record is None:
-            return 0, False
-        intact = self._is_intact(record)
-        if not intact:
-            self.record_file.unlink(missing_ok=True)
-        return self.bytes_of(record), not intact
-
-    def bytes_of(self, record: UnitRecord) -> int:
-        """The bytes of the unit's files."""
-        return sum(content.bytes for _, content in self._files(record))
+        if record is None or self._is_intact(record):
+            return False
+        self.record_file.unlink(missing_ok=True)
+        return True
 
     def _is_intact(self, record: UnitRecord, *, sizes_only: bool = False) -> bool:
         try:
@@ -239,13 +230,18 @@ class UnitState:
 
 
 def check_finished_units(units: Sequence[UnitState], workers: Workers, share: tuple[int, int]) -> None:
-    """Compares all files of the units that are done with their records; a unit that differs is to be done again."""
-    done = {unit: unit.bytes_of(record) for unit in units if (record := unit.outcome()) is not None}
+    """Compares all files of the units that are done with their records; a unit that differs is to be done again.
+
+    Each of the jobs that share the work compares its own units: the corpus is read once, however many there are.
+    """
+    k, n = share
+    begun = {path.name for state in {unit.state for unit in units} for path in state.glob("*.json")}
+    done = [unit for unit in units[k::n] if unit.record_file.name in begun]
     damaged = 0
-    with progress_bar("checking finished units", sum(done.values()), "B") as bar:
-        for compared, was_damaged in workers.run(UnitState.forget_if_damaged, own_first(list(done), share)):
+    with progress_bar("checking finished units", len(done), " units") as bar:
+        for was_damaged in workers.run(UnitState.forget_if_damaged, done):
             damaged += was_damaged
-            bar.update(compared)
+            bar.update(1)
     if damaged:
         _logger.warning("%d of %d finished units are damaged and are made again", damaged, len(done))
 

@@ -44,7 +44,7 @@ from pipeline.data.token_corpus import (
     load_manifest,
 )
 from pipeline.data.token_shards import token_dtype
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_unit
 from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
@@ -94,7 +94,8 @@ def preprocess(
     Raises:
         DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
     """
-    plan, tokenizer = plan_of(job), load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
+    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
+    plan = plan_of(job, tokenizer)
     files = [Path(path) for path, _ in plan.inputs]
     if (job.output / MANIFEST).exists():
         return _finished(job, plan)
@@ -128,29 +129,28 @@ def preprocess(
         raise DataError(f"{error.filename}: vanished during the work; start again") from None
 
 
-def plan_of(job: Job) -> Plan:
-    """Opens the tokenizer and looks for the input files of `job`, and describes what it makes.
+def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
+    """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
     Raises:
         DataError: one of them cannot be used.
     """
     files = input_files(job.inputs)
-    tokenizer = load_tokenizer(Path(job.tokenizer), end_of_document=job.end_of_document)
     return Plan(
-        inputs=[(str(file), file.stat().st_size) for file in files],
+        inputs=[(str(file), size) for file, size in files.items()],
         fingerprint=tokenizer.fingerprint,
         document_start=list(tokenizer.document_start),
         document_end=list(tokenizer.document_end),
         text_key=job.text_key,
         prompt_key=job.prompt_key,
         heldout_fraction=job.heldout_fraction,
-        unit_bytes=job.unit_bytes or default_unit_bytes(files),
+        unit_bytes=job.unit_bytes or default_unit_bytes(sum(files.values())),
     )
 
 
-def check_folder(job: Job) -> None:
+def check_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises DataError where `preprocess` would refuse `job`, or its folder, before any work."""
-    plan = plan_of(job)
+    plan = plan_of(job, tokenizer)
     if (job.output / MANIFEST).exists():
         _check_finished(job, plan)
     elif (begun := begun_for(job.state, Plan)) is not None:
@@ -246,19 +246,22 @@ def _tokenize(
     one = partial(_tokenize_one, job, plan, most_rejected)
     sizes = {unit.name: unit.text_bytes for unit in units}
     quarantines: list[Path] = []
+    counted: set[str] = set()
 
     def count(name: str, record: UnitRecord) -> None:
-        limit.add(record.records, record.rejected)
-        quarantines.extend(_quarantines(job, [(name, record)]))
+        if name not in counted:
+            counted.add(name)
+            limit.add(record.records, record.rejected)
+            quarantines.extend(_quarantines(job, [(name, record)]))
 
-    for unit in units:
-        if (record := finished_record(job, plan, unit)) is not None:
-            count(unit.name, record)
     documents = tokens = 0
     with progress_bar("tokenizing", sum(sizes.values()), "B") as bar:
         while True:
             outcomes = [finished_record(job, plan, unit) for unit in units]
             records = [outcome for outcome in outcomes if outcome is not None]
+            for unit, outcome in zip(units, outcomes, strict=True):
+                if outcome is not None:
+                    count(unit.name, outcome)
             backends = {record.backend for record in records}
             if len(records) == len(units):
                 if len(backends) <= 1:

@@ -8,6 +8,9 @@ takes is limited, and a small file that decodes to very much text is refused.
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -19,7 +22,6 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
 from pipeline.data.input_checks import open_input, refuse_bomb
-from pipeline.data.memory import memory_limit
 from pipeline.data.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
@@ -42,6 +44,10 @@ _MEMORY_BYTES = 2**30
 _ROW_BYTES = 256
 # Text is read as bytes: one value that is not UTF-8 must not make the others unreadable.
 _BYTES_OF: dict[pa.DataType, pa.DataType] = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+
+_STATM = Path("/proc/self/statm")
+# The limit is the whole process's, so that two threads must not set it in turns.
+_one_at_a_time = threading.RLock()
 
 Range = tuple[int, int, int]
 _Answer = TypeVar("_Answer")
@@ -196,7 +202,7 @@ def _checked_bytes(column: pa.Array) -> pa.Array:
 def _call(path: Path, function: Callable[[], _Answer]) -> _Answer:
     """What a function of pyarrow returns, within a limit on memory."""
     try:
-        with memory_limit(_MEMORY_BYTES):
+        with _memory_limit(_MEMORY_BYTES):
             return function()
     except MemoryError:
         raise DataError(
@@ -270,3 +276,20 @@ def _grouped(sizes: list[int], unit_bytes: int) -> list[Range]:
             ranges.append((start, at + 1, total))
             start, total = at + 1, 0
     return ranges
+
+
+@contextlib.contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Lets this process allocate at most about `more` bytes beyond what it has now; mapped files do not count.
+
+    An allocation beyond that fails: in Python and pyarrow with a MemoryError.
+    """
+    with _one_at_a_time:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = int(_STATM.read_bytes().split()[5]) * resource.getpagesize() + more
+        limits = [wanted, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

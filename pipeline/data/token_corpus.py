@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from pipeline.data.file_content import BLOCK_BYTES, FileContent, check_file
+from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
 from pipeline.files import is_plain_name
@@ -27,6 +28,7 @@ FORMAT_1 = "scale-cpt token corpus 1"
 SAMPLED_BLOCKS = 256
 """How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
 _MAX_OPEN_SHARDS = 64
+_CHECKING_THREADS = 8
 
 
 class _Strict(BaseModel):
@@ -254,11 +256,24 @@ class TokenCorpus:
             drawn = {number: [] for number in bins}
             for number, block in random.Random().sample(every, min(blocks, len(every))):
                 drawn[number].append(block)
-        with progress_bar(f"checking {self.folder}", sum(map(len, drawn.values())) * BLOCK_BYTES, "B") as bar:
-            for number in numbers:
-                shard = self._shard(number)
-                if number in bins:
-                    bar.update(check_file(shard.bin_path, bins[number], self._advice, blocks=drawn[number]))
+
+        def check_shard(number: int) -> None:
+            shard = self._opened(number, check=True)
+            if drawn.get(number):
+                check_file(shard.bin_path, bins[number], self._advice, blocks=drawn[number])
+
+        # In threads: opening files of a network file system is waiting, and hashing leaves the lock of Python.
+        with (
+            ThreadPoolExecutor(_CHECKING_THREADS) as pool,
+            progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar,
+        ):
+            try:
+                for _ in pool.map(check_shard, numbers):
+                    bar.update(1)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._checked.update(numbers)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """The shards of [start, stop), each with the range within it and the tokens before it."""
@@ -276,14 +291,21 @@ class TokenCorpus:
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
+        shard = self._opened(number, check=number not in self._checked)
+        self._checked.add(number)
+        self._open[number] = shard
+        if len(self._open) > _MAX_OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close()
+        return shard
+
+    def _opened(self, number: int, *, check: bool) -> Shard:
+        """A shard; with `check` compared with its record, but for the values of its tokens."""
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
-        is_first = number not in self._checked
-        if is_first and described.files is not None:
-            for suffix, content in described.files.items():
-                # Of the tokens only the size: `check` compares some of them.
-                check_file(Path(f"{prefix}{suffix}"), content, self._advice, blocks=() if suffix == ".bin" else None)
-        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix, check=is_first)
+        for suffix, content in (described.files or {}).items() if check else ():
+            if suffix != ".bin":  # Shard compares its size
+                check_file(Path(f"{prefix}{suffix}"), content, self._advice)
+        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix, check=check)
         expected = (described.documents, described.tokens, self.manifest.token_dtype)
         found = (shard.documents, shard.tokens, shard.dtype.name)
         if found != expected:
@@ -292,10 +314,6 @@ class TokenCorpus:
                     shard.bin_path, *expected, *found, self._advice
                 )
             )
-        self._checked.add(number)
-        self._open[number] = shard
-        if len(self._open) > _MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close()
         return shard
 
     def __getstate__(self) -> dict[str, object]:

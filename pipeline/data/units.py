@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import glob
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _COMPRESSIONS = (".gz", ".zst", ".xz")
+_OPENING_THREADS = 8
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
 
@@ -46,12 +49,24 @@ class Unit:
         return f"{self.path} [{self.start}, {self.stop})"
 
 
-def input_files(inputs: Sequence[str]) -> list[Path]:
-    """The files that `inputs` name: files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
+def input_files(inputs: Sequence[str]) -> dict[Path, int]:
+    """The files that `inputs` name, with their sizes in bytes.
+
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
 
     Raises:
         DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
     """
+    files = named_files(inputs)
+    with ThreadPoolExecutor(_OPENING_THREADS) as pool:  # of a network file system, opening a file is waiting
+        sizes = dict(zip(files, pool.map(input_size, files), strict=True))
+    if empty := next((file for file, size in sizes.items() if size == 0), None):
+        raise DataError(f"{empty}: is empty; leave it out or put documents in it")
+    return sizes
+
+
+def named_files(inputs: Sequence[str]) -> list[Path]:
+    """The files that `inputs` name, without opening them. Raises as `input_files`, but for what it finds in a file."""
     found: list[Path] = []
     for name in inputs:
         # Path.glob takes no absolute pattern.
@@ -62,16 +77,13 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
             found += tables.saved_dataset_files(match) if match.is_dir() else [match]
     for file in found:
         _kind(file)
-        if input_size(file) == 0:
-            raise DataError(f"{file}: is empty; leave it out or put documents in it")
-    if duplicates := sorted({str(file) for file in found if found.count(file) > 1}):
-        raise DataError(f"{duplicates[0]}: is named twice among the inputs")
+    if len(set(found)) < len(found):
+        raise DataError(f"{Counter(found).most_common(1)[0][0]}: is named twice among the inputs")
     return found
 
 
-def default_unit_bytes(files: Sequence[Path]) -> int:
-    """A unit size that gives small inputs to several workers and splits large ones into few shards."""
-    total = sum(file.stat().st_size for file in files)
+def default_unit_bytes(total: int) -> int:
+    """A unit size for `total` bytes: small inputs go to several workers, large ones are split into few shards."""
     return min(max(total // _UNITS_PER_CORPUS, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
 
 
@@ -130,9 +142,9 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
     """
     files = input_files(inputs)
     is_empty, first_bad = True, ""
-    for file in files:
+    for file, size in files.items():
         taken = 0
-        units = split_file(file, 0, keys, default_unit_bytes([file]))
+        units = split_file(file, 0, keys, default_unit_bytes(size))
         for record in (record for unit in units for record in unit_records(unit, keys)):
             if isinstance(record, Rejected):
                 first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"

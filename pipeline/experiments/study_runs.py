@@ -137,9 +137,9 @@ class StudyRuns:
         """
         fft = FullFineTuning(name="fft")
         first = [self._first_run(name, compared.method or fft) for name, compared in self.study.methods.items()]
-        for run in [*self.stages, *first]:
-            for files in [] if is_tokenized(run.config.data) else named_inputs(run.config.data):
-                input_files(files)
+        untokenized = [run.config.data for run in [*self.stages, *first] if not is_tokenized(run.config.data)]
+        for files in dict.fromkeys(tuple(files) for data in untokenized for files in named_inputs(data)):
+            input_files(files)
 
     @cached_property
     def matcher(self) -> Matcher:

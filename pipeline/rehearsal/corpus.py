@@ -149,7 +149,7 @@ def plan_of(job: SamplingJob) -> SamplingPlan:
         **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
         max_tokens=job.max_tokens,
         batch_size=batch_size,
-        openings=[(str(file), file.stat().st_size) for file in input_files(job.sampling.openings)],
+        openings=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
         text_key=job.text_key,
         fingerprint=tokenizer.fingerprint,
         document_start=list(tokenizer.document_start),

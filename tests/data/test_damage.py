@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from pydantic import BaseModel
 
 from pipeline.data import unit_work
 from pipeline.data.file_content import BLOCK_BYTES, HashedFile, check_file
+from pipeline.data.job_state import UnitState
+from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import Shard, shard_files, writing_shard
+from pipeline.data.workers import Workers
 from pipeline.errors import DataError, UserError
-from tests.data.helpers import contents, documents, forget_hashes, run_main, tokenize, write_jsonl
+from tests.data.helpers import contents, documents, forget_hashes, job, run_main, tokenize, write_jsonl
 
 SETTINGS = {"heldout_fraction": 0.2, "unit_bytes": 1500}
 
@@ -206,6 +210,15 @@ def test_a_corpus_without_hashes_is_read(
         DataError, match=r"00000-000001\.bin: document \d+, token \d+: expected an id below 512, found 65535"
     ):
         read.read(0, read.tokens)
+
+
+def test_jobs_that_share_the_work_compare_their_own_units(interrupted: Path, source: Path, tmp_path: Path):
+    shutil.copytree(interrupted, tmp_path / "x")
+    with mock.patch.object(UnitState, "forget_if_damaged", autospec=True, side_effect=UserError("seen")) as compare:
+        for k in range(3):
+            with pytest.raises(UserError, match="seen"):
+                preprocess(job(tmp_path / "x" / "corpus", source, **SETTINGS), Workers(None), share=(k, 3))
+    assert [call.args[0].name for call in compare.call_args_list] == [f"00000-{k:06d}" for k in range(3)]
 
 
 def test_state_behind_a_link_is_refused(interrupted: Path, source: Path, tmp_path: Path):

@@ -112,7 +112,7 @@ def test_damaged_tables_give_records_or_one_line(tmp_path: Path):
     table = pa.table({"nested": [{"a": [1]}] * 60, "text": TEXTS})
     for number, compression in enumerate(("snappy", "zstd", "none")):
         pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=25, compression=compression)
-    shutil.copy(input_files([str(saved(tmp_path / "saved"))])[0], tmp_path / "3.arrow")
+    shutil.copy(*input_files([str(saved(tmp_path / "saved"))]), tmp_path / "3.arrow")
     chance = random.Random(5)
     refused = 0
     for trial in range(120):

@@ -170,7 +170,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         stages=tuple(_stages(config)),
         export=_export(config, opened),
         to_make=to_make,
-        faults=tuple(dict.fromkeys(map(str, faults.errors))),
+        faults=tuple(map(str, faults.errors)),
     )
 
 

@@ -17,10 +17,14 @@ from pipeline.checkpoint.manifest import (
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.dry_run import dry_run, make_plan
+from pipeline.errors import BaseModelError
 from pipeline.methods import build_model
+from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock
+from pipeline.sizing import checks
+from pipeline.sizing.checks import check_before_tokenizing
 from pipeline.sizing.cluster import Cluster
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run, make_tokens, write_config
@@ -137,3 +141,16 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     assert plan.export is not None
     assert export in plan.export
     assert ("gate" in plan.stages) == gate
+
+
+def test_a_restart_does_not_hash_the_base_before_it_trains(begun, monkeypatch):
+    """Hundreds of GB, on one node, at every restart."""
+    hashed = []
+    monkeypatch.setattr(BaseFolder, "hashes", lambda base: hashed.append(base.path) or {})
+    config = load_config(begun[0] / "run.yaml")
+    check_before_tokenizing(config, 2)
+    assert not hashed
+    monkeypatch.setattr(checks, "is_tokenized", lambda data: False)
+    with pytest.raises(BaseModelError, match="made of the base"):
+        check_before_tokenizing(config, 2)  # but before hours of tokenizing
+    assert hashed

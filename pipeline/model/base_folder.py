@@ -7,6 +7,7 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TYPES = ("F16", "BF16", "F32", "F64")
 """The types of weights, as safetensors names them; others are quantized, or no weights."""
+_HASHING_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,12 @@ class BaseFolder:
 
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        if self.known_hashes is not None:
-            return dict(self.known_hashes)
-        return {file.name: file_hash(file) for file in self.files}
+        return dict(self.known_hashes if self.known_hashes is not None else self._hashes)
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:  # hundreds of GB; hashing leaves the lock of Python
+            return dict(zip([file.name for file in self.files], pool.map(file_hash, self.files), strict=True))
 
     @cached_property
     def dtype(self) -> torch.dtype:

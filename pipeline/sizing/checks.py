@@ -12,7 +12,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs, train_folder
-from pipeline.data.token_corpus import TokenCorpus, load_manifest
+from pipeline.data.token_corpus import load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -28,7 +28,7 @@ from pipeline.inputs import (
     open_layout,
     open_samples,
 )
-from pipeline.methods.scale import made_expansion
+from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class Faults:
-    """The user errors that were found, in order."""
+    """The user errors that were found, in order, each once."""
 
     def __init__(self) -> None:
         self.errors: list[UserError] = []
@@ -50,7 +50,8 @@ class Faults:
         try:
             return work()
         except UserError as error:
-            self.errors.append(error)
+            if str(error) not in map(str, self.errors):
+                self.errors.append(error)
             return None
 
     def raise_all(self) -> None:
@@ -92,8 +93,8 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
         found = len(faults.errors)
         faults.attempt(lambda: check_model(config, spec, _imagined(config)))
         fits = len(faults.errors) == found
-    if base is not None and isinstance(config.method, ScaleMethod):
-        faults.attempt(lambda: made_expansion(config, base))
+    if isinstance(config.method, ScaleMethod):
+        faults.attempt(lambda: check_named_expansion(config.upscaled))
     faults.attempt(lambda: check_heldout(config))
     # A missing base is already in `faults`.
     tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
@@ -111,9 +112,16 @@ def _check_sampling(config: RunConfig, sample: Sampling, tokenizer: Tokenizer, s
     check_sampling(sample, sample.max_tokens or longest, tokenizer, spec)
 
 
+def check_expansion(config: RunConfig, opened: Opened, faults: Faults) -> None:
+    """Adds to `faults` that the initial expansion is of another base or other settings; reads the whole base."""
+    if (base := opened.base) is not None:
+        faults.attempt(lambda: made_expansion(config, base))
+
+
 def check_resume_of(config: RunConfig, opened: Opened, faults: Faults) -> None:
     """Adds to `faults` that the run folder cannot be used now, or that the run's checkpoint is of another run."""
     faults.attempt(lambda: check_folder(config.folder))
+    check_expansion(config, opened, faults)
     base, tokenizer = opened.base, opened.tokenizer
     if base is not None and tokenizer is not None and opened.fits and config.folder.is_dir():
         faults.attempt(lambda: check_resume(config, base, tokenizer.fingerprint))
@@ -139,7 +147,9 @@ def check_before_tokenizing(config: RunConfig, world_size: int | None) -> None:
         UserError: names every error.
     """
     faults = Faults()
-    validate_inputs(config, world_size or config.parallel.tp_size, faults)
+    opened = validate_inputs(config, world_size or config.parallel.tp_size, faults)
+    if not is_tokenized(config.data):  # every restart of a run passes here, and a base may have hundreds of GB
+        check_expansion(config, opened, faults)
     faults.raise_all()
 
 
@@ -167,13 +177,11 @@ def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults)
     if is_tokenized(config.data):
         fingerprint = None if tokenizer is None else tokenizer.fingerprint
         samples = faults.attempt(lambda: open_samples(config, fingerprint))
-        for name in config.data.corpora:
-            faults.attempt(lambda name=name: TokenCorpus(train_folder(config.data, name)).check())  # type: ignore[misc]
     elif config.data.folder.resolve() != config.folder.resolve():
         faults.attempt(lambda: check_folder(config.data.folder))
     if tokenizer is not None:
         for job in corpus_jobs(config.data, config.base):
-            faults.attempt(lambda job=job: preprocess.check_folder(job))  # type: ignore[misc]
+            faults.attempt(lambda job=job: preprocess.check_folder(job, tokenizer))  # type: ignore[misc]
     else:
         for files in named_inputs(config.data):
             faults.attempt(lambda files=files: input_files(files))  # type: ignore[misc]

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline import log
 from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
@@ -71,7 +71,7 @@ class LockOwner:
     processes: str
     pid: int
     process_started: int
-    since: float
+    since: Annotated[float, Field(ge=0, lt=2**33)]
 
     @staticmethod
     def this_process(environment: Mapping[str, str] = os.environ) -> LockOwner:

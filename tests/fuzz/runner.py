@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import INTERNAL_FAULT, UserError, exit_code_of, in_one_line
 from tests.fuzz.subject import INPUT, POOL, SilentChangeError, Subject
 from tests.fuzz.table import GOOD, Result
 
@@ -227,6 +227,8 @@ def _answer(work: Callable[[], dict[str, str]]) -> dict[str, Any]:
     except MemoryError as error:
         return {"kind": "memory", "error": f"MemoryError: {error}", "text": traceback.format_exc()[-8000:]}
     except BaseException as error:  # noqa: BLE001  every other end is a fault
+        if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
+            return {"kind": "refused", "error": in_one_line(error)}  # as every command line prints it
         line = " ".join(str(error).split())
         return {"kind": "traceback", "error": f"{type(error).__name__}: {line}", "text": traceback.format_exc()[-8000:]}
 

@@ -72,9 +72,9 @@ def _check_same_base(runs: Sequence[Run]) -> None:
                 other, expected = first.setdefault((corpus, name), (run, figures[name]))
                 if not math.isclose(figures[name], expected, rel_tol=_BASE_TOLERANCE):
                     raise RunFolderError(
-                        f"{other.source} and {run.source}: the base of {other.row.label} has a {name} of {expected:.4g} "
-                        f"on {corpus}, that of {run.row.label} {figures[name]:.4g}: they differ in base, tokenizer or "
-                        "held-out text; write a report of each (--beside compares two studies in a table)"
+                        f"{other.source} and {run.source}: the base of {other.row.label} has a {name} of "
+                        f"{expected:.4g} on {corpus}, that of {run.row.label} {figures[name]:.4g}: they differ in "
+                        "base, tokenizer or held-out text; report them apart (--beside compares two studies in a table)"
                     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline import log, untrusted_files
+from pipeline import log
 from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
@@ -28,6 +30,7 @@ from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.untrusted_files import read_object
 
+_HASHING_THREADS = 8
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
@@ -106,15 +109,13 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
     }
-    if _is_done(conversion.output, request):
+    found = _records(conversion.output)
+    if any(all(made.get(key) == value for key, value in request.items()) for made in found):
         return False
-    for name in model.manifest.files:
-        check_file(model.manifest, conversion.checkpoint, name)
-    if conversion.output.exists() and any(conversion.output.iterdir()) and not _records(conversion.output):
-        raise ConversionError(
-            f"{conversion.output}: already exists and was not made by a conversion; name another --output"
-        )
-    _refuse_other_format(conversion)
+    _check_output(conversion, found)
+    check = partial(check_file, model.manifest, conversion.checkpoint)
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:  # hundreds of GB; hashing leaves the lock of Python
+        list(pool.map(check, model.manifest.files))
     record = {
         **request,
         "checkpoint": str(model.checkpoint),
@@ -175,33 +176,28 @@ def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) 
     write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)
 
 
-def _records(output: Path) -> list[Path]:
-    """The files by which a conversion recognises its output: an expansion's manifest, or a model's record."""
-    return [output / name for name in (RECORD, MANIFEST_FILE) if (output / name).exists()]
-
-
-def _refuse_other_format(conversion: Conversion) -> None:
-    """Raises ConversionError where the output was asked for in another format: others may have come to rely on it."""
-    for path in _records(conversion.output):
+def _records(output: Path) -> list[dict[str, Any]]:
+    """What a conversion recognises its output by: an expansion's manifest, or a model's record; empty if damaged."""
+    records = []
+    for name in (RECORD, MANIFEST_FILE):
         try:
-            found = untrusted_files.read_object(path, ConversionError)
-        except (FileNotFoundError, ConversionError):
-            continue  # damaged: it is made again
-        held = found.get("written_format") or found.get("asked_format") or "expansion"
-        if conversion.format not in (held, found.get("asked_format")):
-            raise ConversionError(
-                f"{conversion.output}: expected --format {conversion.format}, found a folder in the format {held}; "
-                "name another --output, or remove this folder"
-            )
-
-
-def _is_done(output: Path, request: dict[str, Any]) -> bool:
-    """Whether `output` was made for an equal request."""
-    for path in _records(output):
-        try:
-            found = read_object(path, ConversionError)
-        except (FileNotFoundError, ConversionError):
+            records.append(read_object(output / name, ConversionError))
+        except FileNotFoundError:
             continue
-        if all(found.get(key) == value for key, value in request.items()):
-            return True
-    return False
+        except ConversionError:
+            records.append({})
+    return records
+
+
+def _check_output(conversion: Conversion, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConversionError where the output holds something else, or another format: others may rely on it."""
+    output = conversion.output
+    if output.exists() and any(output.iterdir()) and not records:
+        raise ConversionError(f"{output}: already exists and was not made by a conversion; name another --output")
+    for record in filter(None, records):
+        held = record.get("written_format") or record.get("asked_format") or "expansion"
+        if conversion.format not in (held, record.get("asked_format")):
+            raise ConversionError(
+                f"{output}: expected --format {conversion.format}, found a folder in the format {held}; name another "
+                "--output, or remove this folder"
+            )

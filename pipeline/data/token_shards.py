@@ -17,14 +17,13 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.file_content import FileContent, HashedFile, hashed_file
-from pipeline.errors import DataError, in_one_line
+from pipeline.errors import DataError, faults_of_library
 from pipeline.untrusted_files import open_regular, require_regular
 
 ShardFile = Literal[".bin", ".idx", ".prompts.npy"]
@@ -39,7 +38,6 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 # Bounds the memory in which a large index is checked.
 _CHECKED_AT_A_TIME = 2**20
 _ADVICE = "copy the shard again, or make it again"
-_NOT_AN_ARRAY = (ValueError, TypeError, SyntaxError, OverflowError, EOFError, OSError, MemoryError, TokenError)
 # Megatron's own limit for 16 bits.
 _UINT16_VOCABULARY = 65_500
 
@@ -139,13 +137,13 @@ class Shard:
         self.prefix = prefix
         self.bin_path, self.idx_path = shard_files(prefix)
         try:
-            index_bytes = require_regular(self.idx_path, DataError, _ADVICE)
+            with open_regular(self.idx_path, DataError, _ADVICE) as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    raise DataError(f"{self.idx_path}: expected a token index, found an empty file; {_ADVICE}")
+                self._index = np.memmap(file, dtype=np.uint8, mode="r")
             bin_bytes = require_regular(self.bin_path, DataError, _ADVICE)
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: no such file; a token shard is a .bin and an .idx") from None
-        if index_bytes == 0:
-            raise DataError(f"{self.idx_path}: expected a token index, found an empty file; {_ADVICE}")
-        self._index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         self.dtype, self._sequences, self._ends = self._read_header()
         self.documents = self._ends - 1
         self.tokens = self._tokens_in_index()
@@ -279,11 +277,10 @@ class PromptedShard(Shard):
         path = prompts_file(prefix)
         try:
             require_regular(path, DataError, _ADVICE)
-            self._prompt_lengths: npt.NDArray[np.int32] = np.lib.format.open_memmap(path, mode="r")
         except FileNotFoundError:
             raise DataError(f"{path}: no such file; every shard of a corpus with prompts has one") from None
-        except _NOT_AN_ARRAY as error:
-            raise DataError(f"{path}: not an array in NumPy's format ({in_one_line(error)}); {_ADVICE}") from None
+        with faults_of_library(f"{path}: not an array in NumPy's format; {_ADVICE}", DataError):
+            self._prompt_lengths: npt.NDArray[np.int32] = np.lib.format.open_memmap(path, mode="r")
         found = self._prompt_lengths
         if found.dtype != np.int32 or found.shape != (self.documents,):
             raise DataError(

@@ -257,7 +257,7 @@ def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, fini
         write_jsonl(source, documents(30))
     before = contents(output)
     with pytest.raises(
-        DataError, match=f"was begun with another {name.replace('_', ' ')}: expected .*, found .*; remove the folder"
+        DataError, match=f"was begun with another {name.replace('_', ' ')}: expected .*, found .*; set it back"
     ):
         tokenize(output, source, **change)
     assert contents(output) == before

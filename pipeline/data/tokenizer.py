@@ -229,11 +229,9 @@ def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
+    described = read_object(file, DataError)
+    _check_ids(file, described)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
-        described = json.loads(content)
-        largest = _largest_id(described)
-        if largest >= _MAX_VOCABULARY:
-            raise DataError(f"{file}: expected ids below {_MAX_VOCABULARY}, found {largest}; copy it again")
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
         library.no_padding()
@@ -279,11 +277,15 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
     )
 
 
-def _largest_id(described: dict[str, Any]) -> int:
-    """The largest id that a tokenizer.json names."""
-    vocabulary = described["model"].get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary)]
-    return max(ids + [token["id"] for token in described.get("added_tokens") or []], default=0)
+def _check_ids(file: Path, described: dict[str, Any]) -> None:
+    """Raises DataError for an id that no vocabulary has: `tokenizers` allocates up to the largest, or aborts."""
+    model, added = described.get("model"), described.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    for found in ids:
+        if not isinstance(found, int) or not 0 <= found < _MAX_VOCABULARY:
+            raise DataError(f"{file}: expected ids from 0 to {_MAX_VOCABULARY - 1}, found {found!r:.80}; copy it again")
 
 
 def _fingerprint(described: dict[str, Any]) -> str:

@@ -84,8 +84,8 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minutes on two cores (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
-bench-step: $(STAMP)  ## time and memory of a training step with each method
-	$(BIN)/python benchmarks/step_cost.py --json benchmarks/out/step_cost.json
+bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
+	$(BIN)/python benchmarks/gpu_step.py --cpu --json benchmarks/out/cpu_step.json
 
 bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))

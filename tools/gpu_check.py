@@ -99,7 +99,12 @@ def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[d
             start_new_session=True,
         )
     ended = threading.Event()
-    timer = threading.Timer(seconds, lambda: (ended.set(), _end(process)))
+
+    def end() -> None:
+        ended.set()
+        _end(process)
+
+    timer = threading.Timer(seconds, end)
     timer.start()
     try:
         assert process.stdout is not None

@@ -124,7 +124,8 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                 heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
                 weights = torch.randn(shapes[0], device=setting.device)
                 exact = [own.detach().double().requires_grad_() for own in heads]
-                expected = _with_gradients(literal_attention(*exact, documents.ids), weights, exact)
+                query, key, value = exact
+                expected = _with_gradients(literal_attention(query, key, value, documents.ids), weights, exact)
                 for kernel in kernels:
                     found = _with_gradients(kernel(*heads), weights, heads)
                     error = max(

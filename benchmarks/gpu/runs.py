@@ -31,14 +31,15 @@ from pipeline.sizing.estimate import Estimator
 
 _GIB = 2**30
 _MEMORY_TOLERANCE = 0.1
-_STARTED_BY_HAND = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "EXPECTED_WORLD_SIZE")
+_OF_A_LAUNCHER = ("SLURM_", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "EXPECTED_WORLD_SIZE")
+"""Variables that begin like this would make these runs ranks of an allocation."""
 KOREAN, ENGLISH = "data/ko/reviews.{}jsonl.zst", "data/en/stories.{}jsonl.zst"
 NO_DEEPSPEED = "skipped: deepspeed is not installed"
 
 
 def run(command: list[str], setting: Setting, **variables: str) -> None:
     """Runs a command of the project. Raises CalledProcessError with the end of its output if it fails."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _STARTED_BY_HAND}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": setting.device_type, **variables}
     done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True)

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,6 +266,15 @@ def _resident(figure: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{figure}:"))
 
 
+@cache
+def flops_per_token(method: str, shape: Shape) -> float:
+    """Of one of our methods: frozen parts count as computed, and of the pairs of tokens those that are not hidden."""
+    with torch.device("meta"):
+        model = our_model(method, read_spec(shape.architecture), shape.l_fp)
+        flops = count_flops(model, shape.sequence_length)
+    return flops.matrix + flops.attention / 2
+
+
 class Measured:
     """What the turns of a variant showed; a variant that does not fit into the memory gets no more turns."""
 
@@ -290,18 +300,15 @@ class Measured:
         self.peak_gib = max(self.peak_gib, peak.gib())
 
     def row(self) -> dict[str, Any]:
-        """The figures; work is what is really done: frozen parts count as computed, hidden pairs of tokens do not."""
+        """The figures; TFLOP/s are of the work that is really done."""
         outcome = "measured" if self.fits and self.costs else "no time left" if self.fits else "out of memory"
         row: dict[str, Any] = {"variant": str(self.variant), "outcome": outcome}
         if outcome != "measured":
             return row
         counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(self.variant.method, self.variant.method)
-        with torch.device("meta"):
-            model = our_model(counted, read_spec(self.shape.architecture), self.shape.l_fp)
-            flops = count_flops(model, self.shape.sequence_length)
         seconds = statistics.median(cost.seconds for cost in self.costs)
         rate = self.shape.batch_size * self.shape.sequence_length / seconds
-        per_token = flops.matrix + flops.attention / 2
+        per_token = flops_per_token(counted, self.shape)
         return row | {
             "tokens_per_second": rate,
             "tflops": per_token * rate / 1e12,
@@ -324,8 +331,12 @@ def measure(
     rounds: int,
     steps: int,
     seconds: float,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """One row per variant: the median over `rounds` turns of `steps` steps. After `seconds` no other turn begins."""
+    """One row per variant: the median over `rounds` turns of `steps` steps. After `seconds` no other turn begins.
+
+    `keep` gets the rows so far after every turn.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     deadline = time.monotonic() + seconds
@@ -334,6 +345,11 @@ def measure(
         for own in measured:
             if own.fits and time.monotonic() < deadline:
                 own.turn(steps)
+                keep(_rows(measured))
+    return _rows(measured)
+
+
+def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     rows = [own.row() for own in measured]
     for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
         reference = next((row.get("seconds_per_step") for row in rows if row["variant"] == of), None)
@@ -407,7 +423,7 @@ def main() -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
     parser.add_argument("--threads", type=command_line.positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, help="where to write the rows and goals, after every shape")
+    parser.add_argument("--json", type=Path, help="where to write the rows and goals, after every turn")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
@@ -421,19 +437,24 @@ def main() -> None:
         raise ConfigError(f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}")
     wanted = [variant for variant in variants if not arguments.variant or str(variant) in arguments.variant]
     limits = {"rounds": arguments.rounds, "steps": arguments.steps, "seconds": arguments.seconds}
+    about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
     rows: list[dict[str, Any]] = []
-    for name in names:
-        shape = TINY if arguments.tiny else SHAPES[name]
-        own = measure(shape, wanted, device, dtype, **limits)
-        print_table(name, own)
-        rows += [{"shape": name, **row} for row in own]
-        # Tiny shapes say nothing about the goals.
-        reached = goals([] if arguments.tiny or arguments.cpu else rows)
+
+    def reached() -> list[dict[str, Any]]:
+        return goals([] if arguments.tiny or arguments.cpu else rows)  # tiny shapes say nothing about them
+
+    def keep(own: list[dict[str, Any]]) -> None:
+        rows[:] = [row for row in rows if row["shape"] != name] + [{"shape": name, **row} for row in own]
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
-            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows, "goals": reached})
-    for goal in reached:
+            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows, "goals": reached()})
+
+    for name in names:
+        shape = TINY if arguments.tiny else SHAPES[name]
+        own = measure(shape, wanted, device, dtype, **limits, keep=keep)
+        print_table(name, own)
+        keep(own)
+    for goal in reached():
         verdict = {True: "holds", False: "MISSED", None: "not measured"}[goal["holds"]]
         value = "" if goal["measured"] is None else f" ({goal['measured']:,.4g})"
         print(f"{goal['goal']}: {verdict}{value}")

@@ -37,12 +37,17 @@ KOREAN, ENGLISH = "data/ko/reviews.{}jsonl.zst", "data/en/stories.{}jsonl.zst"
 NO_DEEPSPEED = "skipped: deepspeed is not installed"
 
 
-def run(command: list[str], setting: Setting, **variables: str) -> None:
-    """Runs a command of the project. Raises CalledProcessError with the end of its output if it fails."""
+def run(command: list[str], setting: Setting, *, timeout: float | None = None, **variables: str) -> None:
+    """Runs a command of the project.
+
+    Raises:
+        RuntimeError: it failed; with its error.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": setting.device_type, **variables}
-    done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command[:4])} ended with {done.returncode}: {_last_line(done.stderr + done.stdout)}"
@@ -199,7 +204,7 @@ def check_demo(setting: Setting) -> Iterator[Row]:
         values["schedule"] |= {"steps": 2}
         values["validation"] |= {"max_sequences": 2}
         values["data"]["corpora"]["own_text"]["sample"] = {"tokens": 4000}
-        values["gate"] = {"tokens": 1000}
+        values["gate"] = {"tokens": 1000, "max_open_fraction": 0.1}
         for kind, name in (("korean", KOREAN), ("english", ENGLISH)):
             values["data"]["corpora"][kind]["input"] = [name.format("heldout.")]
     config = setting.folder / "demo.yaml"

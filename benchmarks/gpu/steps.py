@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from pipeline.sizing.flops import dense_tflops
 
 _H100_CLASS = 800.0
 """Dense 16-bit TFLOP/s from which on the goals count."""
-_LAST_TURN_S = 40.0
+_LAST_TURN_S, _TO_REPORT_S = 40.0, 5.0
 
 
 def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
@@ -23,7 +24,13 @@ def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
     options = ["--shape", shape, "--seconds", str(max(1.0, setting.seconds - _LAST_TURN_S)), "--json", str(output)]
     if not setting.on_gpu:
         options += ["--cpu", "--tiny", "--rounds", "1", "--steps", "1", "--threads", "1"]
-    run([sys.executable, "benchmarks/gpu_step.py", *options], setting)
+    output.unlink(missing_ok=True)
+    try:
+        run([sys.executable, "benchmarks/gpu_step.py", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
+    except subprocess.TimeoutExpired:
+        yield Row(f"{shape}: the last turn ends in time", False, "ended; the rows below are what it had found")
+        if not output.exists():
+            return
     written = json.loads(output.read_text(encoding="utf-8"))
     for row in written["rows"]:
         found = row["outcome"]

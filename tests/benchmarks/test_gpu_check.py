@@ -33,6 +33,11 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
     assert [row for row in rows.values() if row.passed is not True] == []
 
 
+def test_a_benchmark_that_takes_too_long_is_a_fault(tmp_path):
+    rows = list(PARTS["step-1b-8192"](Setting("cpu", tmp_path, 5.2)))
+    assert [row.passed for row in rows] == [False] and "in time" in rows[0].check
+
+
 def test_an_estimate_that_is_off_is_a_fault():
     assert compared("", 1.05, 1.0).passed is True and compared("", 0.95, 1.0).passed is True
     assert compared("", 1.2, 1.0).passed is False and compared("", 0.8, 1.0).passed is False

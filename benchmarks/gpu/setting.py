@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -63,11 +62,13 @@ def small_methods() -> dict[str, ScaleMethod]:
 
 def started(method: Method, setting: Setting, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Decoder:
     """stories260K before the first step."""
-    base, folder = open_base(STORIES), setting.folder / f"expansion-{os.getpid()}"
-    if isinstance(method, ScaleMethod):
-        shutil.rmtree(folder, ignore_errors=True)
-        upscale(method, base, folder, seed=0)
-    with default_dtype(dtype):
-        model = method_for(method, folder, seed=0).build(base.spec, tp, "none")
-        method_for(method, folder, seed=0).load(model, base, tp)
+    base = open_base(STORIES)
+    with tempfile.TemporaryDirectory(dir=setting.folder) as temporary:
+        expansion = Path(temporary) / "expansion"
+        if isinstance(method, ScaleMethod):
+            upscale(method, base, expansion, seed=0)
+        training = method_for(method, expansion, seed=0)
+        with default_dtype(dtype):
+            model = training.build(base.spec, tp, "none")
+        training.load(model, base, tp)
     return model.to(setting.device)

@@ -11,7 +11,7 @@ export DS_ACCELERATOR ?= cpu
 test test-quick: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs-check bench-step bench-data bench-checkpoint bench-gate clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs-check gpu bench-step bench-data bench-checkpoint bench-gate clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -84,8 +84,12 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minutes on two cores (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
-bench-step: $(STAMP)  ## time and memory of a training step with each method
-	$(BIN)/python benchmarks/step_cost.py --json benchmarks/out/step_cost.json
+gpu: export DS_ACCELERATOR = cuda
+gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)
+	$(BIN)/python tools/gpu_check.py $(if $(ONLY),--only $(ONLY))
+
+bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
+	$(BIN)/python benchmarks/gpu_step.py --cpu --json benchmarks/out/cpu_step.json
 
 bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))

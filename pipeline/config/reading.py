@@ -85,6 +85,9 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
         ) from None
 
 
+_LONGEST_VALUE = 120  # in a message
+
+
 def _dotted(location: tuple[int | str, ...]) -> str:
     # pydantic puts the tag of a union into the path (method.scale.l_fp), which is not in the user's file.
     parts = [str(part) for part in location]
@@ -99,5 +102,6 @@ def _plain(fault: Mapping[str, Any]) -> str:
         return "missing"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if isinstance(fault.get("input"), (str, int, float, bool)):
-        message += f" (found {fault['input']!r})"
+        found = repr(fault["input"])
+        message += f" (found {found if len(found) <= _LONGEST_VALUE else found[:_LONGEST_VALUE] + '…'})"
     return message

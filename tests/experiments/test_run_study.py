@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from pipeline.errors import StudyError
+from pipeline.errors import DataError, StudyError
 from pipeline.experiments.pending import finished_count, pending_tasks, run_count
 from pipeline.experiments.report.runs import read_runs
 from pipeline.experiments.run_study import open_study, run_study
@@ -107,7 +107,7 @@ def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_p
     assert "SCALE-Adapt + gate" in capsys.readouterr().out
     drawn = ElementTree.parse(picture)
     marks = [element for element in drawn.iter() if "mark" in element.get("class", "").split()]
-    assert len(marks) == 3 and "prefers-color-scheme: dark" in picture.read_text()
+    assert len(marks) == 3 + 2 and "prefers-color-scheme: dark" in picture.read_text()
 
 
 def test_a_learning_rate_that_diverged_is_not_chosen(finished):
@@ -157,8 +157,11 @@ def test_finished_runs_are_skipped(finished, tokens):
 def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
     values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
-    values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "nowhere.jsonl")]
-    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*nowhere.jsonl: .* \(all output: .*/log.txt\)"
+    values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "texts.jsonl")]
+    with pytest.raises(DataError, match=r"texts.jsonl: no such file"):
+        open_study(write_study(tmp_path, values), tmp_path)
+    (tmp_path / "texts.jsonl").write_text("no JSON\n")
+    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*texts.jsonl .* \(all output: .*/log.txt\)"
     with pytest.raises(StudyError, match=said) as raised:
         run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
     assert raised.value.exit_code == 1

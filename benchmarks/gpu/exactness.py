@@ -1,0 +1,141 @@
+"""Parity with the base, its exact preservation, and the attention kernels, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.setting import BASES, STORIES, Row, Setting, small_methods, started
+from pipeline.config.method import FullFineTuning, ScaleMethod
+from pipeline.methods import method_for
+from pipeline.model.attention import (
+    Attend,
+    Documents,
+    MaskedAttention,
+    attend_causally,
+    attention_kernel,
+    document_mask,
+)
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import read_spec
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE
+
+# --- Parity and preservation -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_parity(setting: Setting) -> Iterator[Row]:
+    """The base as transformers runs it; at step 0 no method differs from the base; then its stream stays exact."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(512, (2, 96), generator=torch.Generator().manual_seed(0)).to(setting.device)
+    reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).to(setting.device)
+    theirs = reference(tokens).logits
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.5)):
+        name = str(dtype).removeprefix("torch.")
+        plain = started(FullFineTuning(name="fft"), setting, dtype)
+        base_logits = plain.logits(tokens)
+        difference = float((base_logits - theirs).abs().max())
+        what = f"{name}: logits of the base, against transformers in fp32"
+        yield Row(what, difference < tolerance, f"off by {difference:.2g}")
+        for variant, method in small_methods().items():
+            model = started(method, setting, dtype)
+            difference = float((model.logits(tokens) - base_logits).abs().max())
+            yield Row(f"{name}, {variant}: logits at step 0 less the base's", difference == 0, str(difference))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+            yield _preservation(f"{name}, {variant}", model, plain, tokens)
+            documents = Documents.of(torch.arange(96).div(40, rounding_mode="floor").expand(2, -1))
+            packed = documents.moved(lambda tensor: tensor.to(setting.device))
+            yield _preservation(f"{name}, {variant}, packed documents", model, plain, tokens, packed)
+    yield from _preservation_at_size(setting)
+
+
+def _preservation(name: str, model: Decoder, base: Decoder, tokens: Tensor, documents: Documents | None = None) -> Row:
+    """Whether a trained model keeps the base's stream and logits, bit for bit."""
+    batch = (tokens, None, documents)
+    expected = base.hidden_states(*batch).x, base.logits(*batch)
+    kept = model.hidden_states(*batch, path="preserved").x, model.logits(*batch, path="base")
+    moved = float((model.logits(*batch) - expected[1]).abs().max())
+    exact = all(torch.equal(own, wanted) for own, wanted in zip(kept, expected, strict=True))
+    largest = max(float((own - wanted).abs().max()) for own, wanted in zip(kept, expected, strict=True))
+    found = f"{'bit-equal' if exact else f'off by {largest:.2g}'} (what was added moves the logits by {moved:.2g})"
+    return Row(f"{name}: the base's stream and logits in a trained model", exact and moved > 0, found)
+
+
+def _preservation_at_size(setting: Setting) -> Iterator[Row]:
+    """The same at the sizes of a real base, where other matrix kernels run."""
+    spec = read_spec(BASES / ("llama-3.2-1b.json" if setting.on_gpu else "llama-1m.json"))
+    width = spec.widths.hidden_size // 8
+    method = ScaleMethod.model_validate(
+        {"name": "scale", "variant": "adapt", "l_fp": 3}
+        | {"expansion": {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 4}}
+    )
+    length = 2048 if setting.on_gpu else 64
+    tokens = torch.randint(spec.vocab_size, (1, length), device=setting.device)
+    for dtype in (torch.float32, torch.bfloat16):
+        with default_dtype(dtype), setting.device:
+            model, plain = method_for(method, Path(), 0).build(spec, SINGLE, "none"), Decoder(spec)
+        for parameter in model.parameters():
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+        own = dict(model.named_parameters())
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(own[name])
+        what = (
+            f"{str(dtype).removeprefix('torch.')}, adapt, {sum(own.numel() for own in plain.parameters()):,} parameters"
+        )
+        yield _preservation(what, model, plain, tokens)
+
+
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+def literal_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    """Attention as in a textbook, one head at a time; shapes as in `Attend`, ids: [B, S]."""
+    visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
+    heads = []
+    for head in range(query.shape[2]):
+        of_key = head * key.shape[2] // query.shape[2]
+        scores = query[:, :, head] @ key[:, :, of_key].mT / query.shape[-1] ** 0.5
+        heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value[:, :, of_key])
+    return torch.stack(heads, dim=2)
+
+
+def check_attention(setting: Setting) -> Iterator[Row]:
+    """Every kernel that the device may take, forward and gradient, against a literal one in fp64."""
+    length = 300 if setting.on_gpu else 48
+    layouts = {"one document": (length,), "ragged": (5, length // 2, length - length // 2 - 5), "single": (1,) * length}
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        for query_heads, key_heads, head_dim in ((4, 4, 64), (6, 2, 128)):
+            for layout, lengths in layouts.items():
+                ids = torch.cat([torch.full((own,), at) for at, own in enumerate(lengths)]).expand(2, -1)
+                documents = Documents.of(ids).moved(lambda tensor: tensor.to(setting.device))
+                kernels: list[Attend] = [attention_kernel(documents, setting.device, dtype, head_dim)]
+                if setting.on_gpu:
+                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype)))
+                if layout == "one document":
+                    kernels.append(attend_causally)
+                shapes = [(2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)]
+                heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
+                weights = torch.randn(shapes[0], device=setting.device)
+                exact = [own.detach().double().requires_grad_() for own in heads]
+                query, key, value = exact
+                expected = _with_gradients(literal_attention(query, key, value, documents.ids), weights, exact)
+                for kernel in kernels:
+                    found = _with_gradients(kernel(*heads), weights, heads)
+                    error = max(
+                        float((own - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+                        for own, wanted in zip(found, expected, strict=True)
+                    )
+                    name = getattr(kernel, "__name__", type(kernel).__name__)
+                    what = f"{name}, {str(dtype).removeprefix('torch.')}, {query_heads}/{key_heads} heads of {head_dim}"
+                    yield Row(f"{what}, {layout}: results and gradients", error < tolerance, f"{error:.1e}")
+
+
+def _with_gradients(result: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [result.detach(), *torch.autograd.grad((result * weights).sum(), inputs)]

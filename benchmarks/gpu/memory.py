@@ -1,0 +1,73 @@
+"""The memory of forward and backward passes at a real size, against the figures of the estimate."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu.runs import compared, write_config
+from benchmarks.gpu.setting import BASES, Row, Setting
+from pipeline.config.run import load_config
+from pipeline.methods import build_model
+from pipeline.methods.method import ActivationCheckpointing
+from pipeline.model.attention import Documents
+from pipeline.model.from_hf import read_spec
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.micro_batch import MicroBatch
+
+_GIB = 2**30
+
+
+def check_memory(setting: Setting) -> Iterator[Row]:
+    """What a micro-batch of each method takes in bf16, beyond the weights and without gradients that ZeRO keeps."""
+    spec = read_spec(BASES / ("llama-3.2-1b.json" if setting.on_gpu else "llama-1m.json"))
+    width, length = spec.widths.hidden_size // 8, 8192 if setting.on_gpu else 64
+    group = spec.widths.num_attention_heads // spec.widths.num_key_value_heads
+    expansion = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": group}
+    scale = {"name": "scale", "expansion": expansion}
+    cases: list[tuple[dict[str, object], ActivationCheckpointing]] = [
+        ({"name": "fft"}, "none"),
+        ({"name": "lora", "rank": width}, "none"),
+        ({**scale, "variant": "preserve"}, "none"),
+        ({**scale, "variant": "adapt", "l_fp": 3}, "none"),
+        ({**scale, "variant": "adapt", "l_fp": 3}, "all"),
+        ({**scale, "variant": "route", "l_fp": 3}, "none"),
+    ]
+    for method, checkpointing in cases:
+        name = f"{method.get('variant', method['name'])}, checkpointing {checkpointing}"
+        path = write_config(
+            setting,
+            "memory",
+            method=method,
+            data={"folder": "unread", "sequence_length": length, "corpora": {"text": {"input": ["unread"]}}},
+            schedule={"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-4},
+            activation_checkpointing=checkpointing,
+        )
+        config = load_config(path)
+        costs = MicroBatch(config, spec, 1, torch.bfloat16).costs(checkpointing)
+        estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
+        with default_dtype(torch.bfloat16), setting.device:
+            model = build_model(config, spec, SINGLE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        tokens = torch.randint(spec.vocab_size, (1, length))
+        documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(setting.device))
+        tokens, positions = tokens.to(setting.device), torch.arange(length, device=setting.device).unsqueeze(0)
+        measured = None
+        for _ in range(2):  # the first also sets up libraries
+            gc.collect()
+            if setting.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated() if setting.on_gpu else 0
+            model(tokens, tokens, positions, documents).total.backward()
+            if setting.on_gpu:
+                measured = (torch.cuda.max_memory_allocated() - held) / _GIB
+        yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, measured)
+        del model, parameter

@@ -1,0 +1,74 @@
+"""What all parts share: where they run, the rows that they return, and a small model of each variant."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pipeline.config.method import Method, ScaleMethod
+from pipeline.methods import method_for
+from pipeline.methods.scale import upscale
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE, TensorParallel
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ROOT / "data" / "models" / "stories260K"
+BASES = ROOT / "configs" / "bases"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the parts run: `cuda`, or `cpu` in a rehearsal; the folder that they write to; and a part's time."""
+
+    device_type: str
+    folder: Path
+    seconds: float
+
+    @property
+    def device(self) -> torch.device:
+        """The device of models and tensors."""
+        return torch.device(self.device_type)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is no rehearsal."""
+        return self.device_type == "cuda"
+
+
+class Row(NamedTuple):
+    """What a check found. `passed` is None where nothing is demanded, or nothing could be tried."""
+
+    check: str
+    passed: bool | None
+    found: str
+
+
+def small_methods() -> dict[str, ScaleMethod]:
+    """The variants, for stories260K."""
+    widths = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
+    values = {"name": "scale", "expansion": widths}
+    return {
+        "preserve": ScaleMethod.model_validate({**values, "variant": "preserve"}),
+        "adapt": ScaleMethod.model_validate({**values, "variant": "adapt", "l_fp": 3}),
+        "route": ScaleMethod.model_validate({**values, "variant": "route", "l_fp": 3}),
+    }
+
+
+def started(method: Method, setting: Setting, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Decoder:
+    """stories260K before the first step."""
+    base = open_base(STORIES)
+    with tempfile.TemporaryDirectory(dir=setting.folder) as temporary:
+        expansion = Path(temporary) / "expansion"
+        if isinstance(method, ScaleMethod):
+            upscale(method, base, expansion, seed=0)
+        training = method_for(method, expansion, seed=0)
+        with default_dtype(dtype):
+            model = training.build(base.spec, tp, "none")
+        training.load(model, base, tp)
+    return model.to(setting.device)

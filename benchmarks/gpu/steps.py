@@ -1,0 +1,46 @@
+"""The benchmark of training steps, one shape a part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu.runs import run
+from benchmarks.gpu.setting import Row, Setting
+from pipeline.sizing.flops import dense_tflops
+
+_H100_CLASS = 800.0
+"""Dense 16-bit TFLOP/s from which on the goals count."""
+_LAST_TURN_S, _TO_REPORT_S = 40.0, 5.0
+
+
+def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
+    """The speed and memory of every variant; whether the goals hold is judged on a GPU of the H100's class."""
+    output = setting.folder / f"gpu_step-{shape}.json"
+    options = ["--shape", shape, "--seconds", str(max(1.0, setting.seconds - _LAST_TURN_S)), "--json", str(output)]
+    if not setting.on_gpu:
+        options += ["--cpu", "--tiny", "--rounds", "1", "--steps", "1", "--threads", "1"]
+    output.unlink(missing_ok=True)
+    try:
+        run([sys.executable, "benchmarks/gpu_step.py", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
+    except subprocess.TimeoutExpired:
+        yield Row(f"{shape}: the last turn ends in time", False, "ended; the rows below are what it had found")
+        if not output.exists():
+            return
+    written = json.loads(output.read_text(encoding="utf-8"))
+    for row in written["rows"]:
+        found = row["outcome"]
+        if found == "measured":
+            found = (
+                f"{row['tokens_per_second']:,.0f} tokens/s, {row['tflops']:.1f} TFLOP/s, "
+                f"{row['peak_memory_gib']:.1f} GiB, {row['seconds_per_step']:.4f} s a step"
+            )
+        yield Row(f"{shape}, {row['variant']}", None, found)
+    counts = setting.on_gpu and (dense_tflops(torch.cuda.get_device_name()) or 0.0) >= _H100_CLASS
+    for goal in written["goals"]:
+        if goal["holds"] is not None:
+            yield Row(f"goal: {goal['goal']}", goal["holds"] if counts else None, f"{goal['measured']:,.4g}")

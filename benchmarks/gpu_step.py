@@ -1,0 +1,464 @@
+"""The cost of a training step: this project's methods against transformers and PEFT, on one GPU or on the CPU.
+
+    python benchmarks/gpu_step.py --json benchmarks/out/gpu_step.json
+    python benchmarks/gpu_step.py --cpu
+
+All models have random weights and train on the same tokens, without activation checkpointing, with the loss and
+fused AdamW; 16-bit weights have fp32 masters, as under DeepSpeed. Left out: gradient accumulation and clipping, data
+loading, and messages. The variants take turns in one process, so that load on the machine affects all of them alike;
+who waits holds no memory. Widths are in the paper's proportions: hidden size, FFN and heads grow by an eighth, and
+the rank of LoRA is an eighth of the hidden size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import command_line
+from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.errors import ConfigError
+from pipeline.files import write_json
+from pipeline.methods import method_for
+from pipeline.model.attention import Documents
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import read_spec
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.flops import count_flops
+
+_ROOT = Path(__file__).resolve().parent.parent
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A base, by its config.json, and a batch of it. W12 is in the layers from `l_fp` on."""
+
+    architecture: Path
+    batch_size: int
+    sequence_length: int
+    l_fp: int
+
+
+_BASES = _ROOT / "configs" / "bases"
+SHAPES = {
+    "1b-8192": Shape(_BASES / "llama-3.2-1b.json", 2, 8192, 3),
+    "1b-4096": Shape(_BASES / "llama-3.2-1b.json", 4, 4096, 3),
+    "8b-4096": Shape(_BASES / "llama-3.1-8b.json", 1, 4096, 6),
+    "102m": Shape(_BASES / "llama-102m.json", 4, 256, 6),
+}
+ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m",)
+TINY = Shape(_ROOT / "data" / "models" / "stories260K" / "config.json", 1, 16, 2)
+OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
+THEIRS = ("transformers_fft", "peft_lora")
+
+
+class Variant(NamedTuple):
+    """A method, with or without compiled layers, and (theirs) with or without the kernels of Liger."""
+
+    method: str
+    compiled: bool = False
+    liger: bool = False
+
+    def __str__(self) -> str:
+        return self.method + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
+
+
+def all_variants(*, compiled: bool) -> list[Variant]:
+    """Those that can run here; the ones that take long to compile come last."""
+    variants = [Variant(method) for method in (*OURS, *THEIRS)]
+    if importlib.util.find_spec("liger_kernel") is not None:
+        variants += [Variant(method, liger=True) for method in THEIRS]
+    if compiled:
+        variants += [
+            Variant(method, compiled=True) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
+        ]
+    return variants
+
+
+def our_model(method: str, spec: DecoderSpec, l_fp: int) -> Decoder:
+    """This project's model for `method`, its parameters unset."""
+    widths = spec.widths
+    group = widths.num_attention_heads // widths.num_key_value_heads  # heads grow by whole groups
+    expansion = ExpansionWidths(
+        hidden_size=widths.hidden_size // 8,
+        intermediate_size=widths.intermediate_size // 8,
+        num_attention_heads=max(widths.num_attention_heads // 8, group),
+    )
+    settings: dict[str, Method] = {
+        "fft": FullFineTuning(name="fft"),
+        "lora": Lora(name="lora", rank=widths.hidden_size // 8),
+        "llama_pro": LlamaPro(name="llama_pro", added_layers=max(1, spec.num_layers // 4)),
+        "preserve": ScaleMethod(name="scale", variant="preserve", expansion=expansion),
+        "adapt": ScaleMethod(name="scale", variant="adapt", expansion=expansion, l_fp=l_fp),
+        "route": ScaleMethod(name="scale", variant="route", expansion=expansion, l_fp=l_fp),
+    }
+    return method_for(settings[method], Path(), seed=0).build(spec, SINGLE, "none")
+
+
+def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Module:
+    """The model of transformers, with PEFT's adapters on every linear map for `peft_lora`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    config = AutoConfig.from_pretrained(shape.architecture, local_files_only=True, trust_remote_code=False)
+    config.use_cache = False
+    attention = "flash_attention_2" if has_flash else "sdpa"
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=torch.get_default_dtype(), attn_implementation=attention
+    )
+    if variant.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    layers = model.get_submodule("model.layers")
+    if variant.method == "peft_lora":
+        from peft import LoraConfig, get_peft_model
+
+        rank = config.hidden_size // 8
+        adapters = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    if variant.compiled:
+        for layer in layers.children():
+            layer.compile(backend=compiler(device))
+    return model
+
+
+def compiler(device: torch.device) -> str:
+    """The backend of torch.compile: on a CPU, where only its use is tried, one that generates no code."""
+    return "inductor" if device.type == "cuda" else "eager"
+
+
+class Cost(NamedTuple):
+    """Of one step. On a shared machine processor seconds (over all threads) say more than elapsed ones."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+class Training:
+    """One variant's model, optimizer and batch. Between `turn`s it holds no memory, but keeps what was compiled."""
+
+    def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        theirs = variant.method in THEIRS
+        with device, default_dtype(dtype):
+            if theirs:
+                self.model = their_model(variant, shape, device)
+            else:
+                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp)
+                if variant.compiled:
+                    ours.compile_layers(compiler(device))
+                self.model = ours
+        vocabulary = read_spec(shape.architecture).vocab_size
+        tokens = torch.randint(vocabulary, (shape.batch_size, shape.sequence_length))
+        # A document a row: the work is that of transformers, by the kernel for packed documents.
+        documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(device))
+        tokens = tokens.to(device)
+
+        def loss() -> Tensor:
+            if theirs:
+                value: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+                return value
+            total: Tensor = self.model(tokens, tokens, None, documents).total
+            return total / tokens.numel()
+
+        self._loss = loss
+        self._sizes = [parameter.untyped_storage().nbytes() for parameter in self.model.parameters()]
+        self._release()
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that train."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def turn(self, steps: int) -> list[Cost]:
+        """The costs of `steps` steps, after one that is not measured."""
+        try:
+            step = self._prepare()
+            return [step() for _ in range(1 + steps)][1:]
+        finally:
+            self._release()
+
+    @torch.no_grad()
+    def _prepare(self) -> Callable[[], Cost]:
+        """Gives the parameters memory and random values. Returns a function that makes a step."""
+        for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
+            parameter.untyped_storage().resize_(size)
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)  # a norm's gain
+            else:
+                parameter.normal_(std=0.02)
+        masters = [own if own.dtype == torch.float32 else own.detach().float() for own in self.trained]
+        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+        def update() -> None:
+            for own, master in zip(self.trained, masters, strict=True):
+                assert own.grad is not None
+                gradient, own.grad = own.grad, None
+                master.grad = gradient.to(master.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+            if masters[0] is not self.trained[0]:
+                torch._foreach_copy_(self.trained, masters)
+
+        def step() -> Cost:
+            synchronize(self.device)
+            started, cpu_started = time.perf_counter(), time.process_time()
+            with torch.enable_grad():
+                self._loss().backward()
+            with torch.no_grad():
+                update()
+            synchronize(self.device)
+            return Cost(time.perf_counter() - started, time.process_time() - cpu_started)
+
+        return step
+
+    def _release(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            parameter.untyped_storage().resize_(0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Peak:
+    """The most memory that is taken from here on, beyond what is held already."""
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            self._held = torch.cuda.memory_allocated(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak
+            self._held = _resident("VmRSS")
+
+    def gib(self) -> float:
+        """In GiB."""
+        most = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _resident("VmHWM")
+        return (most - self._held) / _GIB
+
+
+def _resident(figure: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{figure}:"))
+
+
+@cache
+def flops_per_token(method: str, shape: Shape) -> float:
+    """Of one of our methods: frozen parts count as computed, and of the pairs of tokens those that are not hidden."""
+    with torch.device("meta"):
+        model = our_model(method, read_spec(shape.architecture), shape.l_fp)
+        flops = count_flops(model, shape.sequence_length)
+    return flops.matrix + flops.attention / 2
+
+
+class Measured:
+    """What the turns of a variant showed; a variant that does not fit into the memory gets no more turns."""
+
+    def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
+        self.costs: list[Cost] = []
+        self.peak_gib = 0.0
+        self.fits = True
+        self.trained_parameters: int | None = None
+        self._training: Training | None = None
+
+    def turn(self, steps: int) -> None:
+        """Measures `steps` steps."""
+        peak = Peak(self.device)
+        try:
+            if self._training is None:
+                self._training = Training(self.variant, self.shape, self.device, self.dtype)
+                self.trained_parameters = sum(own.numel() for own in self._training.trained)
+            self.costs += self._training.turn(steps)
+        except torch.OutOfMemoryError:
+            self.fits = False
+            self._training = None
+        self.peak_gib = max(self.peak_gib, peak.gib())
+
+    def row(self) -> dict[str, Any]:
+        """The figures; TFLOP/s are of the work that is really done."""
+        outcome = "measured" if self.fits and self.costs else "no time left" if self.fits else "out of memory"
+        row: dict[str, Any] = {"variant": str(self.variant), "outcome": outcome}
+        if outcome != "measured":
+            return row
+        counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(self.variant.method, self.variant.method)
+        seconds = statistics.median(cost.seconds for cost in self.costs)
+        rate = self.shape.batch_size * self.shape.sequence_length / seconds
+        per_token = flops_per_token(counted, self.shape)
+        return row | {
+            "tokens_per_second": rate,
+            "tflops": per_token * rate / 1e12,
+            "peak_memory_gib": self.peak_gib,
+            "seconds_per_step": seconds,
+            "seconds_min": min(cost.seconds for cost in self.costs),
+            "seconds_max": max(cost.seconds for cost in self.costs),
+            "cpu_seconds_per_step": statistics.median(cost.cpu_seconds for cost in self.costs),
+            "flops_per_token": per_token,
+            "trained_parameters": self.trained_parameters,
+        }
+
+
+def measure(
+    shape: Shape,
+    variants: Sequence[Variant],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    rounds: int,
+    steps: int,
+    seconds: float,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """One row per variant: the median over `rounds` turns of `steps` steps. After `seconds` no other turn begins.
+
+    `keep` gets the rows so far after every turn.
+    """
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    deadline = time.monotonic() + seconds
+    measured = [Measured(variant, shape, device, dtype) for variant in variants]
+    for _ in range(rounds):
+        for own in measured:
+            if own.fits and time.monotonic() < deadline:
+                own.turn(steps)
+                keep(_rows(measured))
+    return _rows(measured)
+
+
+def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    rows = [own.row() for own in measured]
+    for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
+        reference = next((row.get("seconds_per_step") for row in rows if row["variant"] == of), None)
+        for row in rows:
+            if reference and "seconds_per_step" in row:
+                row[name] = row["seconds_per_step"] / reference
+    return rows
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the methods should reach on a GPU of the H100's class; each side by its fastest variant."""
+
+    def fastest(shape: str, method: str) -> float | None:
+        """In tokens/s."""
+        own = [row for row in rows if row["shape"] == shape and row["variant"].split(" ")[0] == method]
+        return max((row["tokens_per_second"] for row in own if row["outcome"] == "measured"), default=None)
+
+    def ratio(shape: str, other: str) -> float | None:
+        ours, others = fastest(shape, "preserve"), fastest(shape, other)
+        return others / ours if ours and others else None
+
+    found = [
+        ("1b-8192: tokens/s of Adapt", fastest("1b-8192", "adapt"), "at least", 65_000.0),
+        ("8b-4096: tokens/s of Preserve", fastest("8b-4096", "preserve"), "at least", 19_000.0),
+    ]
+    for shape in ON_A_GPU:
+        found += [
+            (f"{shape}: step of Preserve over full fine-tuning", ratio(shape, "fft"), "at most", 0.45),
+            (f"{shape}: step of Preserve over PEFT's LoRA", ratio(shape, "peft_lora"), "at most", 0.60),
+        ]
+    return [
+        {
+            "goal": f"{goal} {direction} {bound:,g}",
+            "measured": value,
+            "holds": None if value is None else (value >= bound if direction == "at least" else value <= bound),
+        }
+        for goal, value, direction, bound in found
+    ]
+
+
+_COLUMNS = {
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "TFLOP/s": ("tflops", ".2f"),
+    "GiB": ("peak_memory_gib", ".2f"),
+    "s/step": ("seconds_per_step", ".4f"),
+    "min": ("seconds_min", ".4f"),
+    "max": ("seconds_max", ".4f"),
+    "cpu s": ("cpu_seconds_per_step", ".3f"),
+    "x FFT": ("ratio_to_fft", ".2f"),
+    "x PEFT": ("ratio_to_peft_lora", ".2f"),
+    "trained": ("trained_parameters", ",d"),
+}
+
+
+def print_table(shape: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the rows of one shape as a table."""
+    print(f"{shape:<26}" + "".join(f"{title:>13}" for title in _COLUMNS))
+    for row in rows:
+        figures = [f"{row[name]:{form}}" if name in row else "-" for name, form in _COLUMNS.values()]
+        end = "".join(f"{figure:>13}" for figure in figures) if row["outcome"] == "measured" else f"  {row['outcome']}"
+        print(f"{row['variant']:<26}{end}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU, in fp32, without compiled layers")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes in place of the large ones: tries every row")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: all of the device")
+    parser.add_argument("--variant", nargs="+", metavar="NAME", help='as the table names them: "adapt + compile"')
+    parser.add_argument("--rounds", type=command_line.positive, default=3, help="turns of each variant; default 3")
+    parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
+    parser.add_argument("--threads", type=command_line.positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path, help="where to write the rows and goals, after every turn")
+    arguments = parser.parse_args()
+    if not arguments.cpu and not torch.cuda.is_available():
+        raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
+    torch.set_num_threads(arguments.threads)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    device = torch.device("cpu" if arguments.cpu else "cuda")
+    dtype = torch.float32 if arguments.cpu else torch.bfloat16
+    names = arguments.shape or (ON_A_CPU if arguments.cpu and not arguments.tiny else ON_A_GPU)
+    variants = all_variants(compiled=arguments.tiny or not arguments.cpu or bool(arguments.variant))
+    if unknown := sorted(set(arguments.variant or ()) - {str(variant) for variant in variants}):
+        raise ConfigError(f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}")
+    wanted = [variant for variant in variants if not arguments.variant or str(variant) in arguments.variant]
+    limits = {"rounds": arguments.rounds, "steps": arguments.steps, "seconds": arguments.seconds}
+    about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
+    rows: list[dict[str, Any]] = []
+
+    def reached() -> list[dict[str, Any]]:
+        return goals([] if arguments.tiny or arguments.cpu else rows)  # tiny shapes say nothing about them
+
+    def keep(own: list[dict[str, Any]]) -> None:
+        rows[:] = [row for row in rows if row["shape"] != name] + [{"shape": name, **row} for row in own]
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows, "goals": reached()})
+
+    for name in names:
+        shape = TINY if arguments.tiny else SHAPES[name]
+        own = measure(shape, wanted, device, dtype, **limits, keep=keep)
+        print_table(name, own)
+        keep(own)
+    for goal in reached():
+        verdict = {True: "holds", False: "MISSED", None: "not measured"}[goal["holds"]]
+        value = "" if goal["measured"] is None else f" ({goal['measured']:,.4g})"
+        print(f"{goal['goal']}: {verdict}{value}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,73 @@
+"""The check of a machine with a GPU, rehearsed: its parts, its limits, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.runs import compared, write_config
+from benchmarks.gpu.setting import Setting
+from pipeline.config.run import load_config
+from pipeline.errors import ConfigError
+from tools import gpu_check
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rows_of(part, folder):
+    return {row.check: row for row in PARTS[part](Setting("cpu", folder, 60.0))}
+
+
+def test_the_tool_knows_every_part():
+    assert list(PARTS) == list(gpu_check.PARTS)
+
+
+@pytest.mark.parametrize("part", ["parity", "attention"])
+def test_exactness_holds_on_the_cpu(part, tmp_path):
+    rows = rows_of(part, tmp_path)
+    assert len(rows) >= 16
+    assert [row for row in rows.values() if row.passed is not True] == []
+
+
+def test_a_benchmark_that_takes_too_long_is_a_fault(tmp_path):
+    rows = list(PARTS["step-1b-8192"](Setting("cpu", tmp_path, 5.2)))
+    assert [row.passed for row in rows] == [False] and "in time" in rows[0].check
+
+
+def test_an_estimate_that_is_off_is_a_fault():
+    assert compared("", 1.05, 1.0).passed is True and compared("", 0.95, 1.0).passed is True
+    assert compared("", 1.2, 1.0).passed is False and compared("", 0.8, 1.0).passed is False
+    assert compared("", 1.0, None).passed is None
+
+
+def test_the_configurations_are_valid(tmp_path):
+    assert load_config(write_config(Setting("cpu", tmp_path, 60.0), "small")).schedule.steps == 4
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
+    return gpu_check.main()
+
+
+def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path, monkeypatch, capsys):
+    assert call(monkeypatch, "--cpu", "--only", "attention", "--part-seconds", "0.5", "--output", str(tmp_path)) == 1
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [row["check"] for row in written["rows"]] == ["ends in time"] and written["about"]["torch"]
+    assert "| attention | ends in time | FAILED |" in (tmp_path / "results.md").read_text()
+    assert "1 of 1 parts rehearsed: 0 checks passed, 1 failed" in capsys.readouterr().out
+
+
+def test_parts_beyond_the_time_of_all_are_skipped(tmp_path, monkeypatch):
+    assert call(monkeypatch, "--cpu", "--minutes", "0", "--output", str(tmp_path)) == 1
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["part"] for row in rows] == list(PARTS) and all("no time left" in row["found"] for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_names_the_rehearsal(monkeypatch):
+    with pytest.raises(ConfigError, match=r"no GPU.*--cpu"):
+        call(monkeypatch)

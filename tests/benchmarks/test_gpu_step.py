@@ -1,0 +1,76 @@
+"""The benchmark of a training step runs at its smallest size, and counts what it should."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks import gpu_step
+from benchmarks.gpu_step import TINY, Measured, Training, Variant
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "rows.json"
+    arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", "1", "--rounds", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", *arguments, "--json", str(output)])
+    gpu_step.main()
+    written = json.loads(output.read_text())
+    rows = {row["variant"]: row for row in written["rows"]}
+    assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
+    assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
+    assert all(row["outcome"] == "measured" and row["tokens_per_second"] > 0 for row in rows.values())
+    assert rows["fft"]["ratio_to_fft"] == rows["peft_lora"]["ratio_to_peft_lora"] == 1
+    assert rows["preserve"]["flops_per_token"] < rows["adapt"]["flops_per_token"] < rows["fft"]["flops_per_token"]
+    assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]
+    assert rows["fft"]["trained_parameters"] == rows["transformers_fft"]["trained_parameters"]
+    assert {goal["holds"] for goal in written["goals"]} == {None}, "tiny shapes say nothing about the goals"
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + len(rows) + len(written["goals"])
+
+
+@pytest.mark.parametrize("variant", [Variant("adapt"), Variant("peft_lora")], ids=str)
+def test_a_turn_trains_16_bit_weights_and_then_holds_no_memory(variant):
+    training = Training(variant, TINY, CPU, torch.bfloat16)
+    assert {parameter.dtype for parameter in training.model.parameters()} == {torch.bfloat16}
+    step = training._prepare()
+    before = [parameter.clone() for parameter in training.model.parameters()]
+    step()
+    for own, old in zip(training.model.parameters(), before, strict=True):
+        assert own.requires_grad or torch.equal(own, old)
+    assert any(not torch.equal(own, old) for own, old in zip(training.model.parameters(), before, strict=True))
+    training._release()
+    assert sum(parameter.untyped_storage().nbytes() for parameter in training.model.parameters()) == 0
+    assert len(training.turn(2)) == 2
+
+
+def test_a_variant_that_does_not_fit_is_a_row(monkeypatch):
+    def refuse(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Training, "turn", refuse)
+    rows = gpu_step.measure(TINY, [Variant("fft")], CPU, torch.float32, rounds=2, steps=1, seconds=60)
+    assert [row["outcome"] for row in rows] == ["out of memory"]
+    assert Measured(Variant("fft"), TINY, CPU, torch.float32).row()["outcome"] == "no time left"
+
+
+def test_goals_compare_the_fastest_of_each_side():
+    rows = [
+        {"shape": "1b-8192", "variant": name, "outcome": "measured", "tokens_per_second": rate}
+        for name, rate in (("fft", 30e3), ("fft + compile", 36e3), ("preserve", 70e3), ("adapt + compile", 66e3))
+    ]
+    found = [(goal["measured"], goal["holds"]) for goal in gpu_step.goals(rows)][:4]
+    assert found == [(66e3, True), (None, None), (36 / 70, False), (None, None)]
+
+
+def test_peaks_are_counted_anew():
+    first = gpu_step.Peak(CPU)
+    held = torch.ones(2**26)
+    assert 0.2 < first.gib() < 0.3
+    del held
+    assert gpu_step.Peak(CPU).gib() < 0.1

@@ -1,0 +1,173 @@
+"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how fast it is.
+
+    python tools/gpu_check.py
+    python tools/gpu_check.py --only parity attention
+    python tools/gpu_check.py --cpu
+
+Each part runs in processes of its own, which end at its time limit. Results are written after every row, as JSON and
+as a Markdown table. --cpu rehearses all parts with tiny shapes. Exits with 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import command_line
+from pipeline.errors import ConfigError
+from pipeline.files import write_json, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = {
+    "parity": "the base as transformers runs it, and its exact preservation",
+    "attention": "every attention kernel against a literal one",
+    "deepspeed": "ZeRO-1, 2 and 3, saving and resuming, two ranks",
+    "memory": "measured against estimated",
+    "step-1b-8192": "the speed of steps",
+    "step-1b-4096": "the same",
+    "step-8b-4096": "the same",
+    "run": "a run of 50 steps",
+    "demo": "the demo, end to end",
+}
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
+OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
+_GRACE_S = 10.0
+
+
+class Results:
+    """The rows so far, written to `results.json` and `results.md` after each."""
+
+    def __init__(self, folder: Path, device: str, *, rehearsal: bool) -> None:
+        self.folder = folder
+        self.about = {"device": device, "machine": platform.platform(), "python": platform.python_version()}
+        for package in PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                self.about[package] = importlib.metadata.version(package)
+        self.rehearsal = rehearsal
+        self.rows: list[dict[str, Any]] = []
+        self.seconds: dict[str, float] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        """Adds a row, and prints it."""
+        self.rows.append({"part": part, **row})
+        print(f"{part:<14}{OUTCOMES[row['passed']]:<8}{row['check']}: {row['found']}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes both files."""
+        values = {"about": self.about, "rehearsal": self.rehearsal, "rows": self.rows, "seconds": self.seconds}
+        write_json(self.folder / "results.json", values)
+        kind = "A rehearsal on the CPU, with tiny shapes" if self.rehearsal else "Measured"
+        lines = [f"{kind}: {', '.join(f'{name} {value}' for name, value in self.about.items())}.", ""]
+        lines += ["| part | check | outcome | found |", "|---|---|---|---|"]
+        for row in self.rows:
+            cells = (row["part"], row["check"], OUTCOMES[row["passed"]], row["found"])
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        write_text(self.folder / "results.md", "\n".join(lines) + "\n")
+
+
+def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[dict[str, Any]]:
+    """The rows of a part, as they come; one more if it fails or has to be ended."""
+    command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--folder", str(folder)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": device}
+    log = folder / f"{part}.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [*command, "--seconds", str(seconds)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        _end(process)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+    if ended.is_set():
+        yield {"check": "ends in time", "passed": False, "found": f"ended after {seconds:.0f} s; see {log}"}
+    elif code:
+        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
+        yield {"check": "ends well", "passed": False, "found": f"exit code {code}: {''.join(last)[:400]}; see {log}"}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the processes of a part: the demo's stages are told by their script, which has to live for that."""
+    for number, grace in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline:
+            process.poll()
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
+    parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu")
+    parser.add_argument("--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of all parts; default 25")
+    arguments = parser.parse_args()
+    if not arguments.cpu and not torch.cuda.is_available():
+        raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
+    name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
+    folder = arguments.output.resolve()
+    results = Results(folder, name, rehearsal=arguments.cpu)
+    limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    wanted = [part for part in PARTS if not arguments.only or part in arguments.only]
+    for part in wanted:
+        started = time.monotonic()
+        left = min(limit, deadline - started)
+        if left <= 0:
+            results.add(part, {"check": PARTS[part], "passed": None, "found": "skipped: no time left"})
+            continue
+        for row in run_part(part, "cpu" if arguments.cpu else "cuda", folder, left):
+            results.add(part, row)
+        results.seconds[part] = round(time.monotonic() - started, 1)
+        results.write()
+    failed = sum(row["passed"] is False for row in results.rows)
+    passed = sum(row["passed"] is True for row in results.rows)
+    done = f"{len(results.seconds)} of {len(wanted)} parts {'rehearsed' if arguments.cpu else 'run'}"
+    print(f"{done}: {passed} checks passed, {failed} failed; wrote {folder / 'results.md'}")
+    return 1 if failed or len(results.seconds) < len(wanted) else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

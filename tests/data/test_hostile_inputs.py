@@ -244,7 +244,7 @@ def test_a_deep_value_in_place_of_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content["model"]["vocab"].update(a=2**32 - 1), "expected ids below"),
+        (lambda content: content["model"]["vocab"].update(a=2**32 - 1), "expected ids from 0 to"),
         (lambda content: content.update(post_processor={"type": "TemplateProcessing"}), "cannot read this tokenizer"),
         (lambda content: content.update(model=[]), "cannot read this tokenizer"),
     ],

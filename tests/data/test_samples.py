@@ -178,7 +178,7 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path: Path):
     tokenize(tmp_path / "b", write_jsonl(tmp_path / "b.jsonl", documents(6)))
     for suffix in ("bin", "idx"):
         (tmp_path / "b" / f"00000-000000.{suffix}").replace(tmp_path / "a" / f"00000-000000.{suffix}")
-    with pytest.raises(DataError, match=r"(bin: expected 1200 bytes, found 1492|idx: expected 142 bytes, found 162); copy"):
+    with pytest.raises(DataError, match=r"(bin: expected 1200 bytes, found 1492|idx: expected 142 bytes, found 162);"):
         TokenCorpus(tmp_path / "a").check()
     forget_hashes(tmp_path / "a")
     with pytest.raises(DataError, match=r"expected 5 documents of 600 tokens .* as in the manifest, found 6 of 746"):

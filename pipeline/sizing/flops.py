@@ -7,11 +7,12 @@ gradients count for what they really cost under every method, without a formula 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
@@ -22,6 +23,22 @@ from pipeline.sizing.meta_tensors import KnownSizes
 from pipeline.sizing.micro_batch import shorten
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:  # noqa: ANN401
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  # noqa: ANN401
+    """Two products for each of the forward pass; what a fused kernel computes again does not count."""
+    return 2 * _attention_flops(*shapes)
+
+
+# The kernel that pipeline.model.attention takes on the meta device, which torch does not count.
+_COUNTED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,7 @@ def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int = 0) -> Fl
     times = Counter(shorten(meta_model))
     every_chunk = output.chunks
     output.chunks = _one_chunk_of_each_loss  # type: ignore[method-assign]  # as many FLOPs, in fewer operations
-    with KnownSizes(), FlopCounterMode(display=False) as counter:
+    with KnownSizes(), FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
         total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
         if torch.is_grad_enabled():
             total_loss.backward()

@@ -226,6 +226,11 @@ class ExpansionFolder:
                     digest = file_hash(file)
             except (FileNotFoundError, SafetensorError):
                 digest = None
+            except OSError as error:
+                if error.errno is not None:
+                    raise
+                # safetensors cannot map the file, as those of /proc.
+                digest = None
             if digest != self.manifest["hashes"][name]:
                 raise CheckpointError(
                     f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"

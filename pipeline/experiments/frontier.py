@@ -109,9 +109,9 @@ def frontier_rows(runs: StudyRuns) -> list[FrontierRow]:
         if not rows:
             rows.append(_base_row(config, _perplexities(outcome.before)))
         rows.append(_row(config, trial, label, cost, _perplexities(outcome.after)))
-        for share in runs.study.methods[trial.method].averages:
-            averaged = _row(config, trial, f"{label}, averaged: {share:g}", cost, averaged_perplexities(config, share))
-            rows.append(averaged)
+        if shares := runs.study.methods[trial.method].averages:
+            for share, averaged in zip(shares, averaged_perplexities(config, shares), strict=True):
+                rows.append(_row(config, trial, f"{label}, averaged: {share:g}", cost, averaged))
         if config.gate is not None:
             heldout = open_record(config.folder / GATE_FOLDER).heldout
             gated = {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
@@ -160,8 +160,8 @@ class AveragedModel(TrainedModel):
         return torch.lerp(base, self.reader.read(name), self.share) if name in self.trained else base
 
 
-def averaged_perplexities(config: RunConfig, share: float) -> dict[str, float]:
-    """The held-out perplexities, by corpus, of a finished run's weights averaged with its base's.
+def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[dict[str, float]]:
+    """The held-out perplexities, by corpus, of a finished run's weights averaged with its base's, for each share.
 
     Raises:
         CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
@@ -169,7 +169,7 @@ def averaged_perplexities(config: RunConfig, share: float) -> dict[str, float]:
     trained = open_trained(newest_checkpoint(config), config.base)
     own = {field.name: getattr(trained, field.name) for field in fields(trained)}
     heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.base).fingerprint)
-    return heldout_perplexities(AveragedModel(**own, share=share), heldout, config)
+    return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
 
 
 def relative_cost(config: RunConfig) -> Cost:

@@ -80,8 +80,8 @@ def test_averages_lie_between_the_base_and_the_fine_tuned_model(tmp_path):
     config = load_config(path)
     before, *_, after = read_validations(read_metrics(config.folder / METRICS), config.folder / METRICS)
     # Other sums than training's validation, in fp32.
-    for share, figures in ((0.0, before.figures), (1.0, after.figures)):
+    none, half, whole = averaged_perplexities(config, [0.0, 0.5, 1.0])
+    for found, figures in ((none, before.figures), (whole, after.figures)):
         expected = {name: own["perplexity"] for name, own in figures.items()}
-        assert averaged_perplexities(config, share) == pytest.approx(expected, rel=1e-4)
-    half = averaged_perplexities(config, 0.5)
+        assert found == pytest.approx(expected, rel=1e-4)
     assert after.figures["korean"]["perplexity"] < half["korean"] < before.figures["korean"]["perplexity"]

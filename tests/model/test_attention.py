@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu.exactness import literal_attention
 from pipeline.config.method import FullFineTuning
 from pipeline.methods import method_for
 from pipeline.model.attention import (
@@ -79,17 +80,6 @@ def results(attend, inputs):
     return heads, *torch.autograd.grad((heads * weights).sum(), inputs)
 
 
-def literal(query, key, value, ids):
-    """Attention as in a textbook, one head at a time."""
-    visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
-    heads = []
-    for head in range(query.shape[2]):
-        of_key = head * key.shape[2] // query.shape[2]
-        scores = query[:, :, head] @ key[:, :, of_key].mT / query.shape[-1] ** 0.5
-        heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value[:, :, of_key])
-    return torch.stack(heads, dim=2)
-
-
 @pytest.fixture
 def varlen_on_the_cpu():
     """A kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself.
@@ -142,7 +132,7 @@ def varlen_on_the_cpu():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_agree(layout, heads, varlen_on_the_cpu):
     documents, inputs = documents_of(LAYOUTS[layout]), heads_of(*HEADS[heads])
-    expected = results(lambda *heads: literal(*heads, documents.ids), inputs)
+    expected = results(lambda *heads: literal_attention(*heads, documents.ids), inputs)
     kernels = {
         "masked": attention_kernel(documents, CPU, torch.float32, HEADS[heads][2]),
         "varlen": VarlenAttention(documents.starts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from itertools import count
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import UserError
-from pipeline.files import file_hash, is_plain_name, published_folder
+from pipeline.files import file_hash, in_threads, is_plain_name, published_folder
 from tests.hostile import replace_by
 from tests.kills import outlives
 
@@ -68,3 +69,17 @@ def test_only_a_regular_file_has_a_hash(tmp_path: Path, kind: str):
     replace_by(kind, tmp_path / "x")
     with pytest.raises(UserError, match="expected a regular file"):
         file_hash(tmp_path / "x")
+
+
+def test_in_threads_keeps_the_order_and_stops_at_an_error():
+    assert list(in_threads(lambda number: number**2, range(50))) == [number**2 for number in range(50)]
+    begun = []
+
+    def fail_at_first(number):
+        begun.append(number)
+        time.sleep(0.01)
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        list(in_threads(fail_at_first, range(1000)))
+    assert len(begun) < 1000

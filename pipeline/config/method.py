@@ -100,3 +100,11 @@ class LlamaPro(Section):
 
 
 Method = Annotated[Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")]
+
+
+_TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}
+
+
+def title_of(name: str) -> str:
+    """A method, or a variant of SCALE, as tables and pictures name it."""
+    return _TITLES.get(name) or f"SCALE-{name.capitalize()}"

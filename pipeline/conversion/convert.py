@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,13 @@ from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
 from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.files import file_hash, published_folder, write_json
+from pipeline.files import file_hash, in_threads, published_folder, write_json
 from pipeline.methods.scale import origin_of
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.untrusted_files import read_object
 
-_HASHING_THREADS = 8
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
@@ -113,9 +111,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     if any(all(made.get(key) == value for key, value in request.items()) for made in found):
         return False
     _check_output(conversion, found)
-    check = partial(check_file, model.manifest, conversion.checkpoint)
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:  # hundreds of GB; hashing leaves the lock of Python
-        list(pool.map(check, model.manifest.files))
+    for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
+        pass
     record = {
         **request,
         "checkpoint": str(model.checkpoint),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import random
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
-from pipeline.files import is_plain_name
+from pipeline.files import in_threads, is_plain_name
 from pipeline.log import progress_bar
 from pipeline.own_records import read_record, write_record
 
@@ -28,7 +27,6 @@ FORMAT_1 = "scale-cpt token corpus 1"
 SAMPLED_BLOCKS = 256
 """How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
 _MAX_OPEN_SHARDS = 64
-_CHECKING_THREADS = 8
 
 
 class _Strict(BaseModel):
@@ -262,17 +260,9 @@ class TokenCorpus:
             if drawn.get(number):
                 check_file(shard.bin_path, bins[number], self._advice, blocks=drawn[number])
 
-        # In threads: opening files of a network file system is waiting, and hashing leaves the lock of Python.
-        with (
-            ThreadPoolExecutor(_CHECKING_THREADS) as pool,
-            progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar,
-        ):
-            try:
-                for _ in pool.map(check_shard, numbers):
-                    bar.update(1)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar:
+            for _ in in_threads(check_shard, numbers):
+                bar.update(1)
         self._checked.update(numbers)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:

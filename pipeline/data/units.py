@@ -10,7 +10,6 @@ import glob
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipeline.data.json_arrays import array_records, begins_array
 from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.text_files import Stream, line_records, open_stream, text_length
 from pipeline.errors import DataError
+from pipeline.files import in_threads
 
 Kind = Literal["jsonl", "json_array", "text", "parquet", "arrow"]
 
@@ -29,7 +29,6 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-_OPENING_THREADS = 8
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
 
@@ -58,8 +57,7 @@ def input_files(inputs: Sequence[str]) -> dict[Path, int]:
         DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
     """
     files = named_files(inputs)
-    with ThreadPoolExecutor(_OPENING_THREADS) as pool:  # of a network file system, opening a file is waiting
-        sizes = dict(zip(files, pool.map(input_size, files), strict=True))
+    sizes = dict(zip(files, in_threads(input_size, files), strict=True))
     if empty := next((file for file, size in sizes.items() if size == 0), None):
         raise DataError(f"{empty}: is empty; leave it out or put documents in it")
     return sizes

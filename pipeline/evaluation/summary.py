@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import heldout_corpora
@@ -35,7 +35,6 @@ _FROM_TRAINING = (
     "checkpoint",
     "tensorboard",
 )
-_METHOD_NAMES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}
 
 Scores = Mapping[str, Score]
 """By the corpus's name."""
@@ -137,7 +136,7 @@ class RunSummary:
     def as_text(self) -> str:
         """The table, and where the results are."""
         method = self.config.method
-        name = f"SCALE-{method.variant.capitalize()}" if isinstance(method, ScaleMethod) else _METHOD_NAMES[method.name]
+        name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
         rows = [self._row("base", None, self.before), self._row(name, self.run, self.after)]
         if self.comparison:
             rows.append(self._row("full fine-tuning", *self.comparison))

@@ -7,7 +7,6 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.errors import BaseModelError
-from pipeline.files import file_hash, is_plain_name
+from pipeline.files import file_hash, in_threads, is_plain_name
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
 from pipeline.untrusted_files import read_object, require_regular
@@ -27,7 +26,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _TYPES = ("F16", "BF16", "F32", "F64")
 """The types of weights, as safetensors names them; others are quantized, or no weights."""
-_HASHING_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ class BaseFolder:
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
-        with ThreadPoolExecutor(_HASHING_THREADS) as pool:  # hundreds of GB; hashing leaves the lock of Python
-            return dict(zip([file.name for file in self.files], pool.map(file_hash, self.files), strict=True))
+        return dict(zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True))
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pipeline.config.method import title_of
 from pipeline.experiments.frontier import Point
 from pipeline.experiments.report.page import style_sheet
 from pipeline.experiments.report.plots import open_plane
@@ -14,15 +15,6 @@ from pipeline.experiments.report.svg import Drawing
 WIDTH, HEIGHT = 860.0, 560.0
 _SIZES = (0.75, 1.5)
 """Of the marks of a model that costs as much as its base, and of one that costs twice as much."""
-_NAMES = {
-    "fft": "full fine-tuning",
-    "lora": "LoRA",
-    "llama_pro": "LLaMA Pro",
-    "freeze": "freezing",
-    "preserve": "SCALE Preserve",
-    "adapt": "SCALE Adapt",
-    "route": "SCALE Route",
-}
 
 
 def frontier_picture(points: Sequence[Point]) -> str:
@@ -50,9 +42,9 @@ def frontier_picture(points: Sequence[Point]) -> str:
 
 def _draw_legend(drawing: Drawing, methods: set[str]) -> None:
     left, top = 150.0, 62.0
-    for at, method in enumerate(name for name in _NAMES if name in methods):
+    for at, method in enumerate(sorted(methods, key=style_of_method)):
         drawing.mark((left, top + 20 * at), style_of_method(method))
-        drawing.text((left + 14, top + 20 * at + 4), _NAMES[method], "label small")
+        drawing.text((left + 14, top + 20 * at + 4), title_of(method), "label small")
     bottom = top + 20 * len(methods)
     drawing.text((left - 6, bottom + 6), "larger marks cost more FLOPs a token", "hint")
 

@@ -20,6 +20,7 @@ from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.errors import ConversionError, DataError
+from pipeline.model.output import perplexity
 
 # Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
 BUILT_IN = {
@@ -206,6 +207,6 @@ def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) 
         max_abs=max_abs,
         kl=math.inf if math.isnan(divergence) else divergence / tokens,
         top1_agreement=agreed / tokens,
-        training_perplexity=math.exp(nll_expected / targets),
-        exported_perplexity=math.exp(nll_found / targets),
+        training_perplexity=perplexity(nll_expected / targets),
+        exported_perplexity=perplexity(nll_found / targets),
     )

@@ -23,6 +23,7 @@ from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.log import progress_bar
+from pipeline.model.output import perplexity
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
@@ -34,7 +35,6 @@ DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
 _BATCH_TOKENS = 2**13
-_LARGEST_EXPONENT = 700  # e^710 is beyond a double
 _logger = log.get_logger(__name__)
 
 
@@ -143,7 +143,7 @@ def score(
         tokens=tokens,
         bytes=size,
         nll_per_token=total / tokens,
-        perplexity=math.exp(total / tokens) if total / tokens < _LARGEST_EXPONENT else math.inf,
+        perplexity=perplexity(total / tokens),
         bits_per_byte=total / math.log(2) / size,
     )
 

@@ -18,10 +18,8 @@ from pipeline.gating.states import GROUP_TOKENS, inference_dtype
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder, LogitsPath
-from pipeline.model.output import HiddenStates
+from pipeline.model.output import HiddenStates, perplexity
 from pipeline.scale.gate_folder import HeldoutText
-
-_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,7 @@ def heldout_perplexities(
             inputs = _Inputs(group, config.data.document_mask, device)
             nll += float(streamed.nll(streamed.hidden(inputs), inputs).double().sum())
             predicted += int((group.targets != IGNORED).sum())
-        perplexity = _perplexity(nll, predicted)
-        perplexities[name] = math.inf if perplexity is None else perplexity
+        perplexities[name] = perplexity(nll / predicted) if predicted else math.inf
     return perplexities
 
 
@@ -109,8 +106,9 @@ def _text(sums: _Sums, role: str, sequences: int) -> HeldoutText:
 
 
 def _perplexity(nll: float, predicted: int) -> float | None:
-    """exp(nll per token); None if there is none, or it is beyond any float."""
-    return math.exp(nll / predicted) if predicted and nll / predicted < _LARGEST_EXPONENT else None
+    """exp(nll per token); None if there is none, or it is beyond any float, which JSON cannot hold."""
+    value = perplexity(nll / predicted) if predicted else math.inf
+    return None if math.isinf(value) else value
 
 
 class _Inputs:

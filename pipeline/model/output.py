@@ -6,6 +6,8 @@ states and the weights right after its logits; the backward pass only scales the
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -27,6 +29,11 @@ from pipeline.scale.layers import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time: 128 MiB in fp32."""
+
+
+def perplexity(nats: float) -> float:
+    """exp(nats), for the mean nll of a token; infinite beyond the largest double."""
+    return math.exp(nats) if nats < math.log(sys.float_info.max) else math.inf
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ A score is identical to the last bit in every parallel layout.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -20,13 +19,11 @@ from pipeline.config.run import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import PreservationError
-from pipeline.model.output import Losses
+from pipeline.model.output import Losses, perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
-
-_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class HeldoutScore:
     @property
     def perplexity(self) -> float:
         """exp(nll per token)."""
-        return math.exp(self.nll_per_token) if self.nll_per_token < _LARGEST_EXPONENT else math.inf
+        return perplexity(self.nll_per_token)
 
     def figures(self) -> dict[str, float]:
         """The parts of the score by their names in training.json and metrics.jsonl."""

@@ -27,8 +27,10 @@ from tests.fuzz.table import GOOD, Result
 
 SECONDS = 20.0
 """How long an input may compute, or wait. The readers need less than a second."""
-_BUSY = 5
+_BUSY = 15
 """So many times as long may pass while the machine does other work."""
+_IDLE = 0.02
+"""What computes for a smaller share of the time waits for something that does not come."""
 MEMORY_BYTES = 2 * 2**30
 _FILE_BYTES = 4 * 2**30
 """The largest file that a reader may write."""
@@ -156,6 +158,7 @@ class Laboratory:
             _be_the_child(work, sender, log)
         os.close(sender)
         ended_by, text, peak = "", b"", 0
+        limit, computed = seconds, 0.0
         with os.fdopen(receiver, "rb", buffering=0) as pipe:
             while True:
                 ready, _, _ = select.select([pipe], [], [], _POLL_S)
@@ -167,8 +170,12 @@ class Laboratory:
                     break
                 peak = max(peak, _anonymous_bytes(child))
                 passed = time.monotonic() - began
-                if passed > seconds and (passed > _BUSY * seconds or _waits_or_computes(child, seconds)):
-                    ended_by = "hang"
+                if passed > limit:
+                    # Others may be what slows it: then it computes, and has not computed for `seconds` yet.
+                    before, computed = computed, _computed(child)
+                    if computed > seconds or computed - before < _IDLE * seconds or passed > _BUSY * seconds:
+                        ended_by = "hang"
+                    limit += seconds
                 elif peak > memory:
                     ended_by = "memory"
                 if ended_by:
@@ -252,15 +259,13 @@ def _anonymous_bytes(process: int) -> int:
     return total
 
 
-def _waits_or_computes(process: int, seconds: float) -> bool:
-    """Whether a process and its children computed for `seconds`, or wait: others are not what slows them."""
-    computed, busy = 0.0, False
+def _computed(process: int) -> float:
+    """The seconds that a process and its children have computed, those that have ended included."""
+    ticks = 0
     for folder in _family(process):
         with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            computed += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            busy = busy or fields[0] in "RD"
-    return computed > seconds or (not busy and computed < seconds / 4)
+            ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _has_ended(child: int) -> bool:

@@ -14,12 +14,13 @@ is converted with its gate, into the format `scale`.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
 from pipeline.config.run import load_config
-from pipeline.conversion import Format, Precision
+from pipeline.conversion import Format, Precision, ServedPrecision
 from pipeline.run_folder.attempts import stage_of
 
 logger = log.get_logger(__name__)
@@ -34,6 +35,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=get_args(ServedPrecision),
+        default=[],
+        metavar="P",
+        help=f"refuse an export that loses more than its base when served in: {', '.join(get_args(ServedPrecision))}",
+    )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     arguments = parser.parse_args()
 
@@ -62,7 +71,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
-    if convert(conversion, make_probe):
+    if convert(replace(conversion, precisions=tuple(arguments.precisions)), make_probe):
         logger.info("wrote %s", conversion.output)
     else:
         logger.info("%s: already converted", conversion.output)

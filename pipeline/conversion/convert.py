@@ -15,7 +15,7 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, Precision
+from pipeline.conversion import Format, Precision, ServedPrecision, precisions
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.trained_model import TrainedModel, open_trained
@@ -40,7 +40,11 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """A request to convert a checkpoint. `dtype` None is the base's own type; `gate` the folder of its gate, if any."""
+    """A request to convert a checkpoint.
+
+    `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
+    in one of `precisions` is refused.
+    """
 
     checkpoint: Path
     base: Path
@@ -48,6 +52,7 @@ class Conversion:
     format: Format = "auto"
     dtype: torch.dtype | None = None
     gate: Path | None = None
+    precisions: tuple[ServedPrecision, ...] = ()
 
 
 def latest_conversion(
@@ -106,6 +111,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "gate": None if gate is None else file_hash(gate / GATE_RECORD),
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
+        "asked_precisions": list(conversion.precisions),
     }
     found = _records(conversion.output)
     if any(all(made.get(key) == value for key, value in request.items()) for made in found):
@@ -133,14 +139,34 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:
         write_hf_folder(folder, export, model.base.path)
-        report = verify(model, folder, make_probe(model), export.dtype)
-        write_json(folder / VERIFICATION, asdict(report))
+        probe = make_probe(model)
+        report = verify(model, folder, probe, export.dtype)
+        costs = _costs_of_precisions(conversion, folder, probe, export.dtype)
+        write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_json(folder / RECORD, {**record, **written})
     _logger.info(
         "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
         report.max_abs, report.kl, 100 * report.top1_agreement,
     )  # fmt: skip
     return True
+
+
+def _costs_of_precisions(
+    conversion: Conversion, folder: Path, probe: Probe, dtype: torch.dtype
+) -> dict[ServedPrecision, precisions.Loss]:
+    """What the 16-bit types and the precisions asked for cost the export.
+
+    Raises:
+        ConversionError: it loses more than its base in one that was asked for.
+    """
+    found = precisions.losses(folder, conversion.base, probe, dtype, ("bf16", "fp16", *conversion.precisions))
+    for name, loss in found.items():
+        if not loss.is_acceptable:
+            message = f"{conversion.output}: {precisions.describe(name, loss)}"
+            if name in conversion.precisions:
+                raise ConversionError(f"{message}; not kept: leave {name} out, or try --dtype bf16")
+            _logger.warning("%s; do not serve it so", message)
+    return found
 
 
 def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:

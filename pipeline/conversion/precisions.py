@@ -1,0 +1,230 @@
+"""What a server's precision costs an exported model, next to what it costs the base.
+
+Weights are rounded as the precision stores them and computed with in floating point; activations are not quantised.
+A folder that is right in the type of its files can still fail elsewhere: a stock export stores a part of the residual
+stream scaled down (`conversion.stock`), and small numbers vanish in formats with few exponent bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pipeline.conversion import ServedPrecision
+from pipeline.conversion.hf_folder import load_exported
+from pipeline.conversion.verify import Probe
+from pipeline.model.output import perplexity
+
+TYPES: dict[ServedPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = 0.01
+"""How much more perplexity than its base an export may lose to a precision."""
+
+# The quantiles of a normal distribution that QLoRA defines (Dettmers et al. 2023, appendix E).
+_NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+_FP8_MAX = 448.0
+
+
+def _of_blocks(size: int | None, rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Applies `rounded` to blocks of `size` along each row [out, in]; None: whole rows."""
+
+    def apply(weight: Tensor) -> Tensor:
+        return rounded(weight.unflatten(1, (-1, size or weight.shape[1]))).flatten(1)
+
+    return apply
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(-1, keepdim=True)
+
+
+def _divided(blocks: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, blocks / scale, 0)
+
+
+def _int8(blocks: Tensor) -> Tensor:
+    scale = _amax(blocks) / 127
+    return _divided(blocks, scale).round() * scale
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    scale = _amax(blocks) / 127
+    return _divided(blocks, scale).round() * scale.half().float()  # ggml stores the scale in fp16
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """Blocks of 256: eight sub-blocks of 32 with a scale and a minimum in 6 bits each, whose factors are in fp16."""
+    parts = blocks.unflatten(-1, (8, 32))
+    low = parts.amin(-1, keepdim=True).clamp(max=0)
+    scale, low = (parts.amax(-1, keepdim=True) - low) / 15, -low
+    scale, low = (_six_bits(values) for values in (scale, low))
+    return (_divided(parts + low, scale).round().clamp(0, 15) * scale - low).flatten(-2)
+
+
+def _six_bits(values: Tensor) -> Tensor:
+    factor = (values.amax(-2, keepdim=True) / 63).half().float()
+    return _divided(values, factor).round().clamp(0, 63) * factor
+
+
+def _fp8(blocks: Tensor) -> Tensor:
+    scale = _amax(blocks) / _FP8_MAX
+    return _divided(blocks, scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _nf4(blocks: Tensor) -> Tensor:
+    scale, codes = _amax(blocks), _NF4.to(blocks.device)
+    nearest = torch.bucketize(_divided(blocks, scale), (codes[1:] + codes[:-1]) / 2)
+    return codes[nearest] * scale
+
+
+def _fp8_per_tensor(weight: Tensor) -> Tensor:
+    return _fp8(weight.flatten()).view_as(weight)
+
+
+def _nf4_of_matrix(weight: Tensor) -> Tensor:
+    """Blocks of 64 over the flattened matrix, as bitsandbytes cuts them; the last may be shorter."""
+    flat = weight.flatten()
+    padded = F.pad(flat, (0, -len(flat) % 64))
+    return _nf4(padded.unflatten(0, (-1, 64))).flatten()[: len(flat)].view_as(weight)
+
+
+@dataclass(frozen=True)
+class _Quantization:
+    """How a matrix is rounded; `block`: what its rows have to be a multiple of; `everywhere`: embeddings as well."""
+
+    round: Callable[[Tensor], Tensor]
+    block: int = 1
+    everywhere: bool = False
+
+
+_QUANTIZATIONS = {
+    "int8": _Quantization(_of_blocks(None, _int8)),
+    "fp8": _Quantization(_of_blocks(None, _fp8)),
+    "fp8_tensor": _Quantization(_fp8_per_tensor),
+    "nf4": _Quantization(_nf4_of_matrix),
+    "q8_0": _Quantization(_of_blocks(32, _q8_0), 32, everywhere=True),
+    "q4_k": _Quantization(_of_blocks(256, _q4_k), 256, everywhere=True),
+}
+
+
+def stored_as(weight: Tensor, precision: ServedPrecision, *, in_linear_map: bool = True) -> Tensor:
+    """`weight` as `precision` stores it, of the same shape, in the type that is computed with."""
+    if precision in TYPES:
+        return weight.to(TYPES[precision])
+    quantization = _QUANTIZATIONS[precision]
+    if weight.dim() == 2 and (in_linear_map or quantization.everywhere):
+        if weight.shape[1] % quantization.block == 0:
+            return quantization.round(weight.float()).to(weight.dtype)
+        return weight.half().to(weight.dtype)
+    return weight
+
+
+@contextmanager
+def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[None]:
+    """Makes `model` compute with weights of `precision`, which one module has at a time: the model may be mapped."""
+    handles, kept, dtype = [], {}, model.dtype
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+
+    def convert(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+        kept[module] = [parameter.data for parameter in module.parameters(recurse=False)]
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == dtype:  # others keep theirs in any precision
+                is_linear = isinstance(module, nn.Linear) and module is not output
+                parameter.data = stored_as(parameter.data, precision, in_linear_map=is_linear)
+
+    def restore(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+        for parameter, values in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+            parameter.data = values
+
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            # Others may read the embedding's matrix too, where it is tied.
+            during = model if module is embedding else module
+            handles.append(during.register_forward_pre_hook(partial(convert, module)))
+            handles.append(during.register_forward_hook(partial(restore, module)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def nll_in(model: PreTrainedModel, probe: Probe, precision: ServedPrecision) -> dict[str, float]:
+    """The nll a token of each text (a list of windows [S]), computed with weights of `precision`."""
+    found = {}
+    with served_in(model, precision):
+        for name, windows in probe.items():
+            total = 0.0
+            for window in windows:
+                logits = model(window.unsqueeze(0), use_cache=False).logits[0, :-1].double()
+                total += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+            found[name] = total / sum(len(window) - 1 for window in windows)
+    return found
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a precision costs: perplexities by text, and by which factor the export's and the base's grow.
+
+    The factors are those of the text that each model predicts best.
+    """
+
+    perplexities: Mapping[str, float]
+    export_factor: float
+    base_factor: float
+
+    @property
+    def is_acceptable(self) -> bool:
+        """Whether the export loses hardly more than its base, or the base itself cannot be served so."""
+        return not self.base_factor < math.inf or self.export_factor <= (1 + TOLERANCE) * max(1.0, self.base_factor)
+
+
+def losses(
+    folder: Path,
+    base: Path,
+    probe: Probe,
+    dtype: torch.dtype,
+    wanted: Sequence[ServedPrecision],
+) -> dict[ServedPrecision, Loss]:
+    """What each precision costs the export in `folder`, whose files are in `dtype`."""
+    nll: list[dict[ServedPrecision, dict[str, float]]] = []
+    own: ServedPrecision = next(name for name, its in TYPES.items() if its == dtype)
+    for path in (folder, base):
+        model = load_exported(path, base, dtype)
+        nll.append({name: nll_in(model, probe, name) for name in dict.fromkeys((own, *wanted))})
+    of_export, of_base = nll
+    best = [min(its[own], key=its[own].__getitem__) for its in nll]
+
+    def factor(its: Mapping[ServedPrecision, Mapping[str, float]], text: str, precision: ServedPrecision) -> float:
+        return perplexity(its[precision][text] - its[own][text])
+
+    return {
+        name: Loss(
+            {text: perplexity(value) for text, value in of_export[name].items()},
+            factor(of_export, best[0], name),
+            factor(of_base, best[1], name),
+        )
+        for name in wanted
+    }
+
+
+def describe(name: ServedPrecision, loss: Loss) -> str:
+    """What a precision costs, in half a line."""
+    return (
+        f"in {name} its perplexity grows by a factor of {loss.export_factor:.4g}, the base's by {loss.base_factor:.4g} "
+        f"(accepted is {100 * TOLERANCE:g} % more)"
+    )

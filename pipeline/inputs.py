@@ -74,8 +74,8 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
 
     Raises:
         LayoutError: the ranks, or the batch, do not divide.
-        ConfigError: the DeepSpeed file is missing or unsupported, a rank to be traced does not exist, or layers cannot
-            be compiled.
+        ConfigError: the DeepSpeed file is missing or unsupported, a rank to be traced does not exist, or a setting
+            excludes ZeRO-3.
     """
     layout = Layout(world_size, config.parallel.tp_size)
     accumulation_steps(config.schedule, layout.dp_size)
@@ -85,12 +85,25 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
             f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
         )
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
-    if config.compile and deepspeed_config.zero_stage == 3:
-        raise ConfigError(
-            f"compile: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: a layer that gathers its parameters "
-            "cannot be compiled; set compile: false, or another deepspeed file"
-        )
+    check_stage(config, deepspeed_config.zero_stage)
     return layout, deepspeed_config
+
+
+def check_stage(config: RunConfig, zero_stage: int) -> None:
+    """Raises ConfigError where a setting excludes ZeRO-3, and that is the stage."""
+    if zero_stage < 3:
+        return
+    if config.compile:
+        setting, value, reason = "compile", "false", "a layer that gathers its parameters cannot be compiled"
+    elif config.base_precision != "bf16":
+        setting, value = "base_precision", "bf16"
+        reason = f"a base in {config.base_precision} is held whole by every rank"
+    else:
+        return
+    raise ConfigError(
+        f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; set {setting}: {value}, or "
+        "another deepspeed file"
+    )
 
 
 def check_trackers(config: RunConfig) -> None:

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.method import Method, ScaleMethod
-from pipeline.methods import method_for
+from pipeline.methods import method_for, quantize_base
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.expansion import initial_expansion
@@ -40,10 +41,13 @@ def widened(
     tp: TensorParallel = SINGLE,
     activation_checkpointing: ActivationCheckpointing = "none",
     noise: float = 0.0,
+    precision: QuantizedPrecision | None = None,
 ) -> Decoder:
     """`base` widened, at its initial expansion plus `noise` (a standard deviation) on all that trains."""
     method = Scale(settings, Path("unread"), SEED)
     model = method.build(base.spec, tp, activation_checkpointing)
+    if precision is not None:
+        quantize_base(model, precision)
     load_base(model, base, tp)
     parameters = dict(model.named_parameters())
     names = {name for name in parameters if not is_base(name)}
@@ -53,10 +57,14 @@ def widened(
     return model
 
 
-def started(base: BaseFolder, settings: Method, tp: TensorParallel = SINGLE) -> Decoder:
+def started(
+    base: BaseFolder, settings: Method, tp: TensorParallel = SINGLE, precision: QuantizedPrecision | None = None
+) -> Decoder:
     """`base` before the first step of any method but SCALE, which needs a folder."""
     method = method_for(settings, Path("unread"), SEED)
     model = method.build(base.spec, tp, "none")
+    if precision is not None:
+        quantize_base(model, precision)
     method.load(model, base, tp)
     return model
 

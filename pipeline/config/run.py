@@ -25,6 +25,7 @@ from pipeline.config.reading import (
     read_yaml,
 )
 
+BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 
 
@@ -253,6 +254,8 @@ class RunConfig(Section):
     """seed of the data order and of random initial blocks"""
     base: Path
     """a Hugging Face folder with safetensors"""
+    base_precision: BasePrecision = "bf16"
+    """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
     upscaled: Path | None = Field(
         default=None,
         description="an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled",

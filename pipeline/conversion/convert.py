@@ -125,6 +125,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "base": str(model.base.path),
         "position": model.manifest.position.model_dump(),
         "method": model.manifest.run.method,
+        "base_precision": model.manifest.run.base_precision,
     }
     conversion.output.parent.mkdir(parents=True, exist_ok=True)
     if conversion.format == "expansion":

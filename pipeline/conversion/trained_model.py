@@ -25,10 +25,11 @@ from pipeline.model.from_hf import is_base, open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.quantized import rounded
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.layers import block_kind, block_norms
+from pipeline.scale.layers import base_maps, block_kind, block_norms
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -45,6 +46,7 @@ class TrainedModel:
         structure: the decoder on the meta device: names, shapes and partitions.
         reader: reads the checkpoint.
         gate: the gate that was fitted for it, if it is to have one.
+        base_as_trained: whether the base is rounded as it was stored in training, or as published.
     """
 
     checkpoint: Path
@@ -55,6 +57,7 @@ class TrainedModel:
     structure: Decoder
     reader: CheckpointReader
     gate: Gate | None = None
+    base_as_trained: bool = False
 
     @property
     def spec(self) -> DecoderSpec:
@@ -83,10 +86,21 @@ class TrainedModel:
         return frozenset(self.reader.names)
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter: trained ones in fp32, the base's in the type they were published in."""
+        """The whole parameter: trained ones in fp32, the base's in the type they were published in.
+
+        With `base_as_trained` what a quantised base was in training, in fp32.
+        """
         if name in self.trained:
             return self.reader.read(name)
-        return self.base.read(self.method.base_name(name, self.base.spec))
+        values = self.base.read(self.method.base_name(name, self.base.spec))
+        precision = self.manifest.run.base_precision
+        if self.base_as_trained and precision != "bf16" and name in self._base_matrices:
+            return rounded(values, precision)
+        return values
+
+    @cached_property
+    def _base_matrices(self) -> frozenset[str]:
+        return frozenset(f"{path}.weight" for path in base_maps(self.structure))
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -72,7 +72,10 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first."""
+    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first.
+
+    `quantized_base_perplexity` is the training model's with its base in 8 or 4 bits, if it trained so.
+    """
 
     tokens: int
     max_abs: float
@@ -80,6 +83,7 @@ class Comparison:
     top1_agreement: float
     training_perplexity: float
     exported_perplexity: float
+    quantized_base_perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,9 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     if model.gate is not None:
         decisions = GateDecisions(model, every_window, dtype, _FINER[dtype])
         model = decisions.fixed_in(model)
+    quantized = None
+    if model.manifest.run.base_precision != "bf16":
+        quantized = iter(replace(model, base_as_trained=True).logits(every_window, dtype))
     finer, training = iter(model.logits(every_window, _FINER[dtype])), iter(model.logits(every_window, dtype))
     found_in_all = iter(_exported_logits(folder, model, every_window, dtype, decisions))
     texts, rounding = {}, Difference()
@@ -152,6 +159,9 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
         expected = [next(training) for _ in windows]
         found = [next(found_in_all) for _ in windows]
         texts[name] = compare(windows, expected, found)
+        if quantized is not None:
+            as_trained = compare(windows, [next(quantized) for _ in windows], expected).training_perplexity
+            texts[name] = replace(texts[name], quantized_base_perplexity=as_trained)
         rounded = compare(windows, [next(finer) for _ in windows], expected)
         rounding = rounding.worse(Difference(rounded.max_abs, rounded.kl))
     report = Report(

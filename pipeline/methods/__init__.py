@@ -12,7 +12,9 @@ from pipeline.methods.scale import Scale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
+from pipeline.scale.layers import base_maps
 
 
 def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
@@ -47,7 +49,8 @@ def build_model(
     """The model that a run trains, with this rank's shards, uninitialised; `requires_grad` is set where they train.
 
     `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run rehearses and the
-    base itself trains, the model has a frozen copy of the base.
+    base itself trains, the model has a frozen copy of the base. With `base_precision` the base's linear maps are
+    quantised.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
@@ -57,7 +60,20 @@ def build_model(
     model.output.kl_coefficient = config.data.rehearsal_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
+    if config.base_precision != "bf16":
+        quantize_base(model, config.base_precision)
     return model
+
+
+def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
+    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output projection stay as they are.
+
+    Raises:
+        ConfigError: one of them trains, or cannot be split over the ranks in `precision`.
+    """
+    for path, module in base_maps(model).items():
+        weight = module.get_parameter("weight")
+        module.register_parameter("weight", stored_parameter(weight, precision, path, model.tp.size))
 
 
 def check_files(config: RunConfig, share: slice) -> None:

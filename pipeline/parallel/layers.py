@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import counted_once
+from pipeline.parallel.quantized import frozen_product, quantization_of
 from pipeline.parallel.sharding import (
     REPLICATED,
     Partition,
@@ -37,7 +38,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else shared_by_neighbours(self.bias, self.tp)
-        return F.linear(x, shared_by_neighbours(self.weight, self.tp), bias)
+        return _product(x, self.weight, bias, self.tp)
 
 
 class RowParallelLinear(nn.Module):
@@ -54,7 +55,15 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else counted_once(self.bias, self.tp)
-        return F.linear(x, shared_by_neighbours(self.weight, self.tp), bias)
+        return _product(x, self.weight, bias, self.tp)
+
+
+def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    """x: [..., in] -> [..., out]; a frozen `weight` may be quantised."""
+    quantization = quantization_of(weight)
+    if quantization is not None:
+        return frozen_product(x, weight, quantization, bias)
+    return F.linear(x, shared_by_neighbours(weight, tp), bias)
 
 
 VOCABULARY = Partition(dim=0, padded=True)

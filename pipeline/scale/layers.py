@@ -119,6 +119,12 @@ class WidenedLinear(nn.Module):
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
+def base_maps(model: nn.Module) -> dict[str, nn.Module]:
+    """The base's own maps W in all linear maps of `model`, by their path."""
+    modules = model.named_modules()
+    return {f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)}
+
+
 class WidenedColumnLinear(WidenedLinear):
     """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are not split."""
 

@@ -15,6 +15,7 @@ from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, UserError
+from pipeline.inputs import check_stage
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
@@ -166,6 +167,7 @@ class Estimator:
         return estimates, refused
 
     def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering | None]:
+        check_stage(self.config, choice.zero_stage)
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._costs:

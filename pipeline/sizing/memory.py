@@ -183,9 +183,9 @@ def estimate_memory(
 
 def _weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
     """All of this rank's shards under ZeRO-1 and 2; under ZeRO-3 a partition, and small parameters whole as well."""
-    sizes = costs.parameter_sizes
     if zero.stage < 3:
-        return sum(sizes) * zero.dtype.itemsize
+        return costs.parameter_bytes
+    sizes = costs.parameter_sizes
     whole = sum(size for size in sizes if size <= zero.gathering.param_persistence_threshold)
     return (sum(partition_size(size, dp_size) for size in sizes) + whole) * zero.dtype.itemsize
 

@@ -48,6 +48,7 @@ class MicroBatchCosts:
         payload_bytes: of tensor-parallel messages, by (group size, collective).
         segments: the parameters of the model and their uses, from the embedding to the output.
         parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
+        parameter_bytes: of all shards together.
     """
 
     activation_bytes: int
@@ -57,6 +58,7 @@ class MicroBatchCosts:
     segments: tuple[Segment, ...]
     parameter_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
+    parameter_bytes: int
 
 
 class MicroBatch:
@@ -76,6 +78,7 @@ class MicroBatch:
             self._model = build_model(config, spec, tp)
         self._sizes = tuple(parameter.numel() for parameter in self._model.parameters())
         self._trained = tuple(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        self._bytes = sum(parameter.nbytes for parameter in self._model.parameters())
         self._representatives = shorten(self._model)
         every_chunk = self._model.output.chunks
 
@@ -139,6 +142,7 @@ class MicroBatch:
             segments=(segments[0], *(segments[1 + layer] for layer in representatives), segments[-1]),
             parameter_sizes=self._sizes,
             trained_sizes=self._trained,
+            parameter_bytes=self._bytes,
         )
 
 

@@ -137,12 +137,16 @@ def prepare(
         asynchronous=config.checkpoints.asynchronous,
         timeout=timeout,
     )
-    position = checkpoints.resume(engine) or Position()
+    validation = Validation(samples.heldout, config, layout, rank, device)
+    position = checkpoints.resume(engine)
+    if position is None:
+        position = Position()
+        if gated and config.base_precision != "bf16":
+            position = position.changed(quantization_cost=validation.quantization_cost(engine, inputs.base))
     if rank == 0:
         remove_unfinished(checkpoints.folder)
     context = RunContext(inputs, samples.heldout, engine, probe, position, phases, device, rank)
     observers = Observers(make_observers(context))
-    validation = Validation(samples.heldout, config, layout, rank, device)
     return Trainer(config, engine, batches, validation, checkpoints, observers, phases), position, difference
 
 
@@ -182,6 +186,7 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
         return
     values = {
         "step0_max_abs_logit_difference": difference,
+        "quantization_cost": outcome.position.quantization_cost or None,
         "trainable_parameters": engine.trainable_parameters,
         "total_parameters": engine.total_parameters,
         "optimizer_state_elements": optimizer_state_elements,

@@ -6,7 +6,7 @@ A score is identical to the last bit in every parallel layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,16 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline import log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import PreservationError
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
 from pipeline.model.output import Losses, perplexity
+from pipeline.model.streaming import stream_weights
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
+from pipeline.parallel.sharding import partition_of
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
+
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,31 @@ class Validation:
     def run(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
-            return {name: self._score(engine, samples) for name, samples in self.heldout.items()}
+            return {
+                name: self._score(engine.loss, samples, self.max_sequences) for name, samples in self.heldout.items()
+            }
 
-    def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
-        count = min(self.max_sequences, len(samples))
+    def quantization_cost(self, engine: Engine, base: BaseFolder) -> dict[str, float]:
+        """By how many nats per token storing the base in 8 or 4 bits raises its loss, on a micro-batch a corpus.
+
+        Before the first step the model's loss is that of its quantised base. The base as published is read again for
+        each corpus, layer by layer. Every rank must call it.
+        """
+        published, costs = _published(engine, base, self.device), {}
+        with engine.evaluating():
+            for name, samples in self.heldout.items():
+                count = self.micro_batch_size * self.dp_size
+                quantized, whole = (
+                    self._score(loss, samples, count).nll_per_token for loss in (engine.loss, published)
+                )
+                costs[name] = quantized - whole
+                _logger.info("%s: loss %.4f of the quantised base, %.4f as published", name, quantized, whole)
+        return costs
+
+    def _score(
+        self, loss_of: Callable[[MicroBatch], Losses], samples: HeldoutSamples, max_sequences: int
+    ) -> HeldoutScore:
+        count = min(max_sequences, len(samples))
         # One row per sequence, each filled by one rank: the sum below has the same order in every layout.
         rows = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
         for first in range(0, count, self.micro_batch_size * self.dp_size):
@@ -89,7 +117,7 @@ class Validation:
             # All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank has too few.
             read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
             batch = collate(read, self.document_mask, self.device)
-            losses = engine.loss(batch)
+            losses = loss_of(batch)
             if self.tp_rank == 0 and own:
                 starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(self.device)
                 predicted = (batch.targets != IGNORED).sum(dim=1)
@@ -100,6 +128,16 @@ class Validation:
         nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
         return HeldoutScore(nll_per_token, bits_per_byte, answer_score(sums_of_answers))
+
+
+def _published(engine: Engine, base: BaseFolder, device: torch.device) -> Callable[[MicroBatch], Losses]:
+    """The losses of the base as published, split as the engine's model is, with one layer in memory."""
+    tp, dtype = engine.tensor_parallel, engine.model.embedding.base.weight.dtype
+    with torch.device("meta"):
+        decoder = Decoder(base.spec, tp=tp).requires_grad_(False)
+    partitions = {name: partition_of(parameter) for name, parameter in decoder.named_parameters()}
+    stream_weights(decoder, lambda name: base.read(name, partitions[name], tp.rank, tp.size), dtype, device)
+    return lambda batch: Losses(*decoder(*batch))
 
 
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:

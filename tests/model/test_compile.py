@@ -10,7 +10,7 @@ from pipeline.model.attention import Documents
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
-GRAPHS = {"fft": 1, "preserve": 1, "adapt": 3, "route": 4}
+GRAPHS = {"fft": 1, "preserve": 1, "adapt": 3, "route": 4, "preserve fp8": 1, "adapt fp8": 3, "adapt nf4": 3}
 DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +33,10 @@ def packed(spec, lengths, seed):
 
 
 def model_of(base, method):
-    return unwidened(base) if method == "fft" else widened(base, scale_settings(method), noise=0.1)
+    if method == "fft":
+        return unwidened(base)
+    variant, _, precision = method.partition(" ")
+    return widened(base, scale_settings(variant), noise=0.1, precision=precision or None)
 
 
 @pytest.mark.parametrize("method", GRAPHS)

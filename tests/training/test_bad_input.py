@@ -46,6 +46,11 @@ def test_settings_that_do_not_fit(tokens, tmp_path):
     def config(name: str, folder: Path = tokens, **changes) -> Path:
         return write_config(tmp_path / name, folder, **changes)
 
+    def quantized(name: str, method: dict[str, object], **changes) -> Path:
+        return config(name, **{"base_precision": "nf4", "method": method, "zero": 1, **changes})
+
+    lora, fft, pro = {"name": "lora", "rank": 4}, {"name": "fft"}, {"name": "llama_pro", "added_layers": 1}
+    zero_3 = "base_precision: expected ZeRO-1 or 2, found ZeRO-3 in"
     check_refusals(
         1,
         [
@@ -55,6 +60,9 @@ def test_settings_that_do_not_fit(tokens, tmp_path):
             (config("expansion"), "CheckpointError", "make one with tools/upscale.py"),
             (config("tp", parallel__tp_size=3), "LayoutError", "sizes that do: 1"),
             (config("budget", data__corpora__korean__token_budget=320), "DataError", "use at most 1 steps"),
+            (quantized("zero 3", lora, zero=3), "ConfigError", zero_3),
+            (quantized("trained", fft), "ConfigError", "layers.0.attention.query.base trains, which a matrix in nf4"),
+            (quantized("copied", pro), "ConfigError", "layers.5.attention.query.base trains"),
         ],
     )
     larger = str(save_stories_with_a_token_more(tmp_path / "larger"))
@@ -68,6 +76,11 @@ def test_settings_that_do_not_fit(tokens, tmp_path):
             (config("ids", base=larger, parallel__tp_size=2), "BaseModelError", bad_vocabulary),
             (config("batch", schedule__global_batch_size=9), "LayoutError", "nearest that do: 8, 12"),
             (odd_sequence, "LayoutError", does_not_divide),
+            (
+                quantized("cut", lora, parallel__tp_size=2),
+                "ConfigError",
+                "2 would cut in layers.0.attention.output",
+            ),
         ],
     )
     assert not list(tmp_path.glob("*/checkpoints"))
@@ -85,7 +98,8 @@ def test_a_checkpoint_of_another_base_or_run_is_refused(tokens, tmp_path):
     other_base = make_run(tmp_path, tokens, zero=1, name="other_base.yaml", **other)
     other_data = write_config(tmp_path, tokens, zero=1, name="other_data.yaml", data__replay_fraction=0.5)
     other_norm = write_config(tmp_path, tokens, zero=1, name="other_norm.yaml", method__norm="base")
-    configs = [trained, other_base, other_data, other_norm]
+    other_precision = write_config(tmp_path, tokens, zero=1, name="other_precision.yaml", base_precision="fp8")
+    configs = [trained, other_base, other_data, other_norm, other_precision]
     [(code, *refusals)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
     assert code == 0
     for refusal, message in zip(
@@ -94,6 +108,7 @@ def test_a_checkpoint_of_another_base_or_run_is_refused(tokens, tmp_path):
             "had other weights than",
             "another data (replay_fraction expected 0.25, found 0.5)",
             "another method (norm expected 'separate', found 'base')",
+            "another base_precision (expected 'bf16', found 'fp8')",
         ],
         strict=True,
     ):

@@ -1,0 +1,235 @@
+"""A frozen matrix stored in 8 or 4 bits, and its product with activations.
+
+The stored form is one tensor of bytes: the codes of the elements, row after row, then their scales in fp32. Bytes
+survive what DeepSpeed and `Module.to` do to weights of a floating-point type: they would cast the scales to 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, local_shape, partition_of
+from pipeline.parallel.topology import TensorParallel
+
+QuantizedPrecision = Literal["fp8", "nf4"]
+FP8 = torch.float8_e4m3fn
+BLOCK = 64
+"""Columns that share a scale in nf4."""
+# The quantiles of a normal distribution (Dettmers et al. 2023), as bitsandbytes rounds them.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_TABLE_BYTES = 256 * 2 * 4
+_ALIGNED = 16
+"""Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
+_CHUNK = 2**24
+"""Elements that are encoded at a time: their temporary copies in fp32 stay small."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a matrix [rows, columns] is stored.
+
+    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns, packed and decoded as
+    by bitsandbytes; after the scales comes the table of the two values of each byte, because a table made on the host
+    would be a copy to the device in every product.
+    """
+
+    precision: QuantizedPrecision
+    rows: int
+    columns: int
+
+    @property
+    def blocks(self) -> int:
+        """The scales of a row."""
+        return 1 if self.precision == "fp8" else -(-self.columns // BLOCK)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row's codes; in nf4 the last block is padded with zeros."""
+        return self.columns if self.precision == "fp8" else self.blocks * BLOCK // 2
+
+    @property
+    def _scales_at(self) -> int:
+        return -(-self.rows * self.row_bytes // _ALIGNED) * _ALIGNED
+
+    @property
+    def _table_at(self) -> int:
+        return self._scales_at + self.rows * self.blocks * 4
+
+    @property
+    def size(self) -> int:
+        """All bytes."""
+        return self._table_at + (_TABLE_BYTES if self.precision == "nf4" else 0)
+
+    def codes(self, stored: Tensor) -> Tensor:
+        """A view of `stored`: uint8 [rows, row_bytes]."""
+        return stored[: self.rows * self.row_bytes].view(self.rows, self.row_bytes)
+
+    def scales(self, stored: Tensor) -> Tensor:
+        """A view of `stored`: fp32 [rows, blocks]."""
+        return stored[self._scales_at : self._table_at].view(torch.float32).view(self.rows, self.blocks)
+
+    def _table(self, stored: Tensor) -> Tensor:
+        """A view of `stored`: fp32 [256, 2], the two values of each byte."""
+        return stored[self._table_at :].view(torch.float32).view(256, 2)
+
+    def write(self, stored: Tensor, read: Callable[[Rows], Tensor], left: int = 0) -> None:
+        """Encodes a matrix of which `read` returns whole rows, and stores its columns from `left` on."""
+        codes, scales = self.codes(stored), self.scales(stored)
+        per_column, first_block = (1, 0) if self.precision == "fp8" else (2, left // BLOCK)
+        stop_row = 0
+        while stop_row < self.rows:
+            row, stop_row = stop_row, min(self.rows, stop_row + max(1, _CHUNK // self.columns))
+            row_codes, row_scales = encode(read((row, stop_row)), self.precision)
+            codes[row:stop_row] = row_codes[:, left // per_column :][:, : self.row_bytes]
+            scales[row:stop_row] = row_scales[:, first_block:][:, : self.blocks]
+        if self.precision == "nf4":
+            values = torch.tensor(_NF4)
+            self._table(stored).copy_(torch.cartesian_prod(values, values))
+
+    def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrix in `dtype`: [rows, columns]; computed in fp32 and rounded once."""
+        codes, scales = self.codes(stored), self.scales(stored)
+        if self.precision == "fp8":
+            return (codes.view(FP8).float() * scales).to(dtype)
+        values = F.embedding(codes.int(), self._table(stored)).view(self.rows, self.blocks, BLOCK)
+        return (values * scales.unsqueeze(-1)).to(dtype).flatten(1)[:, : self.columns]
+
+
+def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tensor]:
+    """Whole rows [rows, columns] -> their codes: uint8 [rows, row_bytes], and scales: fp32 [rows, blocks].
+
+    A scale depends on the whole row, or block. So what is stored of an element is the same however rows are split.
+    """
+    matrix = matrix.float()
+    if precision == "fp8":
+        scales = _fp8_scales(matrix)
+        return (matrix / scales).to(FP8).view(torch.uint8), scales
+    values = torch.tensor(_NF4)
+    blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(-1)
+    scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
+    codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    return codes[:, ::2] << 4 | codes[:, 1::2], scales
+
+
+def _fp8_scales(matrix: Tensor) -> Tensor:
+    """The scale of each row [rows, columns], so that its largest element becomes the largest in fp8: fp32 [rows, 1]."""
+    return matrix.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FP8).max
+
+
+def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
+    """The matrix [rows, columns] that a model computes with which stores `matrix` in `precision`, in fp32."""
+    quantization = Quantization(precision, *matrix.shape)
+    stored = torch.empty(quantization.size, dtype=torch.uint8)
+    quantization.write(stored, lambda rows: matrix[slice(*rows)])
+    return quantization.decode(stored, torch.float32)
+
+
+def quantization_of(parameter: Tensor) -> Quantization | None:
+    """How `parameter` is stored; None for an ordinary one."""
+    return getattr(parameter, "quantization", None)
+
+
+def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int) -> nn.Parameter:
+    """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
+
+    Raises:
+        ConfigError: `parameter` trains, or the split over the ranks cuts blocks; names the sizes that do not.
+    """
+    if parameter.requires_grad:
+        raise ConfigError(
+            f"base_precision: {name} trains, which a matrix in {precision} cannot; set base_precision: bf16, or take "
+            "method scale or lora"
+        )
+    shape, partition = full_shape_of(parameter), partition_of(parameter)
+    if precision == "nf4" and not _keeps_blocks(shape[1], partition, tp_size):
+        fits = [str(size) for size in range(1, tp_size) if _keeps_blocks(shape[1], partition, size)]
+        raise ConfigError(
+            f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} would cut in {name} "
+            f"with {shape[1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
+        )
+    rows, columns = local_shape(shape, partition, tp_size)
+    quantization = Quantization(precision, rows, columns)
+    stored: Any = nn.Parameter(
+        torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device), requires_grad=False
+    )
+    stored.quantization, stored.tp_partition, stored.full_shape = quantization, partition, shape
+    stored.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+    return stored
+
+
+def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
+    """Whether shards of a matrix with that many columns consist of whole blocks, and ranks divide what is split."""
+    if partition.dim != 1 or tp_size == 1:
+        return True
+    divides = partition.units % tp_size == 0 or tp_size % partition.units == 0
+    return divides and partition.local_size(columns, tp_size) % BLOCK == 0
+
+
+def whole_rows(parameter: Tensor) -> Partition:
+    """How `parameter` is split, if by rows: so much of a matrix a rank reads to quantise its shard."""
+    partition = partition_of(parameter)
+    return partition if partition.dim == 0 else REPLICATED
+
+
+@torch.no_grad()
+def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
+    """Sets this rank's shard of a quantised `parameter`; `read` returns rows, split as `whole_rows` says."""
+    quantization, partition = quantization_of(parameter), partition_of(parameter)
+    assert quantization is not None
+    left = partition.bounds(full_shape_of(parameter)[1], tp.rank, tp.size)[0] if partition.dim == 1 else 0
+    quantization.write(parameter, read, left)
+
+
+def frozen_product(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:
+    """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
+
+    On GPUs from Hopper on, a product with fp8 in bf16 is computed in fp8, with a scale for each row of x; elsewhere
+    W is decoded. The backward pass decodes it again, so that only its bytes are held between the two.
+    """
+    product: Tensor = _FrozenProduct.apply(x, stored, bias, quantization)
+    return product
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(stored)
+        ctx.quantization = quantization
+        if quantization.precision == "fp8" and x.is_cuda and x.dtype == torch.bfloat16:
+            aligned = quantization.rows % _ALIGNED == 0 and quantization.columns % _ALIGNED == 0
+            if aligned and torch.cuda.get_device_capability(x.device) >= (9, 0):
+                return product_in_fp8(x, stored, quantization, bias)
+        return F.linear(x, quantization.decode(stored, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        (stored,) = ctx.saved_tensors
+        return gradient @ ctx.quantization.decode(stored, gradient.dtype), None, None, None
+
+
+def product_in_fp8(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:
+    """`W x + b` for a W in fp8, with x: [..., in] rounded to fp8 row by row; [..., out] in the type of x."""
+    rows = x.flatten(0, -2)
+    scales = _fp8_scales(rows)
+    product = torch._scaled_mm(
+        (rows / scales).to(FP8),
+        quantization.codes(stored).view(FP8).t(),
+        scale_a=scales,
+        scale_b=quantization.scales(stored).t(),
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    ).view(*x.shape[:-1], quantization.rows)
+    return product if bias is None else product + bias

@@ -30,7 +30,7 @@ def make_diagnostics(context: RunContext) -> Diagnostics:
         return Diagnostics(context.engine, context.probe, "training")
     samples = heldout[replayed[0]]
     rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
-    probe = collate(rows, config.data.document_mask, context.device)
+    probe = collate(rows, config.data.document_mask).on(context.device)
     return Diagnostics(context.engine, probe, replayed[0])
 
 

@@ -1,11 +1,12 @@
 """The micro-batches of a rank; the samples of a step depend on its number alone.
 
-Every rank of a tensor-parallel group reads the same samples.
+Every rank of a tensor-parallel group reads the same samples. A thread prepares the next micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,14 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import Sample, TrainingSamples, rank_indices
+from pipeline.deepspeed_config import accumulation_steps
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import Layout
+
+READ_AHEAD = 2
+"""How many micro-batches are prepared while one is computed."""
+Plan = tuple[list[list[int]], list[list[int]]]
+"""The indices of a step's samples: a list per micro-batch, of this rank and of the one with the most to train by KL."""
 
 
 class MicroBatch(NamedTuple):
@@ -32,9 +39,29 @@ class MicroBatch(NamedTuple):
     kl_rows: int = 0
     reference_rows: int = 0
 
+    def pinned_for(self, device: torch.device) -> MicroBatch:
+        """The same in memory that a GPU can copy by itself; a copy from elsewhere would make the host wait."""
+        return self if device.type == "cpu" else self._mapped(Tensor.pin_memory)
+
+    def on(self, device: torch.device) -> MicroBatch:
+        """The same on `device`, once that has done what was asked of it before."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        return self._replace(
+            tokens=change(self.tokens),
+            targets=change(self.targets),
+            positions=change(self.positions),
+            documents=None if self.documents is None else self.documents.moved(change),
+        )
+
 
 class TrainingBatches:
-    """The micro-batches of a rank, on its device."""
+    """The micro-batches of a rank, on its device.
+
+    A thread of its own reads and packs the next ones, and pins them for a GPU: nothing else may read `samples`. What it
+    has read ahead is no state of the run, which resumes from the number of a step. `close` ends it.
+    """
 
     def __init__(
         self, samples: TrainingSamples, config: RunConfig, layout: Layout, rank: int, device: torch.device
@@ -46,43 +73,70 @@ class TrainingBatches:
         self.rehearses = config.data.kl_fraction > 0
         self.dp_rank, self.dp_size = layout.dp_rank(rank), layout.dp_size
         self.device = device
+        self._per_step = accumulation_steps(config.schedule, self.dp_size)
+        self._end = self.schedule.steps * self._per_step
+        self._planned: tuple[int, Plan] | None = None
+        self._ahead: dict[int, Future[MicroBatch]] = {}
+        self._reader = ThreadPoolExecutor(1, "batches", _use, (device,))
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches that this rank accumulates for the optimizer step after `step` steps."""
-        if not self.rehearses:
-            for indices in self._indices(step):
-                yield self._collated(indices)
-            return
-        own, fullest = self._dealt(step)
-        for indices, most in zip(own, fullest, strict=True):
-            yield self._collated(indices)._replace(kl_rows=self._kl_rows(indices), reference_rows=self._kl_rows(most))
+        """The micro-batches that this rank accumulates for the optimizer step after `step` steps.
 
-    def _indices(self, step: int) -> list[list[int]]:
-        return rank_indices(
-            step * self.schedule.global_batch_size,
-            global_batch_size=self.schedule.global_batch_size,
-            micro_batch_size=self.schedule.micro_batch_size,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-        )
-
-    def _dealt(self, step: int) -> tuple[list[list[int]], list[list[int]]]:
-        """This rank's indices and rank 0's, a list per micro-batch; those that train by KL are dealt out first.
-
-        So they are spread evenly, and no rank has more of them than rank 0. In their own order, with many ranks almost
-        every micro-batch would have one on some rank, and all ranks would run the base in almost every one.
+        Raises:
+            DataError: a sample of this very micro-batch cannot be read.
         """
-        batch_size = self.schedule.global_batch_size
-        indices = range(step * batch_size, (step + 1) * batch_size)
-        ordered = sorted(indices, key=lambda index: not self._is_kl(index))
-        stride = batch_size // self.schedule.micro_batch_size  # micro-batches over all ranks
+        for number in range(step * self._per_step, (step + 1) * self._per_step):
+            yield self._taken(number).on(self.device)
+
+    def close(self) -> None:
+        """Ends the thread, after the micro-batch that it is reading."""
+        self._reader.shutdown(cancel_futures=True)
+
+    def _taken(self, number: int) -> MicroBatch:
+        """The micro-batch `number`, counted from the beginning of the run; the thread goes on with those after it."""
+        wanted = range(number, max(number + 1, min(number + 1 + READ_AHEAD, self._end)))
+        # Others are left over where the run goes on elsewhere: a step computed again or skipped, a resumed run.
+        for left in [other for other in self._ahead if other not in wanted]:
+            self._ahead.pop(left).cancel()
+        for next_number in wanted:
+            if next_number not in self._ahead:
+                self._ahead[next_number] = self._reader.submit(self._read, next_number)
+        return self._ahead.pop(number).result()
+
+    def _read(self, number: int) -> MicroBatch:
+        step, place = divmod(number, self._per_step)
+        if self._planned is None or self._planned[0] != step:
+            self._planned = step, self._plan(step)
+        own, fullest = (part[place] for part in self._planned[1])
+        batch = collate([self.samples[index] for index in own], self.document_mask)
+        if self.rehearses:
+            batch = batch._replace(kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest))
+        return batch.pinned_for(self.device)
+
+    def _plan(self, step: int) -> Plan:
+        """Which samples a step reads; those that train by KL are dealt out first.
+
+        So they are spread evenly, and no rank has more of them than rank 0.
+        In their own order, with many ranks almost every micro-batch would have one on some rank, and all ranks would
+        run the base in almost every one.
+        """
+        batch_size, micro_batch_size = self.schedule.global_batch_size, self.schedule.micro_batch_size
+        first = step * batch_size
+        if not self.rehearses:
+            own = rank_indices(
+                first,
+                global_batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+            )
+            return own, own
+        ordered = sorted(range(first, first + batch_size), key=lambda index: not self._is_kl(index))
+        stride = batch_size // micro_batch_size  # micro-batches over all ranks
         own, fullest = (
-            [ordered[first::stride] for first in range(rank, stride, self.dp_size)] for rank in (self.dp_rank, 0)
+            [ordered[start::stride] for start in range(rank, stride, self.dp_size)] for rank in (self.dp_rank, 0)
         )
         return own, fullest
-
-    def _collated(self, indices: Sequence[int]) -> MicroBatch:
-        return collate([self.samples[index] for index in indices], self.document_mask, self.device)
 
     def _is_kl(self, index: int) -> bool:
         return self.samples.role_of(index) in self.kl_roles
@@ -91,24 +145,24 @@ class TrainingBatches:
         return sum(map(self._is_kl, indices))
 
 
-def collate(samples: Sequence[Sample], document_mask: bool, device: torch.device) -> MicroBatch:
-    """Joins samples of S tokens each into a micro-batch of [B, S] on `device`.
+def _use(device: torch.device) -> None:
+    """Lets the calling thread use a GPU; otherwise it would use the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:
+    """Joins samples of S tokens each into a micro-batch of [B, S], on the host.
 
     Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
     """
-
-    def moved(values: Tensor) -> Tensor:
-        if device.type != "cuda":
-            return values.to(device)
-        # From pinned memory: otherwise the host would wait until the GPU has reached the copy.
-        return values.pin_memory().to(device, non_blocking=True)
 
     def stacked(field: str) -> Tensor:
         return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
 
     return MicroBatch(
-        tokens=moved(stacked("tokens")),
-        targets=moved(stacked("targets")),
-        positions=moved(stacked("positions")),
-        documents=Documents.of(stacked("document_ids")).moved(moved) if document_mask else None,
+        tokens=stacked("tokens"),
+        targets=stacked("targets"),
+        positions=stacked("positions"),
+        documents=Documents.of(stacked("document_ids")) if document_mask else None,
     )

@@ -96,6 +96,8 @@ def attempt(
             trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
             trainer.observers.on_end(finished=False)
             raise
+        finally:
+            trainer.batches.close()
         if outcome.finished:
             summarise(trainer, outcome, difference)
         # Last: a tracker may wait for its service, and the run is complete without it.

@@ -116,7 +116,7 @@ class Validation:
             own = range(min(start, count), min(start + self.micro_batch_size, count))
             # All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank has too few.
             read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
-            batch = collate(read, self.document_mask, self.device)
+            batch = collate(read, self.document_mask).pinned_for(self.device).on(self.device)
             losses = loss_of(batch)
             if self.tp_rank == 0 and own:
                 starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(self.device)

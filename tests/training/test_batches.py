@@ -1,14 +1,30 @@
-"""Which samples a step reads, and the batches made of them."""
+"""Which samples a step reads, the batches made of them, and the thread that reads them ahead."""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from pipeline.config.run import load_config
-from pipeline.data.samples import TrainingSamples
+from pipeline.data.samples import TrainingSamples, rank_indices
+from pipeline.errors import DataError
 from pipeline.parallel.topology import Layout
-from pipeline.training.batches import TrainingBatches
-from tests.training.runs import write_config
+from pipeline.training.batches import READ_AHEAD, TrainingBatches, collate
+from tests.distributed import run_ranks
+from tests.training.runs import in_turn, make_run, train, write_config
+from tests.waiting import wait_until
+
+CPU = torch.device("cpu")
 
 
 def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
@@ -82,3 +98,158 @@ def test_without_rehearsal_no_sequence_is_marked(tokens, tmp_path):
     samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
     batch = next(TrainingBatches(samples, config, Layout(1, 1), 0, torch.device("cpu")).of_step(0))
     assert (batch.kl_rows, batch.reference_rows) == (0, 0)
+
+
+# --- The thread that reads ahead -------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """Samples, with the threads and indices of all reads. Those of `damaged` fail."""
+
+    def __init__(self, samples: TrainingSamples, damaged: set[int] = frozenset()) -> None:
+        self.samples, self.damaged = samples, set(damaged)
+        self.reads: list[int] = []
+        self.threads: set[str] = set()
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        self.threads.add(threading.current_thread().name)
+        if index in self.damaged:
+            raise DataError(f"sample {index} is damaged")
+        return self.samples[index]
+
+    def role_of(self, index):
+        return self.samples.role_of(index)
+
+
+@pytest.fixture
+def config(tokens, tmp_path):
+    """Six steps of four micro-batches of two samples."""
+    return load_config(write_config(tmp_path, tokens))
+
+
+@pytest.fixture
+def recorded(config):
+    return Recorded(TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None))
+
+
+@pytest.fixture
+def batches(recorded, config):
+    made = TrainingBatches(recorded, config, Layout(1, 1), 0, CPU)
+    yield made
+    made.close()
+
+
+def read_here(samples, config, step, micro_batch):
+    """A micro-batch, read by this thread."""
+    size, at_once = config.schedule.global_batch_size, config.schedule.micro_batch_size
+    indices = rank_indices(step * size, global_batch_size=size, micro_batch_size=at_once, dp_rank=0, dp_size=1)
+    return collate([samples[index] for index in indices[micro_batch]], document_mask=True)
+
+
+def assert_same(found, expected):
+    for name in ("tokens", "targets", "positions"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    assert torch.equal(found.documents.ids, expected.documents.ids)
+    assert torch.equal(found.documents.starts, expected.documents.starts)
+    assert found.documents.per_row == expected.documents.per_row
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # nothing that it does is remembered
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=8))
+def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(recorded, batches, config, taken):
+    """A step is computed again, skipped, left in the middle, or the first of a resumed run."""
+    for step, count in taken:
+        for number, found in enumerate(itertools.islice(batches.of_step(step), count)):
+            assert_same(found, read_here(recorded.samples, config, step, number))
+    assert "MainThread" not in recorded.threads
+
+
+def is_idle(recorded: Recorded) -> Callable[[], bool]:
+    """Whether nothing was read for a while."""
+    seen = len(recorded.reads)
+    time.sleep(0.05)
+    return len(recorded.reads) == seen
+
+
+def test_no_more_is_read_than_the_bound_and_nothing_beyond_the_run(recorded, batches, config):
+    at_once = config.schedule.micro_batch_size
+    first = batches.of_step(2)
+    for number in range(3):
+        next(first)
+        assert wait_until(lambda: is_idle(recorded), every_s=0)
+        assert recorded.reads == list(range(16, 16 + at_once * (number + 1 + READ_AHEAD)))
+    list(batches.of_step(config.schedule.steps - 1))
+    assert wait_until(lambda: is_idle(recorded), every_s=0)
+    assert max(recorded.reads) == config.schedule.steps * config.schedule.global_batch_size - 1
+
+
+def test_a_fault_is_raised_where_its_micro_batch_is_due_and_nowhere_else(recorded, batches, config):
+    recorded.damaged = {20}
+    step = batches.of_step(2)  # samples 16 to 23, two a micro-batch
+    for number in range(2):
+        assert_same(next(step), read_here(recorded.samples, config, 2, number))
+    with pytest.raises(DataError, match="sample 20 is damaged"):
+        next(step)
+    assert_same(next(batches.of_step(3)), read_here(recorded.samples, config, 3, 0))
+    recorded.damaged = set()
+    assert len(list(batches.of_step(2))) == 4, "a fault that is gone is not remembered"
+
+
+def running() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_the_thread_ends_when_it_is_told_or_forgotten(recorded, config):
+    assert not running()
+    for close in (True, False):
+        batches = TrainingBatches(recorded, config, Layout(1, 1), 0, CPU)
+        step = batches.of_step(0)
+        next(step)
+        assert len(running()) == 1
+        if close:
+            batches.close()
+        del batches, step
+        gc.collect()
+        assert wait_until(lambda: not running(), every_s=0.01)
+
+
+def ends(configs):
+    """Trains runs that end by a signal, by a fault, and by themselves; and the threads that are left."""
+    stopped, damaged, whole = configs
+    reads = TrainingSamples.__getitem__
+
+    def failing(samples, index):
+        if index == 13:
+            raise DataError("sample 13 is damaged")
+        return reads(samples, index)
+
+    def train_damaged():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TrainingSamples, "__getitem__", failing)
+            return train(damaged)
+
+    results = in_turn([partial(train, stopped, stop=True), train_damaged, partial(train, whole)])
+    return results, running()
+
+
+def test_no_thread_is_left_by_a_signal_or_a_fault_or_at_the_end(tokens, tmp_path):
+    configs = [make_run(tmp_path / name, tokens, schedule__steps=3) for name in ("stopped", "damaged", "whole")]
+    (found,) = run_ranks(ends, 1, configs)
+    assert found == ([75, "DataError: sample 13 is damaged", 0], [])
+
+
+def test_the_thread_pins_what_a_gpu_copies(recorded, config, monkeypatch):
+    """The meta device stands for the GPU."""
+    pinning = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinning.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    batches = TrainingBatches(recorded, config, Layout(1, 1), 0, torch.device("meta"))
+    first = next(batches.of_step(0))
+    batches.close()
+    assert {first.tokens.device.type, first.documents.starts.device.type} == {"meta"}
+    assert len(pinning) >= 5 and {name.split("_")[0] for name in pinning} == {"batches"}

@@ -11,12 +11,18 @@ import torch
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.utils import logging
 
@@ -45,6 +51,22 @@ _LLAMA3_ROPE = {
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _QUARTER_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 _WHOLE_ROPE = {**_QUARTER_ROPE, "partial_rotary_factor": 1.0}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.5, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 32,
+}
+_PHI3 = {**_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 32}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
@@ -58,7 +80,33 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "llama head_dim": LlamaConfig(**_LLAMA, head_dim=16),
     "llama gelu": LlamaConfig(**_LLAMA, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_LLAMA, sliding_window=None),
+    "mistral window": MistralConfig(**_LLAMA, sliding_window=9),
     "qwen2": Qwen2Config(**_LLAMA),
+    "qwen2 window": Qwen2Config(**_LLAMA, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3": Qwen3Config(**_LLAMA, head_dim=16),
+    "qwen3 tied": Qwen3Config(**{**_LLAMA, "tie_word_embeddings": True}, head_dim=8, attention_bias=True),
+    "llama yarn": LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
+    "llama dynamic": LlamaConfig(**{**_LLAMA, "max_position_embeddings": 32}, rope_parameters=_DYNAMIC_ROPE),
+    "smollm3": SmolLM3Config(**_LLAMA, pad_token_id=None, no_rope_layer_interval=2),
+    "phi3": Phi3Config(**_PHI3, rope_parameters=_LONGROPE),
+    "phi3 partial": Phi3Config(
+        **_PHI3, sliding_window=15, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "olmo2": Olmo2Config(**_LLAMA, pad_token_id=None),
+    "exaone4": Exaone4Config(**_LLAMA, head_dim=16, sliding_window=10, sliding_window_pattern=2),
+    "exaone4 global": Exaone4Config(**_LLAMA, sliding_window=None, layer_types=["full_attention"] * 3),
+    "gemma3": Gemma3TextConfig(
+        **_LLAMA,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=11,
+        sliding_window_pattern=2,
+        pad_token_id=None,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "neox": GPTNeoXConfig(**_NEOX, rope_parameters=_QUARTER_ROPE),
     "neox sequential": GPTNeoXConfig(**_NEOX, use_parallel_residual=False, rope_parameters=_QUARTER_ROPE),
     "neox whole rotary": GPTNeoXConfig(**_NEOX, rope_parameters=_WHOLE_ROPE),
@@ -70,6 +118,9 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         **{**_NEOX, "num_attention_heads": 8, "num_hidden_layers": 2}, rope_parameters=_WHOLE_ROPE
     ),
 }
+
+FEATURES = ("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "exaone4", "gemma3")
+"""Of `CONFIGS`, those whose layers differ most from Llama's and GPT-NeoX's."""
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -18,7 +18,8 @@ from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dt
 from pipeline.conversion.stock import stock_export, why_not_stock
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.base_folder import FUSED_PARTS, hf_tensor
+from pipeline.model.families import FusedPart, hf_tensor
+from pipeline.model.spec import DecoderSpec
 from pipeline.scale.gate import DECAY
 
 
@@ -45,7 +46,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         method = model.settings.name
         raise ConversionError(f"{model.checkpoint}: method {method} widens nothing; convert it with --format stock")
     base, spec, plan = base_config(model.base.path), model.spec, model.plan
-    renamed_or_unused = ("family", "residual", "widths", "activation", "num_layers")
+    renamed_or_unused = ("family", "residual", "widths", "activation", "layers")
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],
         "auto_map": {
@@ -56,7 +57,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         **{key: value for key, value in asdict(spec).items() if key not in renamed_or_unused},
         **asdict(spec.widths),
         "hidden_act": spec.activation,
-        "num_hidden_layers": spec.num_layers,
+        **_layer_entries(spec),
         "normed_size": spec.normed_size,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
         "l_fp": plan.l_fp,
@@ -78,6 +79,21 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     return Export("scale", config, tensors, dtype, code={"modeling_scale.py": inspect.getsource(modeling_scale)})
 
 
+def _layer_entries(spec: DecoderSpec) -> dict[str, Any]:
+    """The layers as transformers' caches and masks read them, and each layer's rotary embedding: one of `rotary`."""
+    windows = {layer.window for layer in spec.layers} - {None}
+    if len(windows) > 1:
+        raise AssertionError(f"layers with windows of {sorted(windows)} tokens; modeling_scale.py has one window")  # type: ignore[type-var]
+    rotary = list(dict.fromkeys(layer.rotary for layer in spec.layers if layer.rotary is not None))
+    return {
+        "num_hidden_layers": spec.num_layers,
+        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
+        "sliding_window": next(iter(windows), None),
+        "rotary": [asdict(one) for one in rotary],
+        "layer_rotary": [None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers],
+    }
+
+
 def _gate_entries(model: TrainedModel) -> dict[str, Any]:
     gate = model.gate
     if gate is None:
@@ -91,10 +107,10 @@ def _gate_entries(model: TrainedModel) -> dict[str, Any]:
     }
 
 
-# PEFT's format of LoRA. If query, key and value are one map in the base's folder (GPT-NeoX), our adapters of rank r for
-# k of them become one adapter of rank k r, and its alpha grows with it. Its A is theirs stacked; in its B, the rows of
-# query, key or value are zero except in the columns that belong to the A of the same part.
-PeftMaps = dict[str, dict[int | None, str]]
+# PEFT's format of LoRA. If several of our maps are one in the base's folder (GPT-NeoX, Phi-3), our adapters of rank r
+# for k of them become one adapter of rank k r, and its alpha grows with it. Its A is theirs stacked; in its B, the rows
+# of each map are zero except in the columns that belong to its own A.
+PeftMaps = dict[str, dict[FusedPart | None, str]]
 """The linear maps of the base's folder: the paths of our adapters for each, by their fused part (None: not fused)."""
 
 
@@ -121,7 +137,7 @@ def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     maps: PeftMaps = {}
     for path in model.adapters:
         target = hf_tensor(path.removesuffix("adapter") + "base.weight", model.spec)
-        maps.setdefault(target.name.removesuffix(".weight"), {})[target.fused_part] = path
+        maps.setdefault(target.name.removesuffix(".weight"), {})[target.part] = path
     tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
     return Export("peft", _peft_config(model, settings, maps), tensors, dtype)
 
@@ -147,24 +163,25 @@ def _peft_config(model: TrainedModel, settings: Lora, maps: PeftMaps) -> dict[st
     }
 
 
-def _peft_tensors(model: TrainedModel, name: str, paths: Mapping[int | None, str]) -> list[PlannedTensor]:
-    first = next(iter(paths.values()))
+def _peft_tensors(model: TrainedModel, name: str, paths: Mapping[FusedPart | None, str]) -> list[PlannedTensor]:
+    part, first = next(iter(paths.items()))
     (rank, columns), (rows, _) = model.shapes[f"{first}.a"], model.shapes[f"{first}.b"]
-    parts, heads = 1 if None in paths else len(FUSED_PARTS), model.spec.widths.num_attention_heads
+    rows = rows if part is None else part.groups * part.group_rows
 
     def make_a() -> Tensor:
         return torch.cat([model.read(f"{path}.a") for path in paths.values()])
 
     def make_b() -> Tensor:
-        if None in paths:
-            return model.read(f"{first}.b")
-        fused = torch.zeros(heads, parts, rows // heads, rank * len(paths))
+        fused = torch.zeros(rows, rank * len(paths))
         for index, (part, path) in enumerate(paths.items()):
-            block = model.read(f"{path}.b").unflatten(0, (heads, -1))
-            fused[:, part, :, index * rank : (index + 1) * rank] = block
-        return fused.flatten(0, 2)
+            block = model.read(f"{path}.b")
+            if part is None:
+                return block
+            groups = fused.view(part.groups, part.group_rows, -1)[:, part.first : part.first + part.rows]
+            groups[..., index * rank : (index + 1) * rank] = block.unflatten(0, (part.groups, part.rows))
+        return fused
 
     return [
         PlannedTensor(f"base_model.model.{name}.lora_A.weight", (rank * len(paths), columns), make_a),
-        PlannedTensor(f"base_model.model.{name}.lora_B.weight", (rows * parts, rank * len(paths)), make_b),
+        PlannedTensor(f"base_model.model.{name}.lora_B.weight", (rows, rank * len(paths)), make_b),
     ]

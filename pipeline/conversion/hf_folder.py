@@ -23,7 +23,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
-from pipeline.model.from_hf import ARCHITECTURES
+from pipeline.model.families import FAMILIES
 from pipeline.untrusted_files import MAX_BYTES, read_bytes, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
@@ -222,6 +222,6 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
             ) from None
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
     # For the others it has code of its own, and does not look at the folder's.
-    needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *ARCHITECTURES)
+    needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *FAMILIES)
     if needs_code and not trust_remote_code:
         raise BaseModelError(f"{path}: needs the code in its folder; say --trust-remote-code if you trust its maker")

@@ -22,7 +22,7 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +37,17 @@ require_version(f"transformers>={NEEDED}", "This model's code needs it: pip inst
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.cache_utils import DynamicLayer  # noqa: E402
-from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
-    """The base's sizes under their usual names, and what was added to each as `expansion_…`."""
+    """The base's sizes under their usual names, and what was added to each as `expansion_…`.
+
+    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
+    """
 
     model_type = "scale"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -73,7 +78,15 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     output_bias: bool = False
     ffn_bias: bool = False
     parallel_residual: bool = False
-    rotary: dict[str, Any] | None = None
+    norm_placement: str = "before"
+    gain_offset: bool = False
+    query_key_norm: str = "none"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    layer_types: list[str] | tuple[()] = ()
+    sliding_window: int | None = None
+    rotary: list[dict[str, Any]] | tuple[()] = ()
+    layer_rotary: list[int | None] | tuple[()] = ()
     gate_layer: int | None = None
     gate_features: str = "token"
     gate_decay: float = 0.8
@@ -85,6 +98,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         # transformers before and after configurations became dataclasses: both take this.
         for name in ScaleConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
+        if isinstance(self.rotary, dict):
+            raise ValueError("rotary: written by an earlier version of this model's code; convert the checkpoint again")
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
         super().__init__(**kwargs)
 
     def is_collaborative(self, layer: int, module: str) -> bool:
@@ -104,6 +121,12 @@ class StreamPath(NamedTuple):
 
     def plus(self, y: Tensor, y_up: Tensor) -> StreamPath:
         return StreamPath(self.x + y, self.x_up + y_up, self.masked)
+
+    def normed(self, norm: nn.Module | None) -> StreamPath:
+        if norm is None:
+            return self
+        x, x_up = norm(self.x, self.x_up)
+        return StreamPath(x, x_up, self.masked)
 
 
 class WidenedLinear(nn.Module):
@@ -128,22 +151,26 @@ class WidenedLinear(nn.Module):
 class StreamNorm(nn.Module):
     """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
 
-    With `normed_size` (RMSNorm only) they are summed over the first channels, and the others count as zeros.
+    With `normed_size` (RMSNorm only) they are summed over the first channels, and the others count as zeros. With
+    `gain_offset` (RMSNorm only) the gain is 1 + weight.
     """
 
-    def __init__(self, kind: str, size: int, eps: float, normed_size: int | None) -> None:
+    def __init__(self, config: ScaleConfig, size: int, normed_size: int | None = None, kind: str | None = None) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = config.norm_eps
+        self.gain_offset = config.gain_offset
         self.normed_size = normed_size
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
+        self.bias = nn.Parameter(torch.zeros(size)) if (kind or config.norm) == "layernorm" else None
 
-    def forward(self, x: Tensor, statistics_of: Tensor) -> Tensor:
-        source = statistics_of.float()
+    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+        source = (x if statistics_of is None else statistics_of).float()
         if self.bias is None:
             squares = source[..., : self.normed_size].pow(2)
-            scale = torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
-            return self.weight * (x.float() * scale).to(x.dtype)
+            normal = x.float() * torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
+            if self.gain_offset:
+                return (normal * (1 + self.weight.float())).to(x.dtype)
+            return self.weight * normal.to(x.dtype)
         variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
         normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
         return self.weight * normal.to(x.dtype) + self.bias
@@ -156,12 +183,32 @@ class WidenedNorm(nn.Module):
         super().__init__()
         self.shared = config.norm_statistics == "base"
         of_base = config.normed_size if self.shared else None
-        self.base = StreamNorm(config.norm, config.hidden_size, config.norm_eps, config.normed_size)
-        self.expansion = StreamNorm(config.norm, config.expansion_hidden_size, config.norm_eps, of_base)
+        self.base = StreamNorm(config, config.hidden_size, config.normed_size)
+        self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
 
-    def forward(self, path: StreamPath) -> StreamPath:
-        x, x_up, masked = path
-        return StreamPath(self.base(x, x), self.expansion(x_up, x if self.shared else x_up), masked)
+    def forward(self, x: Tensor, x_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.base(x), self.expansion(x_up, x if self.shared else None)
+
+
+class WidenedHeadNorm(nn.Module):
+    """Queries or keys normalised, each head or the base's and the added heads as two wholes, by own statistics."""
+
+    def __init__(self, config: ScaleConfig, heads: tuple[int, int]) -> None:
+        super().__init__()
+        of_all = config.query_key_norm == "all"
+        size, size_up = heads if of_all else (config.head_dim, config.head_dim)
+        self.base = StreamNorm(config, size, kind="rmsnorm")
+        # With the base's statistics, the added heads have the base's gains too.
+        own = of_all or config.norm_statistics == "separate"
+        self.expansion = StreamNorm(config, size_up, kind="rmsnorm") if own else None
+
+    def forward(self, heads: Tensor, heads_up: Tensor) -> tuple[Tensor, Tensor]:
+        up = self.base if self.expansion is None else self.expansion
+        return self._normed(self.base, heads), self._normed(up, heads_up)
+
+    @staticmethod
+    def _normed(norm: StreamNorm, flat: Tensor) -> Tensor:
+        return norm(flat.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
 
 
 class Rotary(NamedTuple):
@@ -174,26 +221,27 @@ class Rotary(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, config: ScaleConfig, dtype: torch.dtype) -> Rotary:
-        """For positions [B, S]."""
-        angles = positions.float().unsqueeze(-1) * cls._frequencies(config).to(positions.device)
+    def at(cls, positions: Tensor, spec: dict[str, Any], dtype: torch.dtype) -> Rotary:
+        """For positions [B, S]; `spec` is one of the config's rotary embeddings."""
+        frequencies = torch.tensor(spec["frequencies"], device=positions.device)
+        if spec["context"] is not None:
+            length = positions.amax(-1)[:, None, None] + 1
+            others = cls._in_longer_texts(spec, length, 2 * len(frequencies))
+            frequencies = torch.where(length > spec["context"], others, frequencies)
+        angles = positions.float().unsqueeze(-1) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
+        factor = spec["attention_factor"]
+        return cls((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
 
     @staticmethod
-    def _frequencies(config: ScaleConfig) -> Tensor:
-        rotary = config.rotary or {"theta": 10000.0}
-        rotated = int(config.head_dim * rotary.get("fraction", 1.0))
-        frequencies = 1.0 / rotary["theta"] ** (torch.arange(0, rotated, 2, device="cpu").float() / rotated)
-        scaling = rotary.get("scaling", "default")
-        if scaling == "linear":
-            return frequencies / rotary["factor"]
-        if scaling == "llama3":  # long wavelengths are stretched, short ones kept, those between blended
-            low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
-            turns = rotary["original_max_position_embeddings"] / (2 * math.pi / frequencies)
-            blend = ((turns - low) / (high - low)).clamp(0, 1)
-            return (1 - blend) * frequencies / rotary["factor"] + blend * frequencies
-        return frequencies
+    def _in_longer_texts(spec: dict[str, Any], length: Tensor, width: int) -> Tensor:
+        """The frequencies beyond the context: others (longrope), or of a theta that grows with the text (dynamic)."""
+        if spec["long_frequencies"] is not None:
+            return torch.tensor(spec["long_frequencies"], device=length.device)
+        stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
+        theta = spec["theta"] * stretched ** (width / (width - 2))
+        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
+        return 1.0 / theta**exponents
 
     def rotate(self, heads: Tensor) -> Tensor:
         """heads: [B, H, S, K]."""
@@ -204,13 +252,38 @@ class Rotary(NamedTuple):
         return torch.cat([rotated, rest], dim=-1)
 
 
+def eager_attention(
+    module: Any,  # noqa: ANN401
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor]:
+    """The interface's literal attention: query [B, H, S, K], key and value [B, H_kv, T, K] -> [B, S, H, K]."""
+    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
 class ScaleAttention(nn.Module):
     """Causal attention. The expansion's heads follow the base's; each path has its own set of all heads."""
 
+    is_causal = True
+
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.config = config
+        self.layer_idx = layer
         self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.sliding_window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
         hidden = (config.hidden_size, config.expansion_hidden_size)
         heads = self._sizes(config.num_attention_heads, config.expansion_num_attention_heads)
         kv_heads = self._sizes(config.num_key_value_heads, config.expansion_num_key_value_heads)
@@ -219,6 +292,9 @@ class ScaleAttention(nn.Module):
         self.query = WidenedLinear(hidden, heads, bias, collaborative)
         self.key = WidenedLinear(hidden, kv_heads, bias, collaborative)
         self.value = WidenedLinear(hidden, kv_heads, bias, collaborative)
+        normed = config.query_key_norm != "none"
+        self.query_norm = WidenedHeadNorm(config, heads) if normed else None
+        self.key_norm = WidenedHeadNorm(config, kv_heads) if normed else None
         self.output = WidenedLinear(heads, hidden, config.output_bias, collaborative)
 
     def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
@@ -227,27 +303,31 @@ class ScaleAttention(nn.Module):
     def forward(
         self,
         paths: list[StreamPath],
-        rotary: Rotary,
-        mask: Tensor | None,
+        rotary: Rotary | None,
+        mask: Any,  # noqa: ANN401
         cache: Any,  # noqa: ANN401
     ) -> list[tuple[Tensor, Tensor]]:
-        query = rotary.rotate(self._heads(self.query, paths))
-        key = rotary.rotate(self._heads(self.key, paths))
-        value = self._heads(self.value, paths)
+        query = self._heads(self.query, self.query_norm, paths)
+        key = self._heads(self.key, self.key_norm, paths)
+        value = self._heads(self.value, None, paths)
+        if rotary is not None:
+            query, key = rotary.rotate(query), rotary.rotate(key)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        causal = mask is None and query.shape[2] > 1
-        grouped = query.shape[1] != key.shape[1]
-        heads = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
-        attended = heads.transpose(1, 2).flatten(2).chunk(len(paths), dim=-1)
+            key, value = cache.update(key, value, self.layer_idx)
+        chosen = self.config._attn_implementation
+        attend: Callable[..., Any] = eager_attention if chosen == "eager" else ALL_ATTENTION_FUNCTIONS[chosen]
+        options = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)
+        attended = heads.flatten(2).chunk(len(paths), dim=-1)
         return [
             self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
             for flat, path in zip(attended, paths, strict=True)
         ]
 
-    def _heads(self, projection: WidenedLinear, paths: list[StreamPath]) -> Tensor:
+    def _heads(self, projection: WidenedLinear, norm: WidenedHeadNorm | None, paths: list[StreamPath]) -> Tensor:
         """[B, H, S, K]: the heads of all paths, in the order that keeps query heads with their key/value head."""
-        flat = torch.cat([part for path in paths for part in projection(*path)], dim=-1)
+        projected = [projection(*path) for path in paths]
+        flat = torch.cat([part for pair in projected for part in (pair if norm is None else norm(*pair))], dim=-1)
         return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -275,22 +355,39 @@ class ScaleFeedForward(nn.Module):
         return fed
 
 
-class ScaleLayer(nn.Module):
-    """One decoder layer, with sequential or parallel residual, on one path or on the router's two."""
+class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """One decoder layer on one path or on the router's two: norms before and after, sequential or parallel residual."""
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
-        self.attention_norm = WidenedNorm(config)
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.attention_norm = WidenedNorm(config) if before else None
         self.attention = ScaleAttention(config, layer)
-        self.ffn_norm = WidenedNorm(config)
+        self.attention_post_norm = WidenedNorm(config) if after else None
+        self.ffn_norm = WidenedNorm(config) if before else None
         self.ffn = ScaleFeedForward(config, layer)
+        self.ffn_post_norm = WidenedNorm(config) if after else None
 
-    def forward(self, paths: list[StreamPath], rotary: Rotary, mask: Tensor | None, cache: Any) -> list[StreamPath]:  # noqa: ANN401
-        attended = self.attention([self.attention_norm(path) for path in paths], rotary, mask, cache)
-        summed = [path.plus(*change) for path, change in zip(paths, attended, strict=True)]
-        fed = [self.ffn(self.ffn_norm(path)) for path in (paths if self.parallel_residual else summed)]
-        return [path.plus(*change) for path, change in zip(summed, fed, strict=True)]
+    def forward(
+        self,
+        paths: list[StreamPath],
+        rotary: Rotary | None,
+        mask: Any,  # noqa: ANN401
+        past_key_values: Any = None,  # noqa: ANN401
+    ) -> list[StreamPath]:
+        read = [path.normed(self.attention_norm) for path in paths]
+        attended = self.attention(read, rotary, mask, past_key_values)
+        summed = self._sum(paths, attended, self.attention_post_norm)
+        fed = [self.ffn(path.normed(self.ffn_norm)) for path in (paths if self.parallel_residual else summed)]
+        return self._sum(summed, fed, self.ffn_post_norm)
+
+    @staticmethod
+    def _sum(
+        paths: list[StreamPath], changes: list[tuple[Tensor, Tensor]], norm: WidenedNorm | None
+    ) -> list[StreamPath]:
+        normed = changes if norm is None else [norm(*change) for change in changes]
+        return [path.plus(*change) for path, change in zip(paths, normed, strict=True)]
 
 
 class ScaleEmbedding(nn.Module):
@@ -300,9 +397,14 @@ class ScaleEmbedding(nn.Module):
         super().__init__()
         self.base = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+        self.scale = config.embedding_scale
 
     def forward(self, tokens: Tensor) -> StreamPath:
-        return StreamPath(self.base(tokens), self.expansion(tokens))
+        x, x_up = self.base(tokens), self.expansion(tokens)
+        if self.scale == 1.0:
+            return StreamPath(x, x_up)
+        scale = torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+        return StreamPath(x * scale, x_up * scale)
 
 
 class ScaleGate(nn.Module):
@@ -396,6 +498,12 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     base_model_prefix = ""
     _no_split_modules = ("ScaleLayer",)
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ("past_key_values",)
+    supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict = ("token_gate",)
 
     def __init__(self, config: ScaleConfig) -> None:
@@ -425,19 +533,24 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         **kwargs: Any,  # noqa: ANN401
     ) -> CausalLMOutputWithPast:
         """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all)."""
-        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
-            past_key_values = DynamicCache()
+        config = self.config
+        if (config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=config)
         streams = self.embedding(input_ids)
         if position_ids is None:
             position_ids = self._positions(input_ids, attention_mask, past_key_values)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=streams.x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        rotary = Rotary.at(position_ids, self.config, streams.x.dtype)
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        masks = {
+            kind: makers[kind](
+                config=config,
+                inputs_embeds=streams.x,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            for kind in sorted(set(config.layer_types))
+        }
+        tables = [Rotary.at(position_ids, spec, streams.x.dtype) for spec in config.rotary]
         paths, closed = [streams], None
         for index, layer in enumerate(self.layers):
             if self.token_gate is not None and index == self.config.gate_layer:
@@ -446,11 +559,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                     paths = [paths[0]._replace(masked=closed)]
             if self.config.routed and index == self.config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
-            paths = layer(paths, rotary, mask, past_key_values)
+            rotary = config.layer_rotary[index]
+            table = None if rotary is None else tables[rotary]
+            paths = layer(paths, table, masks[config.layer_types[index]], past_key_values=past_key_values)
         if self.token_gate is not None and closed is None:
             closed = self._closed(paths, attention_mask, position_ids, past_key_values)
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-        paths = [self.final_norm(StreamPath(path.x[:, kept], path.x_up[:, kept])) for path in paths]
+        paths = [StreamPath(path.x[:, kept], path.x_up[:, kept]).normed(self.final_norm) for path in paths]
         if closed is not None:
             # Zeros in x_up add exactly nothing to the logits. Without a router both are the same path.
             preserved, adapted, shut = paths[0], paths[-1], closed[:, kept].to(paths[0].x.device)
@@ -482,6 +597,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             is_text = attention_mask[:, -x.shape[1] :].bool()
         closed: Tensor = self.token_gate(x, is_text, documents, cache)
         return closed
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:  # noqa: ANN401
+        """The padding itself, which the gate reads too: `forward` makes the masks."""
+        return attention_mask
 
     @staticmethod
     def _positions(input_ids: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401

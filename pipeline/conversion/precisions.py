@@ -24,25 +24,18 @@ from pipeline.conversion import ServedPrecision
 from pipeline.conversion.hf_folder import load_exported
 from pipeline.conversion.verify import Probe
 from pipeline.model.output import perplexity
+from pipeline.parallel.quantized import rounded
 
 TYPES: dict[ServedPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 0.01
 """How much more perplexity than its base an export may lose to a precision."""
 
-# The quantiles of a normal distribution that QLoRA defines (Dettmers et al. 2023, appendix E).
-_NF4 = torch.tensor([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-])  # fmt: skip
-_FP8_MAX = 448.0
 
-
-def _of_blocks(size: int | None, rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Applies `rounded` to blocks of `size` along each row [out, in]; None: whole rows."""
+def _of_blocks(size: int | None, round_block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Applies `round_block` to blocks of `size` along each row [out, in]; None: whole rows."""
 
     def apply(weight: Tensor) -> Tensor:
-        return rounded(weight.unflatten(1, (-1, size or weight.shape[1]))).flatten(1)
+        return round_block(weight.unflatten(1, (-1, size or weight.shape[1]))).flatten(1)
 
     return apply
 
@@ -79,26 +72,8 @@ def _six_bits(values: Tensor) -> Tensor:
     return _divided(values, factor).round().clamp(0, 63) * factor
 
 
-def _fp8(blocks: Tensor) -> Tensor:
-    scale = _amax(blocks) / _FP8_MAX
-    return _divided(blocks, scale).to(torch.float8_e4m3fn).float() * scale
-
-
-def _nf4(blocks: Tensor) -> Tensor:
-    scale, codes = _amax(blocks), _NF4.to(blocks.device)
-    nearest = torch.bucketize(_divided(blocks, scale), (codes[1:] + codes[:-1]) / 2)
-    return codes[nearest] * scale
-
-
 def _fp8_per_tensor(weight: Tensor) -> Tensor:
-    return _fp8(weight.flatten()).view_as(weight)
-
-
-def _nf4_of_matrix(weight: Tensor) -> Tensor:
-    """Blocks of 64 over the flattened matrix, as bitsandbytes cuts them; the last may be shorter."""
-    flat = weight.flatten()
-    padded = F.pad(flat, (0, -len(flat) % 64))
-    return _nf4(padded.unflatten(0, (-1, 64))).flatten()[: len(flat)].view_as(weight)
+    return rounded(weight.reshape(1, -1), "fp8").view_as(weight)
 
 
 @dataclass(frozen=True)
@@ -112,9 +87,9 @@ class _Quantization:
 
 _QUANTIZATIONS = {
     "int8": _Quantization(_of_blocks(None, _int8)),
-    "fp8": _Quantization(_of_blocks(None, _fp8)),
+    "fp8": _Quantization(partial(rounded, precision="fp8")),
     "fp8_tensor": _Quantization(_fp8_per_tensor),
-    "nf4": _Quantization(_nf4_of_matrix),
+    "nf4": _Quantization(partial(rounded, precision="nf4")),
     "q8_0": _Quantization(_of_blocks(32, _q8_0), 32, everywhere=True),
     "q4_k": _Quantization(_of_blocks(256, _q4_k), 256, everywhere=True),
 }

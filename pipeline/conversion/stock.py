@@ -11,6 +11,10 @@ the whole:
     gains   base: times √(D / D')    expansion: times √(D / D') / s
     eps     times D / D'
 
+Norms after attention and FFN (EXAONE 4) leave the new part scaled by s: their gains are times √(D / D') only, and the
+maps that read the stream, with no norm before them, are times 1 / s in the new columns. A norm of each query and key
+head shares eps, so these maps are times √(D / D') in fp32; in 16 bits rounding them would cost more than that eps.
+
 If the base was widened before, the channels added then are stored in the same way. config.json says which channels are
 scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual`).
 """
@@ -18,7 +22,7 @@ scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -28,12 +32,13 @@ from torch import Tensor
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.base_folder import hf_tensor
+from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import DecoderSpec, StoredResidual, scale_in
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, Widths
 
 _WRITES_RESIDUAL = ("attention.output", "ffn.down")
+_NORMS_OF_HEADS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
 # the output's.
 _BLOCK_POSITIONS = {
@@ -45,7 +50,7 @@ _BLOCK_POSITIONS = {
 
 
 def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any model without an expansion; Preserve and Adapt on a base of the Llama family, trained with `norm: base`.
+    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows.
 
     Raises:
         ConversionError: the model is of another kind; the message gives the reason.
@@ -54,15 +59,12 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         return _unwidened_export(model, dtype)
     if reason := why_not_stock(model):
         raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
-    widths, added = model.spec.widths, model.plan.expansion
-    heads = widths.num_attention_heads + added.num_attention_heads
-    hidden_size = stock_hidden_size(widths.hidden_size + added.hidden_size, heads)
-    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype))
+    widths, wider = model.spec.widths, _wider(model.plan, model.spec)
+    hidden_size = wider.hidden_size
+    unnormed = model.spec.norm_placement == "after"
+    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype), unnormed)
     config = base_config(model.base.path) | {
-        "hidden_size": hidden_size,
-        "intermediate_size": widths.intermediate_size + added.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": widths.num_key_value_heads + added.num_key_value_heads,
+        **asdict(wider),
         "head_dim": model.spec.head_dim,
         "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / hidden_size,
         # The embedding's new columns are scaled and the output's are not: they cannot be tied.
@@ -72,7 +74,31 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     }
     fusion = _Fusion(model, hidden_size, residual, dtype)
     names = dict.fromkeys([*filter(is_base, model.shapes), "output.base"])
-    return Export("stock", config, [fusion.tensor(name) for name in names], dtype)
+    return Export("stock", config, _stored(model, [(name, fusion.tensor(name)) for name in names]), dtype)
+
+
+def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -> list[PlannedTensor]:
+    """The tensors as the base's folder names and fuses them; given are those of our base parameters, by name."""
+    held: dict[str, list[tuple[FusedPart | None, PlannedTensor]]] = {}
+    for name, planned in tensors:
+        target = hf_tensor(name, model.spec)
+        held.setdefault(target.name, []).append((target.part, planned))
+    return [_stored_as(target, parts) for target, parts in held.items()]
+
+
+def _stored_as(target: str, parts: list[tuple[FusedPart | None, PlannedTensor]]) -> PlannedTensor:
+    part, first = parts[0]
+    if part is None:
+        return replace(first, name=target)
+    groups = part.groups
+    in_order = [planned for _, planned in sorted(parts, key=lambda pair: pair[0].index if pair[0] else 0)]
+    rows = sum(planned.shape[0] for planned in in_order)
+    made = partial(_fused, in_order, groups)
+    return PlannedTensor(target, (rows, *first.shape[1:]), made)
+
+
+def _fused(parts: Sequence[PlannedTensor], groups: int) -> Tensor:
+    return fuse([planned.make() for planned in parts], groups)
 
 
 def why_not_stock(model: TrainedModel) -> str | None:
@@ -86,15 +112,20 @@ def why_not_stock_of(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bo
         return None
     if gated:
         return "a gate, which decides for each token (without the section gate the run is converted ungated)"
-    if spec.family != "llama":
-        return (
-            "a GPT-NeoX base: its LayerNorm takes one mean over the residual stream, and its head size follows from it"
-        )
+    if reason := family_of(spec).why_not_stock(spec, _wider(plan, spec)):
+        return reason
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
     if plan.norm != "base":
         return "method.norm separate: an ordinary RMSNorm takes one mean square for both streams (norm: base allows it)"
     return None
+
+
+def _wider(plan: ExpansionPlan, spec: DecoderSpec) -> Widths:
+    """The widths of the ordinary model."""
+    base, added = asdict(spec.widths), asdict(plan.expansion)
+    sums = Widths(**{name: base[name] + added[name] for name in base})
+    return replace(sums, hidden_size=stock_hidden_size(sums.hidden_size, sums.num_attention_heads))
 
 
 def stock_hidden_size(hidden_size: int, heads: int) -> int:
@@ -112,7 +143,7 @@ class _Fusion:
     dtype: torch.dtype
 
     def tensor(self, name: str) -> PlannedTensor:
-        """The tensor that holds the base parameter `name` and its expansion blocks."""
+        """The base parameter `name` with its expansion blocks."""
         stem, _, kind = name.partition(".base")
         shapes = self.model.shapes
         # A tied output projection has no shape of its own.
@@ -128,50 +159,47 @@ class _Fusion:
                 corners[block_name] = corner
         if stem.endswith(_WRITES_RESIDUAL):
             shape[0] = self.hidden_size
-        elif kind != ".bias":
+        elif kind != ".bias" and not stem.endswith(_NORMS_OF_HEADS):
             shape[-1] = self.hidden_size
-        target = hf_tensor(name, self.model.spec).name
-        return PlannedTensor(target, tuple(shape), partial(self._fuse, name, shape, corners))
+        return PlannedTensor(name, tuple(shape), partial(self._fuse, name, shape, corners))
 
     def _fuse(self, name: str, shape: Sequence[int], corners: dict[str, tuple[int, ...]]) -> Tensor:
         """Zeros of `shape` with each block at its corner, scaled as it is stored."""
-        fused = torch.zeros(*shape, dtype=self.dtype)
+        fused, stem = torch.zeros(*shape, dtype=self.dtype), name.partition(".base")[0]
         for block_name, corner in corners.items():
             block = self.model.read(block_name)
-            if block_name.endswith(("norm.base.weight", "norm.expansion.weight")):
+            if self._takes_root(stem):
                 block = block.float() * math.sqrt(self.model.spec.widths.hidden_size / self.hidden_size)
             fused[tuple(slice(start, start + size) for start, size in zip(corner, block.shape, strict=True))] = block
         return self.residual.store(name, fused)
 
+    def _takes_root(self, stem: str) -> bool:
+        """Whether the weights of `stem` are times √(D / D')."""
+        if self.model.spec.query_key_norm == "head" and stem.endswith(("attention.query", "attention.key")):
+            return self.dtype == torch.float32
+        return stem.endswith("norm") and not stem.endswith(_NORMS_OF_HEADS)
+
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """The base's own tensors; GPT-NeoX's query, key and value are fused again."""
+    """The base's own tensors, with the layers that were added."""
     config = base_config(model.base.path) | {"num_hidden_layers": model.spec.num_layers, "dtype": dtype_name(dtype)}
-    if "layer_types" in config:  # one entry a layer; the supported bases have one type only
-        config["layer_types"] = config["layer_types"][:1] * model.spec.num_layers
+    if model.spec.layers != model.base.spec.layers:
+        config |= family_of(model.spec).layer_entries(model.spec)
     residual = model.spec.residual
     if residual is not None:
         residual = replace(residual, scale=scale_in(dtype))
         config[RESIDUAL_KEY] = asdict(residual)
-    sources: dict[str, list[str]] = {}
-    for name in filter(is_base, model.shapes):
-        # A model lists query, key and value in the order in which they are fused.
-        sources.setdefault(hf_tensor(name, model.spec).name, []).append(name)
-    tensors = []
-    for target, names in sources.items():
-        rows, *columns = model.shapes[names[0]]
-        make = partial(_unwidened_values, model, names, residual)
-        tensors.append(PlannedTensor(target, (rows * len(names), *columns), make))
-    return Export("stock", config, tensors, dtype)
+    shapes = {name: shape for name, shape in model.shapes.items() if is_base(name)}
+    tensors = (
+        (name, PlannedTensor(name, shape, partial(_unwidened_values, model, name, residual)))
+        for name, shape in shapes.items()
+    )
+    return Export("stock", config, _stored(model, tensors), dtype)
 
 
-def _unwidened_values(model: TrainedModel, names: Sequence[str], residual: StoredResidual | None) -> Tensor:
-    if len(names) > 1:  # laid out as [heads, 3, head_dim, ...]
-        heads = model.spec.widths.num_attention_heads
-        parts = [_with_adapter(model, name).unflatten(0, (heads, -1)) for name in names]
-        return torch.stack(parts, dim=1).flatten(0, 2)
-    values = _with_adapter(model, names[0])
-    return values if residual is None else residual.store(names[0], values.clone())
+def _unwidened_values(model: TrainedModel, name: str, residual: StoredResidual | None) -> Tensor:
+    values = _with_adapter(model, name)
+    return values if residual is None else residual.store(name, values.clone())
 
 
 def _with_adapter(model: TrainedModel, name: str) -> Tensor:

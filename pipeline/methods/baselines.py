@@ -157,7 +157,7 @@ class LlamaProMethod(TrainingMethod):
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         origins = layer_origins(spec.num_layers, self.settings.added_layers)
-        deeper = replace(spec, num_layers=len(origins))
+        deeper = replace(spec, layers=tuple(spec.layers[origin.base_layer] for origin in origins))
         added = frozenset(index for index, origin in enumerate(origins) if origin.added)
         model = Decoder(deeper, added_layers=added, tp=tp, activation_checkpointing=activation_checkpointing)
         model.requires_grad_(False)

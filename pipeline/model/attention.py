@@ -1,4 +1,4 @@
-"""Causal attention within documents, by the kernel that suits the device.
+"""Causal attention within documents, and within a sliding window, by the kernel that suits the device.
 
 All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are attended to with
 torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, older versions of torch).
@@ -37,6 +37,13 @@ class Documents:
     per_row: tuple[int, ...]
 
     @classmethod
+    def whole_rows(cls, tokens: Tensor) -> Documents:
+        """A document in each row of `tokens` [B, S], made on their device."""
+        rows, length = tokens.shape
+        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
+        return cls(torch.zeros_like(tokens), starts, (1,) * rows)
+
+    @classmethod
     def of(cls, ids: Tensor) -> Documents:
         """The documents of the `ids` [B, S]. On a GPU the host waits for them: make it before they are copied there."""
         begins = torch.ones_like(ids, dtype=torch.bool)
@@ -54,26 +61,44 @@ class Documents:
         return Documents(move(self.ids), move(self.starts), self.per_row)
 
 
-def attention_kernel(documents: Documents | None, device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend:
-    """The kernel for a batch with these documents; None: every row is one document.
+def attention_kernel(
+    documents: Documents | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Attend:
+    """The kernel for a batch with these documents; None: every row is one document, and `window` must be None.
 
+    A token attends to `window` tokens of its document, itself included. `scale` is what the products of queries and
+    keys are multiplied by, by default 1 / sqrt(head_dim).
     On the CPU, rows of a single document get a mask too: the same sample must give the same bits whatever else is in
     its batch.
     """
     if documents is None:
-        return attend_causally
+        return attend_causally if scale is None else CausalAttention(scale)
     if device.type not in ("cuda", "meta"):
-        return MaskedAttention(document_mask(documents.ids, dtype))
+        return MaskedAttention(document_mask(documents.ids, dtype, window), scale)
     flash = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD and _has_varlen(device)
     # The meta device stands for a GPU, but FlexAttention refuses it.
     if flash or device.type == "meta":
-        return VarlenAttention(documents.starts)
-    return FlexAttention(_block_mask(documents.ids))
+        return VarlenAttention(documents.starts, window, scale)
+    return FlexAttention(_block_mask(documents.ids, window), scale)
 
 
-def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention in rows of one document each; shapes as in `Attend`."""
-    return _scaled_dot_product(query, key, value, mask=None)
+@dataclass(frozen=True)
+class CausalAttention:
+    """Attention in rows of one document each."""
+
+    scale: float | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _scaled_dot_product(query, key, value, None, self.scale)
+
+
+attend_causally = CausalAttention()
 
 
 @dataclass(frozen=True)
@@ -81,13 +106,14 @@ class MaskedAttention:
     """Attention with an additive mask [B, 1, S, S]."""
 
     mask: Tensor
+    scale: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         queries_per_key = query.shape[2] // key.shape[2]
         if queries_per_key > 1:
             # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
             key, value = (heads.repeat_interleave(queries_per_key, dim=2) for heads in (key, value))
-        return _scaled_dot_product(query, key, value, self.mask)
+        return _scaled_dot_product(query, key, value, self.mask, self.scale)
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,8 @@ class VarlenAttention:
     """Flash attention over all documents laid end to end; `starts` as in `Documents`."""
 
     starts: Tensor
+    window: int | None = None
+    scale: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -109,7 +137,9 @@ class VarlenAttention:
             # No document is longer than a row. The longest one's length would make the host wait, and torch recompile.
             length,
             length,
-            window_size=(-1, 0),  # causal
+            scale=self.scale,
+            # How many earlier and later tokens are seen; -1: all.
+            window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return heads.unflatten(0, (batch, length))
@@ -120,6 +150,7 @@ class FlexAttention:
     """FlexAttention with a block mask, in any type. On the CPU it is slow, and only compared with the others."""
 
     block_mask: Any
+    scale: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attend = _compiled_flex() if query.is_cuda else _flex()
@@ -128,35 +159,38 @@ class FlexAttention:
             key.transpose(1, 2),
             value.transpose(1, 2),
             block_mask=self.block_mask,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return heads.transpose(1, 2)
 
 
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """document_ids: [B, S] -> an additive attention mask [B, 1, S, S].
 
-    It is -inf where the key is later than the query or of another document, else 0. It has the dtype of the queries:
-    attention would otherwise convert a copy in every layer.
+    It is -inf where the key is later than the query, before its window or of another document, else 0. It has the dtype
+    of the queries: attention would otherwise convert a copy in every layer.
     """
     length = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    if window is not None:
+        causal.triu_(1 - window)
     hidden = (same & causal).logical_not_().unsqueeze(1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
-def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Shapes as in `Attend`; without a mask it is causal."""
     grouped = query.shape[2] != key.shape[2]
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
     if query.is_meta:
         # There torch would choose products that are not fused, which sizing would count.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        heads: Tensor = fused(query, key, value, 0.0, mask is None, attn_mask=mask)[0]
+        heads: Tensor = fused(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
     else:
         heads = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
     return heads.transpose(1, 2)
 
@@ -172,13 +206,14 @@ def _has_varlen(device: torch.device) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters and is_ampere
 
 
-def _block_mask(ids: Tensor) -> Any:  # noqa: ANN401
+def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[row, query] == ids[row, key])
+        return (query >= key) & (query < key + reach) & (ids[row, query] == ids[row, key])
 
     rows, length = ids.shape
+    reach = length if window is None else window
     # Compiled, it evaluates the mask block by block instead of making all S x S elements.
     return create_block_mask(visible, rows, None, length, length, device=str(ids.device), _compile=ids.is_cuda)
 

@@ -1,7 +1,7 @@
 """A pretrained model's Hugging Face folder: its safetensors files, their hashes, any slice of any base parameter.
 
-No code from the folder is run: only safetensors and JSON are read. `hf_tensor` maps our parameter names to those of the
-folder.
+No code from the folder is run: only safetensors and JSON are read. `model.families` maps our parameter names to those
+of the folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name
+from pipeline.model.families import FusedPart, HfTensor, hf_tensor
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
 from pipeline.untrusted_files import read_object, require_regular
@@ -101,8 +102,10 @@ class BaseFolder:
         source, file = self._source(name)
         with self._slice(file, source.name) as view:
             rows, *others = view.get_shape()
-        # Query, key and value have a third of a fused tensor's rows each. `load_base` refuses other row counts.
-        return (rows if source.fused_part is None or rows % 3 else rows // 3, *others)
+        part = source.part
+        if part is not None and rows == part.groups * part.group_rows:
+            rows = part.groups * part.rows  # `load_base` refuses fused tensors of other sizes
+        return (rows, *others)
 
     def read(
         self,
@@ -119,9 +122,7 @@ class BaseFolder:
         """
         source, file = self._source(name)
         with self._slice(file, source.name) as view:
-            if source.fused_part is not None:
-                return self._fused(view, source.fused_part, partition, tp_rank, tp_size, rows)
-            stored = read_shard(view, partition, tp_rank, tp_size, rows)
+            stored = read_shard(_Part.of(view, source.part), partition, tp_rank, tp_size, rows)
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
         return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
 
@@ -148,74 +149,25 @@ class BaseFolder:
         except (SafetensorError, OSError, MemoryError) as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
-    def _fused(
-        self, view: StoredTensor, part: int, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None
-    ) -> Tensor:
-        """One part (query, key or value) of a fused tensor with rows [heads, 3, head_dim]."""
-        heads, head_dim = self.spec.widths.num_attention_heads, self.spec.head_dim
-        above, below = partition.bounds(heads, tp_rank, tp_size) if partition.dim == 0 else (0, heads)
-        first, stop = rows or (0, (below - above) * head_dim)
-        first_head, stop_head = first // head_dim, -(-stop // head_dim)
-        fused = view[(above + first_head) * 3 * head_dim : (above + stop_head) * 3 * head_dim]
-        of_part = fused.unflatten(0, (stop_head - first_head, 3, head_dim))[:, part].flatten(0, 1)
-        return of_part[first - first_head * head_dim : stop - first_head * head_dim].contiguous()
-
-
-_LLAMA = {
-    "embedding.base": "model.embed_tokens",
-    "final_norm.base": "model.norm",
-    "output.base": "lm_head",
-}
-_LLAMA_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-_GPT_NEOX = {
-    "embedding.base": "gpt_neox.embed_in",
-    "final_norm.base": "gpt_neox.final_layer_norm",
-    "output.base": "embed_out",
-}
-_GPT_NEOX_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "attention.query_key_value",
-    "attention.key": "attention.query_key_value",
-    "attention.value": "attention.query_key_value",
-    "attention.output": "attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.up": "mlp.dense_h_to_4h",
-    "ffn.down": "mlp.dense_4h_to_h",
-}
-FUSED_PARTS = ("attention.query", "attention.key", "attention.value")
-
 
 @dataclass(frozen=True)
-class HfTensor:
-    """A tensor in a Hugging Face folder.
+class _Part:
+    """One linear map in a fused tensor, as a tensor of its own to `read_shard`."""
 
-    `fused_part` is the index of query, key or value in a fused tensor with rows [heads, 3, head_dim].
-    """
+    view: StoredTensor
+    part: FusedPart
 
-    name: str
-    fused_part: int | None = None
+    @staticmethod
+    def of(view: StoredTensor, part: FusedPart | None) -> StoredTensor:
+        return view if part is None else _Part(view, part)
 
+    def get_shape(self) -> list[int]:
+        return [self.part.groups * self.part.rows, *self.view.get_shape()[1:]]
 
-def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
-    """The tensor of a Hugging Face folder that holds the base parameter `name` (ours)."""
-    outside_layers = _LLAMA if spec.family == "llama" else _GPT_NEOX
-    if name == "output.base":
-        return HfTensor(f"{outside_layers[name]}.weight")
-    stem, kind = name.rsplit(".", 1)
-    if stem in outside_layers:
-        return HfTensor(f"{outside_layers[stem]}.{kind}")
-    _, index, module = stem.removesuffix(".base").split(".", 2)
-    if spec.family == "llama":
-        return HfTensor(f"model.layers.{index}.{_LLAMA_LAYER[module]}.{kind}")
-    part = FUSED_PARTS.index(module) if module in FUSED_PARTS else None
-    return HfTensor(f"gpt_neox.layers.{index}.{_GPT_NEOX_LAYER[module]}.{kind}", part)
+    def get_dtype(self) -> str:
+        return self.view.get_dtype()
+
+    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
+        rows, *columns = key if isinstance(key, tuple) else (key,)
+        held = self.part.read(self.view, rows.start, rows.stop)
+        return held[:, columns[0]] if columns else held

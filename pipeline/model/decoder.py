@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.model.attention import Documents, attention_kernel
-from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, widened_norm
+from pipeline.model.attention import Attend, Documents, attention_kernel
+from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, RotaryTable, widened_norm
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
-from pipeline.model.spec import DecoderSpec, check_base_fits
+from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -27,6 +27,8 @@ The last two also mask adapters and added layers."""
 
 Inputs = tuple[Tensor, Tensor | None, Documents | None]
 """Tokens and positions, each [B, S], and where documents lie."""
+Contexts = dict[LayerKind, Context]
+"""What the layers of each kind share in a pass."""
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""
 
@@ -55,7 +57,7 @@ class Decoder(nn.Module):
             LayoutError: the base's heads or FFN cannot be split over `tp.size` ranks.
         """
         super().__init__()
-        check_base_fits(spec.widths, tp.size)
+        check_base_fits(spec, tp.size)
         self.spec = spec
         self.plan = plan
         self.added_layers = added_layers
@@ -66,7 +68,7 @@ class Decoder(nn.Module):
         self.register_module("reference", None)
         self.reference: Decoder | None
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
-        self.rotary = RotaryEmbedding(spec.rotary, spec.head_dim)
+        self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
@@ -146,10 +148,10 @@ class Decoder(nn.Module):
 
         `reference` are those of the base alone, of the first `reference_rows` sequences.
         """
-        streams: Streams = self.embedding(tokens)
-        context = self._context(tokens, positions, documents, streams[0].dtype)
+        streams = self._embedded(tokens)
+        contexts = self._contexts(tokens, positions, documents, streams[0].dtype)
         if path == "model" and self.gate is not None:
-            return self._gated_states(self.gate, streams, context, documents)
+            return self._gated_states(self.gate, streams, contexts, documents)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
@@ -162,16 +164,16 @@ class Decoder(nn.Module):
         if reference_rows:
             rehearsed = _first_rows(reference_rows, *rehearsed)
         runs_along = reference_rows > 0 and self.reference is None and not routed
-        rehearsed_context = self._context(*rehearsed, streams[0].dtype) if runs_along else context
+        rehearsed_contexts = self._contexts(*rehearsed, streams[0].dtype) if runs_along else contexts
         for layer in self.layers:
             # All paths run layer by layer, so that ZeRO-3 gathers each layer once for them.
             if routed and layer.collaborative:
-                preserved = self._run(layer, preserved or streams, context, masked=True)
+                preserved = self._run(layer, preserved or streams, contexts, masked=True)
             if runs_along and layer.collaborative:
                 with torch.no_grad():
                     x = streams[0][:reference_rows] if reference is None else reference
-                    reference, _ = self._run(layer, (x, None), rehearsed_context, masked=True)
-            streams = self._run(layer, streams, context, masked)
+                    reference, _ = self._run(layer, (x, None), rehearsed_contexts, masked=True)
+            streams = self._run(layer, streams, contexts, masked)
         final = self.final_norm(*streams)
         hidden = self._whole_rows(*final, *(() if preserved is None else self.final_norm(*preserved)))
         if reference_rows:
@@ -179,7 +181,7 @@ class Decoder(nn.Module):
         return HiddenStates(hidden.x) if path == "base" else hidden
 
     def _gated_states(
-        self, gate: Gate, streams: Streams, context: Context, documents: Documents | None
+        self, gate: Gate, streams: Streams, contexts: Contexts, documents: Documents | None
     ) -> HiddenStates:
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
@@ -195,10 +197,10 @@ class Decoder(nn.Module):
                 closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
                 masked = False if self.plan.routed else closed
             if self.plan.routed and layer.collaborative:
-                preserved = self._run(layer, preserved, context, masked=True)
-                streams = self._run(layer, streams, context, masked=False)
+                preserved = self._run(layer, preserved, contexts, masked=True)
+                streams = self._run(layer, streams, contexts, masked=False)
             else:
-                preserved = streams = self._run(layer, streams, context, masked)
+                preserved = streams = self._run(layer, streams, contexts, masked)
         if closed is None:
             closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
         return self._whole_rows(*choose_path(closed, self.final_norm(*preserved), self.final_norm(*streams)))
@@ -208,10 +210,10 @@ class Decoder(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, documents: Documents | None = None, *, layer: int
     ) -> Tensor:
         """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
-        x, _ = self.embedding(tokens)
-        context = self._context(tokens, positions, documents, x.dtype)
+        x, _ = self._embedded(tokens)
+        contexts = self._contexts(tokens, positions, documents, x.dtype)
         for below in self.layers[:layer]:
-            x, _ = self._run(below, (x, None), context, masked=True)
+            x, _ = self._run(below, (x, None), contexts, masked=True)
         return x
 
     @torch.no_grad()
@@ -230,17 +232,37 @@ class Decoder(nn.Module):
         x, *others = enter_region(self.tp, *streams)
         return HiddenStates(x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others))
 
-    def _context(
+    def _embedded(self, tokens: Tensor) -> Streams:
+        x, x_up = self.embedding(tokens)
+        if self.spec.embedding_scale == 1.0:
+            return x, x_up
+        # transformers rounds the factor to the type of the weights.
+        scale = torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
+        return x * scale, None if x_up is None else x_up * scale
+
+    def _contexts(
         self, tokens: Tensor, positions: Tensor | None, documents: Documents | None, dtype: torch.dtype
-    ) -> Context:
+    ) -> Contexts:
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        attend = attention_kernel(documents, tokens.device, dtype, self.spec.head_dim)
-        return Context(self.rotary.table(positions, dtype), attend)
 
-    def _run(self, layer: nn.Module, streams: Streams, context: Context, masked: bool | Tensor) -> Streams:
+        def rotary(spec: RotarySpec | None) -> RotaryTable | None:
+            return None if spec is None else self.rotary.table(spec, positions, documents, dtype)
+
+        def kernel(window: int | None) -> Attend:
+            within = Documents.whole_rows(tokens) if documents is None and window else documents
+            head_dim, scale = self.spec.head_dim, self.spec.attention_scale
+            return attention_kernel(within, tokens.device, dtype, head_dim, window=window, scale=scale)
+
+        windows = {kind: kind.window if kind.window and kind.window < length else None for kind in self.spec.layers}
+        kernels = {window: kernel(window) for window in set(windows.values())}
+        tables = {spec: rotary(spec) for spec in {kind.rotary for kind in windows}}
+        return {kind: Context(tables[kind.rotary], kernels[window]) for kind, window in windows.items()}
+
+    def _run(self, layer: nn.Module, streams: Streams, contexts: Contexts, masked: bool | Tensor) -> Streams:
         result: Streams
+        context = contexts[layer.kind]  # type: ignore[index]  # a DecoderLayer
         if torch.is_grad_enabled() and self.is_checkpointed(layer):
             result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
         else:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -16,17 +15,17 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.errors import BaseModelError, in_one_line
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.families import FAMILIES, UnsupportedError
 from pipeline.model.layers import ACTIVATIONS
-from pipeline.model.spec import DecoderSpec, RotarySpec, StoredResidual
+from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, whole_rows
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.plan import Widths
 from pipeline.untrusted_files import read_object
 
-LLAMA_FAMILY = ("llama", "mistral", "qwen2")
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
+"""What wrong values of a config raise in transformers and torch."""
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.(weight|bias)$")
-ARCHITECTURES = (*LLAMA_FAMILY, "gpt_neox")
 RESIDUAL_KEY = "widened_residual"
 _WIDENED = "scale"
 
@@ -48,12 +47,15 @@ def read_spec(path: Path) -> DecoderSpec:
     """
     file = path if path.is_file() else path / "config.json"
     config = _read_config(file)
+    _check_sizes(config, file)
     try:
-        spec = _gpt_neox(config, file) if config.model_type == "gpt_neox" else _llama(config, file)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        spec = FAMILIES[config.model_type].read(config)
+    except UnsupportedError as error:
+        raise BaseModelError(f"{file}: {error}") from None
+    except _FAULTS as error:
         raise BaseModelError(f"{file}: not a {config.model_type} config: {in_one_line(error):.300}") from None
-    _check_sizes(spec, file)
-    return spec
+    _check_spec(spec, file)
+    return replace(spec, residual=_residual(getattr(config, RESIDUAL_KEY, None), spec.widths.hidden_size, file))
 
 
 def _read_config(file: Path) -> PretrainedConfig:
@@ -68,104 +70,29 @@ def _read_config(file: Path) -> PretrainedConfig:
             "further, convert its checkpoint with --format expansion and name that folder in `upscaled`; to widen a "
             "model again, train it with norm: base, variant preserve or adapt, and convert it with --format stock"
         )
-    if model_type not in ARCHITECTURES:
-        raise BaseModelError(f"{file}: model_type {model_type!r:.80} is not among {', '.join(ARCHITECTURES)}")
+    if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
+        raise BaseModelError(f"{file}: model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")
     if quantized:
         raise BaseModelError(
             f"{file}: quantization_config: quantized weights are not supported; use the original model"
         )
     try:
         return CONFIG_MAPPING[model_type].from_dict(values)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (StrictDataclassError, *_FAULTS) as error:
         raise BaseModelError(f"{file}: not a {model_type} config: {in_one_line(error):.300}") from None
 
 
-def _llama(config: PretrainedConfig, file: Path) -> DecoderSpec:
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise BaseModelError(f"{file}: sliding_window {config.sliding_window!r:.80} is not supported; expected null")
-    heads = config.num_attention_heads
-    biased = bool(getattr(config, "attention_bias", False))
-    return DecoderSpec(
-        family="llama",
-        vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        widths=Widths(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=heads,
-            num_key_value_heads=config.num_key_value_heads or heads,
-        ),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        norm="rmsnorm",
-        norm_eps=config.rms_norm_eps,
-        activation=_activation(config, file),
-        max_position_embeddings=config.max_position_embeddings,
-        gated_ffn=True,
-        query_key_value_bias=config.model_type == "qwen2" or biased,
-        output_bias=biased,
-        ffn_bias=bool(getattr(config, "mlp_bias", False)),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        rotary=_rotary(config, file),
-        residual=_residual(config, file),
-    )
-
-
-def _gpt_neox(config: PretrainedConfig, file: Path) -> DecoderSpec:
-    heads = config.num_attention_heads
-    return DecoderSpec(
-        family="gpt_neox",
-        vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        widths=Widths(config.hidden_size, config.intermediate_size, heads, heads),
-        head_dim=config.hidden_size // heads,
-        norm="layernorm",
-        norm_eps=config.layer_norm_eps,
-        activation=_activation(config, file),
-        max_position_embeddings=config.max_position_embeddings,
-        gated_ffn=False,
-        query_key_value_bias=bool(config.attention_bias),
-        output_bias=bool(config.attention_bias),
-        ffn_bias=True,
-        parallel_residual=bool(config.use_parallel_residual),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
-        rotary=_rotary(config, file),
-    )
-
-
-def _activation(config: PretrainedConfig, file: Path) -> str:
-    if config.hidden_act not in ACTIVATIONS:
-        raise BaseModelError(
-            f"{file}: hidden_act {config.hidden_act!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
-        )
-    return str(config.hidden_act)
-
-
-def _rotary(config: PretrainedConfig, file: Path) -> RotarySpec:
-    values: dict[str, Any] = config.rope_parameters
-    scaling = values.get("rope_type", "default")
-    if scaling not in ("default", "linear", "llama3"):
-        raise BaseModelError(f"{file}: rope_type {scaling!r:.80} is not among default, linear, llama3")
-    known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RotarySpec(
-        theta=values["rope_theta"],
-        fraction=values.get("partial_rotary_factor", 1.0),
-        scaling=scaling,
-        **{name: values[name] for name in known if name in values},
-    )
-
-
-def _residual(config: PretrainedConfig, file: Path) -> StoredResidual | None:
-    values = getattr(config, RESIDUAL_KEY, None)
+def _residual(values: object, hidden_size: int, file: Path) -> StoredResidual | None:
     if values is None:
         return None
     try:
-        residual = StoredResidual(**values)
-        if 0 < residual.normed_size <= config.hidden_size and math.frexp(residual.scale)[0] == 0.5:
+        residual = StoredResidual(**values)  # type: ignore[arg-type]  # whatever config.json holds
+        if 0 < residual.normed_size <= hidden_size and math.frexp(residual.scale)[0] == 0.5:
             return residual
     except TypeError:
         pass
     raise BaseModelError(
-        f"{file}: {RESIDUAL_KEY}: expected normed_size up to {config.hidden_size} and a scale that is a "
+        f"{file}: {RESIDUAL_KEY}: expected normed_size up to {hidden_size} and a scale that is a "
         f"power of two, found {values!r:.80}; convert the model again"
     )
 
@@ -173,33 +100,33 @@ def _residual(config: PretrainedConfig, file: Path) -> StoredResidual | None:
 # Above every model there is, and far below what Python, torch or a meta device cannot count.
 _LARGEST = {"num_hidden_layers": 4096, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
 _LARGEST_OTHER = 2**31
+_SIZES = (*_LARGEST, "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
 
 
-def _check_sizes(spec: DecoderSpec, file: Path) -> None:
-    """Raises BaseModelError where a size or a number is not one that a decoder can have."""
-    sizes = {
-        **asdict(spec.widths),
-        "vocab_size": spec.vocab_size,
-        "num_hidden_layers": spec.num_layers,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "original_max_position_embeddings": spec.rotary.original_max_position_embeddings,
-    }
-    for name, size in sizes.items():
-        largest = _LARGEST.get(name, _LARGEST_OTHER)
+def _check_sizes(config: PretrainedConfig, file: Path) -> None:
+    """Raises BaseModelError where a size is not one that a decoder can have."""
+    for name in _SIZES:
+        size, largest = getattr(config, name, None), _LARGEST.get(name, _LARGEST_OTHER)
+        if size is None and name in ("head_dim", "num_key_value_heads"):
+            continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise BaseModelError(f"{file}: {name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
-    rotary = asdict(spec.rotary)
-    numbers = {name: rotary[name] for name in ("theta", "fraction", "factor", "low_freq_factor", "high_freq_factor")}
-    for name, number in {"norm_eps": spec.norm_eps, **numbers}.items():
+
+
+def _check_spec(spec: DecoderSpec, file: Path) -> None:
+    """Raises BaseModelError where the numbers of a config do not make a decoder."""
+    if spec.activation not in ACTIVATIONS:
+        raise BaseModelError(
+            f"{file}: hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
+        )
+    numbers = {"norm_eps": spec.norm_eps, "embedding_scale": spec.embedding_scale}
+    if spec.attention_scale is not None:
+        numbers["attention_scale"] = spec.attention_scale
+    for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}:
+        numbers |= {"attention_factor": rotary.attention_factor, "rope_theta": rotary.theta or 1.0}
+    for name, number in numbers.items():
         if not isinstance(number, (int, float)) or not 0 < number < math.inf:
             raise BaseModelError(f"{file}: {name}: expected a number above 0, found {number!r:.80}")
-    rotated = spec.head_dim * spec.rotary.fraction
-    if spec.rotary.fraction > 1 or int(rotated) % 2 or rotated < 2:
-        raise BaseModelError(
-            f"{file}: partial_rotary_factor: {spec.rotary.fraction} of head_dim {spec.head_dim} is not an even number "
-            "of channels"
-        )
     if spec.widths.num_attention_heads % spec.widths.num_key_value_heads:
         raise BaseModelError(
             f"{file}: num_key_value_heads: {spec.widths.num_key_value_heads} does not divide num_attention_heads "

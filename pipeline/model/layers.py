@@ -1,4 +1,4 @@
-"""A decoder layer on two streams, for the Llama family and GPT-NeoX: norms, causal self-attention, feed-forward.
+"""A decoder layer on two streams, with the features of a `DecoderSpec`: norms, causal self-attention, feed-forward.
 
 SCALE adds attention heads and inner width and keeps them separate from the base's: base and added heads attend in two
 calls. So the base's call is the same as in the base model, and has no backward pass where the base stream depends on no
@@ -7,7 +7,6 @@ trained parameter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.attention import Attend
+from pipeline.model.attention import Attend, Documents
 from pipeline.model.spec import DecoderSpec, RotarySpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import Part, Parts, Streams, WidenedColumnLinear, WidenedNorm, WidenedRowLinear
+from pipeline.scale.layers import (
+    Part,
+    Parts,
+    Streams,
+    WidenedColumnLinear,
+    WidenedHeadNorm,
+    WidenedNorm,
+    WidenedRowLinear,
+)
 from pipeline.scale.plan import ExpansionPlan, Widths
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -49,21 +56,29 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.collaborative = plan is None or layer >= plan.l_fp
         self.added = added
+        self.kind = spec.layers[layer]
         self.parallel_residual = spec.parallel_residual
-        self.attention_norm = widened_norm(spec, plan, tp)
+        before, after = spec.norm_placement != "after", spec.norm_placement != "before"
+        self.attention_norm = widened_norm(spec, plan, tp) if before else None
         self.attention = Attention(spec, plan, layer, tp=tp)
-        self.ffn_norm = widened_norm(spec, plan, tp)
+        self.attention_post_norm = widened_norm(spec, plan, tp) if after else None
+        self.ffn_norm = widened_norm(spec, plan, tp) if before else None
         self.ffn = FeedForward(spec, plan, layer, tp=tp)
+        self.ffn_post_norm = widened_norm(spec, plan, tp) if after else None
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False) -> Streams:
         if masked is True and self.added:
             return x, x_up
-        attended = self.attention(*self.attention_norm(x, x_up), context, masked=masked)
-        if self.parallel_residual:
-            fed = self.ffn(*self.ffn_norm(x, x_up), masked=masked)
-            return _add(_add((x, x_up), attended), fed)
-        x, x_up = _add((x, x_up), attended)
-        return _add((x, x_up), self.ffn(*self.ffn_norm(x, x_up), masked=masked))
+        streams = x, x_up
+        attended = self.attention(*_normed(self.attention_norm, streams), context, masked=masked)
+        summed = _add(streams, _normed(self.attention_post_norm, attended))
+        fed = self.ffn(*_normed(self.ffn_norm, streams if self.parallel_residual else summed), masked=masked)
+        return _add(summed, _normed(self.ffn_post_norm, fed))
+
+
+def _normed(norm: nn.Module | None, streams: Streams) -> Streams:
+    normed: Streams = streams if norm is None else norm(*streams)
+    return normed
 
 
 def _add(streams: Streams, change: Streams) -> Streams:
@@ -80,6 +95,7 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
         eps=spec.norm_eps,
         statistics=plan.norm if plan else "separate",
         normed_size=spec.normed_size,
+        gain_offset=spec.gain_offset,
         tp=tp,
     )
 
@@ -100,6 +116,8 @@ class Attention(nn.Module):
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
+        self.query_norm = self._head_norm(spec, plan, heads)
+        self.key_norm = self._head_norm(spec, plan, kv_heads)
         self.output = WidenedRowLinear(heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp)
         # Each rank that holds a replicated head adds it to the sum of the output map.
         replicas = Partition(dim=0, units=added.num_attention_heads).replicas(tp.size) if added else 1
@@ -108,14 +126,24 @@ class Attention(nn.Module):
     def _heads(self, count: int, count_up: int | None) -> Parts:
         return Part(count * self.head_dim, count), Part(count_up * self.head_dim, count_up) if count_up else None
 
+    def _head_norm(self, spec: DecoderSpec, plan: ExpansionPlan | None, heads: Parts) -> WidenedHeadNorm | None:
+        if spec.query_key_norm == "none":
+            return None
+        of_all = spec.query_key_norm == "all"
+        size, added = heads[0].size if of_all else self.head_dim, heads[1]
+        expansion_size = None if added is None else added.size if of_all else self.head_dim
+        if plan is not None and plan.norm == "base" and not of_all:
+            expansion_size = None
+        return WidenedHeadNorm(size, expansion_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=self.tp)
+
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        query, query_up = self.query(x, x_up, masked=masked)
-        key, key_up = self.key(x, x_up, masked=masked)
+        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked))
+        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked))
         value, value_up = self.value(x, x_up, masked=masked)
         heads = self._attend(query, key, value, context)
         heads_up = None
-        if query_up is not None:
+        if query_up is not None and key_up is not None and value_up is not None:
             heads_up = self._attend(query_up, key_up, value_up, context)
             if self.share_of_expansion_heads != 1.0:
                 heads_up = heads_up * self.share_of_expansion_heads
@@ -124,7 +152,9 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
         query, key, value = (flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value))
-        return context.attend(context.rotary.rotate(query), context.rotary.rotate(key), value).flatten(2)
+        if context.rotary is not None:
+            query, key = context.rotary.rotate(query), context.rotary.rotate(key)
+        return context.attend(query, key, value).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -165,31 +195,10 @@ def _hidden(base: Widths, added: Widths | None) -> Parts:
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a pass share: the rotary table, and the attention kernel for the documents of the batch."""
+    """What the layers of one kind share in a pass: the rotary table, and the attention kernel for the batch."""
 
-    rotary: RotaryTable
+    rotary: RotaryTable | None
     attend: Attend
-
-
-def inverse_frequencies(spec: RotarySpec, head_dim: int) -> Tensor:
-    """The angle by which each pair of channels is rotated per position: [head_dim · fraction / 2], fp32, on the CPU."""
-    rotated = int(head_dim * spec.fraction)
-    exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
-    frequencies = 1.0 / (spec.theta**exponents)
-    if spec.scaling == "linear":
-        return frequencies / spec.factor
-    if spec.scaling == "llama3":
-        return _llama3(frequencies, spec)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, spec: RotarySpec) -> Tensor:
-    """Llama 3's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    wavelengths = 2 * math.pi / frequencies
-    context = spec.original_max_position_embeddings
-    blend = (context / wavelengths - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * frequencies / spec.factor + blend * frequencies
 
 
 class RotaryEmbedding:
@@ -199,30 +208,62 @@ class RotaryEmbedding:
     not a buffer, because DeepSpeed would cast a buffer to 16 bits.
     """
 
-    def __init__(self, spec: RotarySpec, head_dim: int) -> None:
-        self._spec = spec
-        self._head_dim = head_dim
-        self._frequencies: Tensor | None = None
+    def __init__(self) -> None:
+        self._held: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
-    def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+    def table(
+        self, spec: RotarySpec, positions: Tensor, documents: Documents | None, dtype: torch.dtype
+    ) -> RotaryTable:
         """The table in `dtype` for positions: [B, S] or [S]."""
-        if self._frequencies is None or self._frequencies.device != positions.device:
-            self._frequencies = inverse_frequencies(self._spec, self._head_dim).to(positions.device)
-        return RotaryTable(self._frequencies, positions, dtype)
+        frequencies = self._on_device(spec.frequencies, positions.device)
+        if spec.context is not None:
+            longer = _lengths(positions, documents).unsqueeze(-1)
+            if spec.long_frequencies is not None:
+                others = self._on_device(spec.long_frequencies, positions.device)
+            else:
+                others = _grown(spec, longer, 2 * len(frequencies))
+            frequencies = torch.where(longer > spec.context, others, frequencies)
+        return RotaryTable(frequencies, positions, spec.attention_factor, dtype)
+
+    def _on_device(self, numbers: tuple[float, ...], device: torch.device) -> Tensor:
+        key = numbers, device
+        if key not in self._held:
+            self._held[key] = torch.tensor(numbers, dtype=torch.float32, device="cpu").to(device)
+        return self._held[key]
+
+
+def _lengths(positions: Tensor, documents: Documents | None) -> Tensor:
+    """How long the text is that each token belongs to: its document, or [B, 1] or [1] its row."""
+    if documents is None:
+        return positions.amax(-1, keepdim=True) + 1
+    ids = documents.ids
+    last = positions.expand_as(ids).flatten()[documents.starts[1:].long() - 1] + 1
+    return last.repeat_interleave(documents.starts.diff().long(), output_size=ids.numel()).view_as(ids)
+
+
+def _grown(spec: RotarySpec, length: Tensor, width: int) -> Tensor:
+    """`dynamic`: the frequencies in a text of `length` [..., 1] -> [..., width / 2], in the steps of transformers."""
+    if spec.theta is None or spec.factor is None or spec.context is None:
+        raise ValueError("a rotary embedding with a context needs other frequencies beyond it")
+    stretched = spec.factor * length.clamp(min=spec.context) / spec.context - (spec.factor - 1)
+    theta = spec.theta * stretched ** (width / (width - 2))
+    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
+    frequencies: Tensor = 1.0 / theta**exponents
+    return frequencies
 
 
 class RotaryTable:
-    """cos and sin of the angles at given positions, each [(B,) S, 1, K · fraction]."""
+    """cos and sin of the angles at given positions, each [(B,) S, 1, R]; R channels of a head are rotated."""
 
-    def __init__(self, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
-        """frequencies: [K · fraction / 2], positions: [B, S] or [S]."""
+    def __init__(self, frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype) -> None:
+        """frequencies: [R / 2], or those of each token [..., R / 2]; positions: [B, S] or [S]; `factor` scales both."""
         angles = positions.float().unsqueeze(-1) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        self.cos = angles.cos().to(dtype)
-        self.sin = angles.sin().to(dtype)
+        self.cos = (angles.cos() * factor).to(dtype)
+        self.sin = (angles.sin() * factor).to(dtype)
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """heads: [B, S, H, K] -> the same shape; channels beyond the rotated fraction of K stay unchanged."""
+        """heads: [B, S, H, K] -> the same shape; the channels beyond R stay unchanged."""
         width = self.cos.shape[-1]
         rotated = heads[..., :width]
         half = width // 2

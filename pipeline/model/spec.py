@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,24 +15,54 @@ from pipeline.scale.plan import Widths
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary position embedding: `fraction` of each head is rotated. `llama3` is Llama-3's frequency scaling."""
+    """Rotary position embedding, as the numbers that transformers computes from a config.
 
-    theta: float = 10000.0
-    fraction: float = 1.0
-    scaling: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    Attributes:
+        frequencies: the angle per position of each pair of channels; channels beyond the pairs are not rotated.
+        attention_factor: cos and sin are multiplied by it.
+        context: the longest text with these frequencies; None: all texts have them.
+        long_frequencies: those of longer texts (longrope).
+        theta, factor: in longer texts theta grows with the text (dynamic).
+    """
+
+    frequencies: tuple[float, ...]
+    attention_factor: float = 1.0
+    context: int | None = None
+    long_frequencies: tuple[float, ...] | None = None
+    theta: float | None = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs from layer to layer.
+
+    `window` is how many tokens a token attends to, itself included; None: all before it. `rotary` is None in a layer
+    without position embedding.
+    """
+
+    rotary: RotarySpec | None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder's architecture, with Hugging Face's names. `residual` is set for a base that was widened before."""
+    """A decoder's architecture, as features that training and the exported model share.
 
-    family: Literal["llama", "gpt_neox"]
+    Attributes:
+        family: the name of its `pipeline.model.families.Family`.
+        layers: the kind of each layer.
+        norm_placement: whether norms stand before attention and FFN, after them (before the sum), or both.
+        gain_offset: whether an RMSNorm's gain is 1 + weight.
+        query_key_norm: the RMSNorm of queries and keys: of each head, or of all heads together.
+        embedding_scale: what the embedding is multiplied by.
+        attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
+        residual: set for a base that was widened before.
+    """
+
+    family: str
     vocab_size: int
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     widths: Widths
     head_dim: int
     norm: NormKind
@@ -45,8 +75,17 @@ class DecoderSpec:
     ffn_bias: bool = False
     parallel_residual: bool = False
     tie_word_embeddings: bool = False
-    rotary: RotarySpec = field(default_factory=RotarySpec)
+    norm_placement: Literal["before", "after", "both"] = "before"
+    gain_offset: bool = False
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
     residual: StoredResidual | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
 
     @property
     def normed_size(self) -> int | None:
@@ -54,11 +93,17 @@ class DecoderSpec:
         return None if self.residual is None else self.residual.normed_size
 
 
-def check_base_fits(widths: Widths, tp_size: int) -> None:
-    """Raises LayoutError where a base of these widths cannot be split over `tp_size` ranks; names the sizes that fit.
+def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
+    """Raises LayoutError where a base cannot be split over `tp_size` ranks; names the sizes that fit.
 
     `tp_size` must divide the query heads and the FFN's inner width, and divide the key/value heads or be a multiple.
     """
+    widths = spec.widths
+    if tp_size > 1 and spec.query_key_norm == "all":
+        raise LayoutError(
+            f"parallel.tp_size: a base of family {spec.family} normalises the queries of all heads together, which "
+            f"{tp_size} ranks do not hold together; expected 1 (ZeRO splits the memory too)"
+        )
 
     def fits(size: int) -> bool:
         kv_heads = widths.num_key_value_heads
@@ -77,12 +122,16 @@ def check_base_fits(widths: Widths, tp_size: int) -> None:
 # Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the rounding error.
 # A smaller scale would not survive where a folder is quantised: blocks have fp16 scales, matrices have one.
 _SCALE_EXPONENT = {torch.float32: 12, torch.bfloat16: 6, torch.float16: 6}
-_WRITTEN_TO = (
+_WRITE_STREAM = (
     "attention.output.base.weight",
     "attention.output.base.bias",
     "ffn.down.base.weight",
     "ffn.down.base.bias",
 )
+_READ_STREAM = tuple(
+    f"{name}.base.weight" for name in ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
+)
+_GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final_norm.base.weight")
 
 
 def scale_in(dtype: torch.dtype) -> float:
@@ -95,13 +144,15 @@ class StoredResidual:
     """How a stock export of a widened model (`conversion.stock`) stores its residual stream.
 
     The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
-    that an ordinary RMSNorm hardly counts them. AdamW cannot train them at that scale: its steps are as large for a
-    weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale, which is exact for a power of two, and the norms
-    exclude those channels from their mean square.
+    that an ordinary RMSNorm hardly counts them; a norm after attention or FFN keeps their scale. AdamW cannot train
+    them at that scale: its steps are as large for a weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale,
+    which is exact for a power of two, and the norms exclude those channels from their mean square.
+    `read_unnormed`: the layers have no norm before them, so the maps that read the stream undo the scale.
     """
 
     normed_size: int
     scale: float
+    read_unnormed: bool = False
 
     def store(self, name: str, values: Tensor) -> Tensor:
         """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""
@@ -114,8 +165,10 @@ class StoredResidual:
     def _times(self, name: str, values: Tensor, factor: float, first_row: int) -> Tensor:
         if name == "embedding.base.weight":
             values[:, self.normed_size :] *= factor
-        elif name.endswith(_WRITTEN_TO):
+        elif name.endswith(_WRITE_STREAM):
             values[max(0, self.normed_size - first_row) :] *= factor
-        elif name.endswith("norm.base.weight"):  # a gain undoes the scale of the stream
+        elif self.read_unnormed and name.endswith(_READ_STREAM):
+            values[:, self.normed_size :] /= factor
+        elif name.endswith(_GAINS_OF_STREAM):  # a gain undoes the scale of the stream
             values[max(0, self.normed_size - first_row) :] /= factor
         return values

@@ -22,7 +22,7 @@ from pipeline.config.method import Initialiser, Initialisers
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.files import file_hash, is_plain_name, published_folder, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
-from pipeline.scale.layers import WidenedEmbedding, WidenedLinear, WidenedNorm
+from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
 from pipeline.untrusted_files import read_object, require_regular
 
 
@@ -136,9 +136,10 @@ def _of_module(
         rows, columns = full_shape_of(module.expansion_to_expansion.get_parameter("weight"))
         kind = initialisers.expansion_to_expansion
         yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
-    elif isinstance(module, WidenedNorm) and module.expansion:
-        gain = read_base(f"{path}.base.weight").float().mean()
-        yield f"{path}.expansion.weight", gain.expand(full_shape_of(module.expansion.weight)).clone()
+    elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion:
+        gain, shape = read_base(f"{path}.base.weight").float(), full_shape_of(module.expansion.weight)
+        of_heads = isinstance(module, WidenedHeadNorm) and gain.shape == shape  # the channels of a head correspond
+        yield f"{path}.expansion.weight", (gain if of_heads else gain.mean().expand(shape)).clone()
     elif isinstance(module, WidenedEmbedding) and module.expansion:
         name = f"{path}.expansion.weight"
         _, columns = full_shape_of(module.expansion.weight)

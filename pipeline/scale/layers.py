@@ -26,7 +26,7 @@ from pipeline.parallel.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
 )
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, used_between_regions
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours, used_between_regions
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 Streams = tuple[Tensor, Tensor | None]
@@ -159,24 +159,38 @@ class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
     The mean square is that of `statistics_of: [..., D]` where given. With `normed_size` only the squares of the first
-    `normed_size` channels are summed; the divisor is still the full width.
+    `normed_size` channels are summed; the divisor is still the full width. With `gain_offset` the gain is 1 + weight.
+    `in_region`: x is this rank's heads, not its positions.
     """
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        normed_size: int | None = None,
+        *,
+        gain_offset: bool = False,
+        in_region: bool = False,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.normed_size = normed_size
+        self.gain_offset = gain_offset
         self.tp = tp
+        self.shared = shared_by_neighbours if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        weight = used_between_regions(self.weight, self.tp)
+        weight = self.shared(self.weight, self.tp)
         if statistics_of is None and self.normed_size is None:
-            return weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
-        source = x if statistics_of is None else statistics_of
-        squares = source[..., : self.normed_size].float().pow(2)
-        scale = torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
-        return weight * (x.float() * scale).to(x.dtype)
+            normal = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        else:
+            source = x if statistics_of is None else statistics_of
+            squares = source[..., : self.normed_size].float().pow(2)
+            normal = x.float() * torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
+        # As in transformers, which multiplies by 1 + weight in fp32.
+        return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -199,13 +213,6 @@ class LayerNorm(nn.Module):
         return weight * normal.to(x.dtype) + bias
 
 
-def make_norm(
-    kind: NormKind, size: int, eps: float, tp: TensorParallel, normed_size: int | None = None
-) -> RMSNorm | LayerNorm:
-    """A norm over one stream of `size`; `normed_size` exists for RMSNorm only."""
-    return RMSNorm(size, eps, tp, normed_size) if kind == "rmsnorm" else LayerNorm(size, eps, tp)
-
-
 class WidenedNorm(nn.Module):
     """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains (and biases).
 
@@ -224,19 +231,55 @@ class WidenedNorm(nn.Module):
         eps: float,
         statistics: Literal["separate", "base"] = "separate",
         normed_size: int | None = None,
+        gain_offset: bool = False,
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         self.statistics = statistics
+
+        def norm(size: int, normed_size: int | None) -> RMSNorm | LayerNorm:  # normed_size exists for RMSNorm only
+            if kind == "layernorm":
+                return LayerNorm(size, eps, tp)
+            return RMSNorm(size, eps, tp, normed_size, gain_offset=gain_offset)
+
+        self.base = norm(size, normed_size)
         of_base = normed_size if statistics == "base" else None
-        self.base = make_norm(kind, size, eps, tp, normed_size)
-        self.expansion = None if expansion_size is None else make_norm(kind, expansion_size, eps, tp, of_base)
+        self.expansion = None if expansion_size is None else norm(expansion_size, of_base)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
         y = self.base(x)
         if self.expansion is None or x_up is None:
             return y, None
         return y, self.expansion(x_up, x if self.statistics == "base" else None)
+
+
+class WidenedHeadNorm(nn.Module):
+    """The RMSNorm of queries or keys: [..., H·K] and [..., H_up·K] -> the same shapes.
+
+    Every `size` channels, a head or all heads, are normalised by their own statistics, so what the added heads do
+    leaves the base's alone. The added heads have gains of their own (`expansion_size` channels), or with None those of
+    the base: an ordinary wider model has one gain for all its heads.
+    """
+
+    def __init__(
+        self, size: int, expansion_size: int | None, *, eps: float, gain_offset: bool, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, eps, tp, gain_offset=gain_offset, in_region=True)
+
+        self.base = norm(size)
+        self.expansion = None if expansion_size is None else norm(expansion_size)
+
+    def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
+        up = self.base if self.expansion is None else self.expansion
+        return self._normed(self.base, heads), None if heads_up is None else self._normed(up, heads_up)
+
+    @staticmethod
+    def _normed(norm: nn.Module, flat: Tensor) -> Tensor:
+        normed: Tensor = norm(flat.unflatten(-1, (-1, norm.get_parameter("weight").shape[0])))
+        return normed.flatten(-2)
 
 
 @torch.no_grad()

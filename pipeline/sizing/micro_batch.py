@@ -125,7 +125,7 @@ class MicroBatch:
         self._messages.clear()
         for module in self._model.modules():
             if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
-                module.rotary = RotaryEmbedding(self.spec.rotary, self.spec.head_dim)
+                module.rotary = RotaryEmbedding()
         run = _Run(self._model, self._messages)
         run.step(tokens, tokens, tokens, documents, kl_rows, kl_rows)
         times = Counter(representatives)
@@ -149,7 +149,7 @@ class MicroBatch:
 def shorten(model: Decoder) -> list[int]:
     """Keeps one layer of each kind in `model`. Returns, for each original layer, the index of the layer of its kind.
 
-    Layers are of one kind, and cost the same, if they have the same parameters, the same of them train, and the same
+    Layers cost the same if they are of one `LayerKind`, have the same parameters, the same of them train, and the same
     kinds of layers are below them.
     """
     kept: dict[object, nn.Module] = {}
@@ -157,7 +157,7 @@ def shorten(model: Decoder) -> list[int]:
     representatives = []
     for layer in model.layers:
         parameters = tuple((name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters())
-        kind = (layer.collaborative, parameters)
+        kind = (layer.collaborative, layer.kind, parameters)
         kept.setdefault((kind, below), layer)
         representatives.append(list(kept).index((kind, below)))
         below |= {kind}

@@ -61,7 +61,7 @@ def is_trained(method, name):
     return "expansion" in name
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "neox", "neox sequential"])
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox", "neox sequential", "phi3", "olmo2", "gemma3"])
 @pytest.mark.parametrize("method", SETTINGS)
 def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path, method, name):
     model = start(base(name), method, tmp_path / "upscaled")

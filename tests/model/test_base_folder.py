@@ -83,7 +83,7 @@ def test_several_files_load_as_one(base, sharded):
     assert len(open_base(sharded).hashes()) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "neox tied"])
+@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "neox tied", "phi3", "gemma3"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
     folder = base(name)
@@ -101,7 +101,7 @@ def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
         assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head"])
+@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "phi3"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
     folder = base(name)
@@ -126,8 +126,15 @@ def test_different_bases_have_different_hashes(base, tmp_path):
 
 
 CONFIG_FAULTS = {
-    "sliding window": ({"sliding_window": 64, "model_type": "mistral"}, "sliding_window 64"),
-    "rope type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
+    "sliding window": ({"sliding_window": -1, "model_type": "mistral"}, "sliding_window: expected a whole number"),
+    "rope type": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type 'proportional' is not among",
+    ),
+    "a part of each head": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5: llama with rope_type linear rotates whole heads, of 8 channels",
+    ),
     "architecture": ({"model_type": "gemma2"}, "model_type 'gemma2' is not among llama"),
     "no architecture": ({"model_type": None}, "model_type None is not among llama"),
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),

@@ -39,7 +39,7 @@ def test_packed_documents_equal_documents_alone(base, name):
         assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"
 
 
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize("name", ["llama", "neox", "mistral window", "gemma3"])
 def test_a_padded_batch_equals_each_sequence_alone(base, name):
     tokens = some_tokens(base(name).spec, len(LENGTHS), max(LENGTHS))
     for model in models(base(name)):
@@ -64,9 +64,9 @@ def test_masked_attention_is_never_grouped_and_unmasked_always_is(base, monkeypa
     calls = set()
     attend = F.scaled_dot_product_attention
 
-    def watched(query, key, value, *, attn_mask=None, is_causal=False, enable_gqa=False):
+    def watched(query, key, value, *, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
         calls.add((attn_mask is not None, enable_gqa, key.shape[1] < query.shape[1]))
-        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     model = unwidened(base("llama"))

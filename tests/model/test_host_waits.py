@@ -61,7 +61,7 @@ def test_a_copy_is_seen():
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize("name", ["llama", "neox", "llama dynamic", "phi3", "gemma3"])
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_first_micro_batch_sends_anything(base, tmp_path, method, name, documents):
     spec = base(name).spec

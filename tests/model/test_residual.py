@@ -22,6 +22,8 @@ NAMES = {
     "layers.0.ffn_norm.base.weight": "gains",
     "final_norm.base.weight": "gains",
     "layers.0.attention.query.base.weight": "nothing",
+    "layers.0.attention.query_norm.base.weight": "nothing",
+    "layers.0.ffn_post_norm.base.weight": "nothing",
     "output.base": "nothing",
 }
 
@@ -39,6 +41,14 @@ def test_only_what_touches_the_added_channels_is_scaled(name):
     expected = natural.clone()
     expected[changed] *= factor
     assert torch.equal(stored, expected)
+
+
+def test_maps_that_read_the_stream_without_a_norm_undo_the_scale():
+    name = "layers.0.attention.query.base.weight"
+    residual = StoredResidual(8, 2.0**-20, read_unnormed=True)
+    stored = residual.store(name, values(name))
+    assert torch.equal(stored[:, 8:], values(name)[:, 8:] * 2.0**20) and torch.equal(stored[:, :8], values(name)[:, :8])
+    assert torch.equal(residual.restore(name, stored), values(name))
 
 
 @given(st.sampled_from(sorted(NAMES)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, SIZE))

@@ -149,12 +149,23 @@ REHEARSING = [
     Case("llama tied", "fft", rehearses=True, sequence_parallel=True),
     Case("neox", "lora", {"rank": 4}, rehearses=True),
 ]
+FEATURED = [
+    Case("qwen3", "route", BOTH),
+    Case("qwen3", "fft", sequence_parallel=True),
+    Case("qwen3", "adapt", {"norm": "base"}, documents=True),
+    Case("phi3", "lora", {"rank": 4}),
+    Case("mistral window", "adapt", BOTH, documents=True),
+    Case("exaone4", "adapt", {**BOTH, **ONE_KV_HEAD}, sequence_parallel=True, documents=True),
+    Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
+    Case("gemma3", "fft"),
+]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 CASES = {
     2: [
         *EVERY_METHOD,
         *SEQUENCE_PARALLEL,
         *REHEARSING,
+        *FEATURED,
         Case("llama", "adapt", ONE_KV_HEAD),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("llama biases", "fft"),
@@ -183,6 +194,8 @@ CASES = {
         *EVERY_METHOD,
         *SEQUENCE_PARALLEL,
         *REHEARSING[:4],
+        *FEATURED[:2],
+        *FEATURED[-3:],
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
         Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}),

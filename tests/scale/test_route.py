@@ -19,7 +19,7 @@ from tests.widened import (
     widened,
 )
 
-NAMES = ("llama", "llama tied", "neox", "stories260K")
+NAMES = ("llama", "llama tied", "neox", "stories260K", "qwen3", "olmo2", "gemma3")
 # One product serves both paths' W_out^up x_up: the transcription's two may round their sums otherwise.
 LOGIT_TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.parallel.sharding import named_trained_parameters
+from tests.bases import FEATURES
 from tests.widened import balance_router, scale_settings, shake, some_batch, some_tokens, unwidened, widened
 
-NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K")
+NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K", *FEATURES)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

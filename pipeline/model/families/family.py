@@ -1,0 +1,254 @@
+"""What a family of architectures is: how its config is read, and how its tensors are named and fused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_MAPPING
+
+from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec
+from pipeline.scale.plan import Widths
+
+Config = Any
+"""A configuration of transformers; which attributes it has depends on its class."""
+
+
+class UnsupportedError(ValueError):
+    """A config asks for what our decoder cannot do; the message names the entry."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Architectures that are read and named in the same way.
+
+    Attributes:
+        model_types: those of transformers that belong to it.
+        read: the architecture that a config of one of these types describes; raises UnsupportedError.
+        names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with its index as {}.
+        fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
+            each other, or with `fused_by_head` they alternate head by head.
+        layer_entries: the config's entries that list layers, for a spec with more layers than the folder.
+        why_not_stock: why a widened model is not expressible as an ordinary one, of the widths given; None if it is.
+    """
+
+    model_types: tuple[str, ...]
+    read: Callable[[Config], DecoderSpec]
+    names: Mapping[str, str]
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_by_head: bool = False
+    layer_entries: Callable[[DecoderSpec], dict[str, Any]] = lambda spec: {}
+    why_not_stock: Callable[[DecoderSpec, Widths], str | None] = lambda spec, wider: None
+
+    def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:
+        """The tensor of a folder that holds the base parameter `name` (ours)."""
+        if name == "output.base":
+            return HfTensor(f"{self.names['output']}.weight")
+        stem, kind = name.rsplit(".", 1)
+        stem = stem.removesuffix(".base")
+        if not stem.startswith("layers."):
+            return HfTensor(f"{self.names[stem]}.{kind}")
+        _, index, module = stem.split(".", 2)
+        prefix, theirs = self.names["layers"].format(index), self.names[module]
+        parts = self.fused.get(theirs)
+        return HfTensor(f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec))
+
+    def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
+        groups = spec.widths.num_attention_heads if self.fused_by_head else 1
+        rows = [_rows_of(part, spec) // groups for part in parts]
+        index = parts.index(module)
+        return FusedPart(index, groups, sum(rows), sum(rows[:index]), rows[index])
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps."""
+
+    name: str
+    part: FusedPart | None = None
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """The rows of one linear map in a fused tensor.
+
+    The tensor has `groups` groups of `group_rows` rows, and in each the map has `rows` rows from the row `first` on.
+    `index` is its place among the maps.
+    """
+
+    index: int
+    groups: int
+    group_rows: int
+    first: int
+    rows: int
+
+    def read(self, view: Any, first: int, stop: int) -> Tensor:  # noqa: ANN401
+        """The rows from `first` to `stop` of the map: [stop - first, ...]; few other rows of `view` are read."""
+        if self.groups == 1:
+            rows: Tensor = view[self.first + first : self.first + stop]
+            return rows
+        first_group, stop_group = first // self.rows, -(-stop // self.rows)
+        held = view[first_group * self.group_rows : stop_group * self.group_rows]
+        of_part = held.unflatten(0, (stop_group - first_group, self.group_rows))
+        of_part = of_part[:, self.first : self.first + self.rows].flatten(0, 1)
+        return of_part[first - first_group * self.rows : stop - first_group * self.rows].contiguous()
+
+
+def fuse(parts: Iterable[Tensor], groups: int) -> Tensor:
+    """The fused tensor of maps [rows, ...]; the inverse of `FusedPart.read`."""
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _rows_of(module: str, spec: DecoderSpec) -> int:
+    widths = spec.widths
+    return {
+        "attention.query": widths.num_attention_heads * spec.head_dim,
+        "attention.key": widths.num_key_value_heads * spec.head_dim,
+        "attention.value": widths.num_key_value_heads * spec.head_dim,
+        "ffn.gate": widths.intermediate_size,
+        "ffn.up": widths.intermediate_size,
+    }[module]
+
+
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "output": "lm_head",
+    "layers": "model.layers.{}",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+"""The names that most architectures since Llama share."""
+_NORM_NAMES = ("attention_norm", "ffn_norm")
+POST_NORM_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in _NORM_NAMES} | {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+"""Those of architectures whose norms stand after attention and FFN."""
+
+
+def spec_of(config: Config, layers: Sequence[LayerKind], **features: Any) -> DecoderSpec:  # noqa: ANN401
+    """The architecture of `config`: what all configs name alike, and the `features` of its own."""
+    heads = config.num_attention_heads
+    return DecoderSpec(
+        **{
+            "family": config.model_type,
+            "vocab_size": config.vocab_size,
+            "layers": tuple(layers),
+            "widths": Widths(
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_attention_heads=heads,
+                num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            ),
+            "head_dim": head_dim_of(config),
+            "norm": "rmsnorm",
+            "norm_eps": getattr(config, "rms_norm_eps", None),
+            "activation": getattr(config, "hidden_act", None),
+            "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": bool(config.tie_word_embeddings),
+            **features,
+        }
+    )
+
+
+def head_dim_of(config: Config) -> int:
+    """The size of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_of(config: Config, layer_type: str | None = None, *, partial: bool = False) -> RotarySpec:
+    """The rotary embedding that transformers makes of `config`, from its own module for the architecture.
+
+    `layer_type` is given where layers of several types have several; `partial` where it can rotate a part of each head.
+
+    Raises:
+        UnsupportedError: transformers could not run it.
+    """
+    module = sys.modules[MODEL_MAPPING[type(config)].__module__]
+    make = next(made for name, made in vars(module).items() if name.endswith("RotaryEmbedding"))
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3", "yarn", "dynamic", "longrope"):
+        raise UnsupportedError(f"rope_type {kind!r:.80} is not among default, linear, llama3, yarn, dynamic, longrope")
+    with torch.device("cpu"):
+        rotary = make(config)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies = getattr(rotary, f"{prefix}inv_freq")
+    if 2 * len(frequencies) > head_dim_of(config) or (2 * len(frequencies) < head_dim_of(config) and not partial):
+        raise UnsupportedError(
+            f"partial_rotary_factor {parameters.get('partial_rotary_factor')!r:.80}: {config.model_type} with "
+            f"rope_type {kind} rotates whole heads, of {head_dim_of(config)} channels"
+        )
+    spec = RotarySpec(_numbers(frequencies), float(getattr(rotary, f"{prefix}attention_scaling")))
+    if kind == "longrope":
+        context = parameters["original_max_position_embeddings"]
+        longer, _ = _init_function(kind)(config, None, seq_len=context + 1, layer_type=layer_type)
+        return RotarySpec(spec.frequencies, spec.attention_factor, context, long_frequencies=_numbers(longer))
+    if kind == "dynamic":
+        context = config.max_position_embeddings
+        theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
+        return RotarySpec(spec.frequencies, spec.attention_factor, context, theta=theta, factor=factor)
+    return spec
+
+
+def _init_function(kind: str) -> Callable[..., tuple[Tensor, float]]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[kind]
+
+
+def _numbers(frequencies: Tensor) -> tuple[float, ...]:
+    numbers = tuple(float(frequency) for frequency in frequencies)
+    if not numbers or not all(0 <= number < math.inf for number in numbers):
+        raise UnsupportedError(
+            "rope_parameters: expected frequencies of at least one pair of channels, finite and not negative"
+        )
+    return numbers
+
+
+def window_of(config: Config) -> int | None:
+    """The size of the sliding window in tokens; None: no window.
+
+    Raises:
+        UnsupportedError: it is no size.
+    """
+    size: int | None = config.sliding_window
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise UnsupportedError(f"sliding_window: expected a whole number from 1 on, or null, found {size!r:.80}")
+    return size
+
+
+def typed_windows(config: Config) -> list[int | None]:
+    """The window of each layer, where `layer_types` says which layers have one."""
+    types: list[str] = config.layer_types
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
+    if len(types) != config.num_hidden_layers:
+        raise UnsupportedError(
+            f"layer_types: expected one for each of {config.num_hidden_layers} layers, found {len(types)}"
+        )
+    window = window_of(config)
+    if window is None and "sliding_attention" in types:
+        raise UnsupportedError("sliding_window: layer_types names layers with a window, but its size is null")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def layer_types(spec: DecoderSpec) -> dict[str, Any]:
+    """The entry `layer_types` for the layers of `spec`."""
+    names = {True: "sliding_attention", False: "full_attention"}
+    return {"layer_types": [names[layer.window is not None] for layer in spec.layers]}

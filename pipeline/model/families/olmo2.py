@@ -1,0 +1,26 @@
+"""OLMo 2: norms after attention and FFN, and an RMSNorm over the queries, and the keys, of all heads together."""
+
+from __future__ import annotations
+
+from pipeline.model.families.family import POST_NORM_NAMES, Config, Family, rotary_of, spec_of
+from pipeline.model.spec import DecoderSpec, LayerKind
+from pipeline.scale.plan import Widths
+
+
+def _read(config: Config) -> DecoderSpec:
+    biased = bool(config.attention_bias)
+    return spec_of(
+        config,
+        [LayerKind(rotary_of(config))] * config.num_hidden_layers,
+        norm_placement="after",
+        query_key_norm="all",
+        query_key_value_bias=biased,
+        output_bias=biased,
+    )
+
+
+def _why_not_stock(spec: DecoderSpec, wider: Widths) -> str:
+    return "an OLMo 2 base: its query and key norms take one mean square over all heads, the added ones too"
+
+
+OLMO2 = Family(("olmo2",), _read, POST_NORM_NAMES, why_not_stock=_why_not_stock)

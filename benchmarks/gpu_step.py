@@ -78,12 +78,17 @@ class Variant(NamedTuple):
     def __str__(self) -> str:
         return self.method + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
 
+    @property
+    def missing(self) -> str:
+        """The packages that it needs and that are not installed; empty if it can run."""
+        needed = ("liger_kernel", "triton") if self.liger else ()
+        return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
+
 
 def all_variants(*, compiled: bool) -> list[Variant]:
-    """Those that can run here; the ones that take long to compile come last."""
+    """The ones that take long to compile come last."""
     variants = [Variant(method) for method in (*OURS, *THEIRS)]
-    if importlib.util.find_spec("liger_kernel") is not None:
-        variants += [Variant(method, liger=True) for method in THEIRS]
+    variants += [Variant(method, liger=True) for method in THEIRS]
     if compiled:
         variants += [
             Variant(method, compiled=True) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
@@ -276,13 +281,13 @@ def flops_per_token(method: str, shape: Shape) -> float:
 
 
 class Measured:
-    """What the turns of a variant showed; a variant that does not fit into the memory gets no more turns."""
+    """What the turns of a variant showed. One that has a `fault`, such as too little memory, gets no more turns."""
 
     def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
         self.costs: list[Cost] = []
         self.peak_gib = 0.0
-        self.fits = True
+        self.fault = f"needs {variant.missing}" if variant.missing else ""
         self.trained_parameters: int | None = None
         self._training: Training | None = None
 
@@ -295,13 +300,13 @@ class Measured:
                 self.trained_parameters = sum(own.numel() for own in self._training.trained)
             self.costs += self._training.turn(steps)
         except torch.OutOfMemoryError:
-            self.fits = False
+            self.fault = "out of memory"
             self._training = None
         self.peak_gib = max(self.peak_gib, peak.gib())
 
     def row(self) -> dict[str, Any]:
         """The figures; TFLOP/s are of the work that is really done."""
-        outcome = "measured" if self.fits and self.costs else "no time left" if self.fits else "out of memory"
+        outcome = self.fault or ("measured" if self.costs else "no time left")
         row: dict[str, Any] = {"variant": str(self.variant), "outcome": outcome}
         if outcome != "measured":
             return row
@@ -338,12 +343,12 @@ def measure(
     `keep` gets the rows so far after every turn.
     """
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    gc.freeze()  # what was imported: every turn collects garbage
     deadline = time.monotonic() + seconds
     measured = [Measured(variant, shape, device, dtype) for variant in variants]
     for _ in range(rounds):
         for own in measured:
-            if own.fits and time.monotonic() < deadline:
+            if not own.fault and time.monotonic() < deadline:
                 own.turn(steps)
                 keep(_rows(measured))
     return _rows(measured)
@@ -449,8 +454,11 @@ def main() -> None:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows, "goals": reached()})
 
+    shape = None
     for name in names:
-        shape = TINY if arguments.tiny else SHAPES[name]
+        before, shape = shape, TINY if arguments.tiny else SHAPES[name]
+        if shape is not before:
+            torch._dynamo.reset()  # the same code for another size would count as compiled too often
         own = measure(shape, wanted, device, dtype, **limits, keep=keep)
         print_table(name, own)
         keep(own)

@@ -35,14 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
     "parity": "the base as transformers runs it, and its exact preservation",
     "attention": "every attention kernel against a literal one",
+    "kernels": "the loss, Liger's kernels and joined products, one by one",
     "deepspeed": "ZeRO-1, 2 and 3, saving and resuming, two ranks",
     "memory": "measured against estimated",
     "step-1b-8192": "the speed of steps",
     "step-1b-4096": "the same",
     "step-8b-4096": "the same",
-    "run": "a run of 50 steps",
+    "run": "a run of 50 steps: preflight, speed, memory, and how long the device idles",
+    "watchdog": "a rank that is killed, and one that is stopped",
     "demo": "the demo, end to end",
 }
+COMPILING = ("kernels", "step-1b-8192", "step-1b-4096", "step-8b-4096")
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
 OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
@@ -87,6 +90,9 @@ def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[d
     command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--folder", str(folder)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": device}
+    if device == "cpu":
+        # Threads would only wait for one another, and DeepSpeed would import the compiler in every process.
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if part in COMPILING else "1"}
     log = folder / f"{part}.log"
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
@@ -146,6 +152,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part's processes end too
     name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
     folder = arguments.output.resolve()
     results = Results(folder, name, rehearsal=arguments.cpu)

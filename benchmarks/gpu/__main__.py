@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from benchmarks.gpu.exactness import check_attention, check_parity
-from benchmarks.gpu.memory import check_memory
-from benchmarks.gpu.runs import check_deepspeed, check_demo, check_run
 from benchmarks.gpu.setting import Row, Setting
-from benchmarks.gpu.steps import check_steps
 from pipeline import command_line
 
-PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
-    "parity": check_parity,
-    "attention": check_attention,
-    "deepspeed": check_deepspeed,
-    "memory": check_memory,
-    **{f"step-{shape}": partial(check_steps, shape=shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},
-    "run": check_run,
-    "demo": check_demo,
+PARTS: dict[str, tuple[str, ...]] = {
+    "parity": ("exactness", "check_parity"),
+    "attention": ("exactness", "check_attention"),
+    "kernels": ("kernels", "check_kernels"),
+    "deepspeed": ("runs", "check_deepspeed"),
+    "memory": ("memory", "check_memory"),
+    **{f"step-{shape}": ("steps", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},
+    "run": ("runs", "check_run"),
+    "watchdog": ("ranks", "check_watchdog"),
+    "demo": ("runs", "check_demo"),
 }
+"""The module and function of each part, and what the function gets beside the setting."""
+
+
+def rows_of(part: str, setting: Setting) -> Iterator[Row]:
+    """Runs a part; what the others need is not imported."""
+    module, function, *arguments = PARTS[part]
+    rows: Iterator[Row] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(setting, *arguments)
+    return rows
 
 
 def main() -> None:
@@ -39,11 +43,9 @@ def main() -> None:
     # Libraries print to standard output, too: the rows get it for themselves.
     rows = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    if arguments.device == "cpu":
-        torch.set_num_threads(min(2, torch.get_num_threads()))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(arguments.device, arguments.folder.resolve(), arguments.seconds)
-    for row in PARTS[arguments.part](setting):
+    for row in rows_of(arguments.part, setting):
         print(json.dumps(row._asdict()), file=rows, flush=True)
 
 

@@ -17,13 +17,19 @@ import yaml
 
 from benchmarks.gpu.ranks import check_two_ranks
 from benchmarks.gpu.setting import BASES, ROOT, STORIES, Row, Setting, small_methods
+from benchmarks.gpu.trace import check_trace
+from pipeline.config.method import ScaleMethod
 from pipeline.config.reading import read_yaml
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig, load_config
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.workers import local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.experiments.random_base import make_random_base
 from pipeline.experiments.study import RandomBase
 from pipeline.files import write_text
-from pipeline.model.from_hf import read_spec
+from pipeline.methods.scale import upscale
+from pipeline.model.from_hf import open_base, read_spec
 from pipeline.parallel.topology import Layout
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.sizing.cluster import Cluster
@@ -37,8 +43,8 @@ KOREAN, ENGLISH = "data/ko/reviews.{}jsonl.zst", "data/en/stories.{}jsonl.zst"
 NO_DEEPSPEED = "skipped: deepspeed is not installed"
 
 
-def run(command: list[str], setting: Setting, *, timeout: float | None = None, **variables: str) -> None:
-    """Runs a command of the project.
+def run(command: list[str], setting: Setting, *, timeout: float | None = None, **variables: str) -> str:
+    """Runs a command of the project, and returns its messages.
 
     Raises:
         RuntimeError: it failed; with its error.
@@ -52,6 +58,7 @@ def run(command: list[str], setting: Setting, *, timeout: float | None = None, *
         raise RuntimeError(
             f"{' '.join(command[:4])} ended with {done.returncode}: {_last_line(done.stderr + done.stdout)}"
         )
+    return done.stderr
 
 
 def _last_line(text: str) -> str:
@@ -60,7 +67,8 @@ def _last_line(text: str) -> str:
 
 
 def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # noqa: ANN401  # sections of YAML
-    """Writes the configuration of a small run; `changes` replace whole sections."""
+    """Writes the configuration of a small run; `changes` replace whole sections. An earlier such run is removed."""
+    shutil.rmtree(setting.folder / name, ignore_errors=True)
     heldout = {"ko": [KOREAN.format("heldout.")], "en": [ENGLISH.format("heldout.")]}
     corpora: dict[str, dict[str, Any]] = {
         corpus: {"input": files, "heldout_input": files} for corpus, files in heldout.items()
@@ -84,16 +92,23 @@ def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # noqa: 
     return path
 
 
-def prepare(config: Path, setting: Setting) -> None:
-    """Tokenizes the run's texts and makes its expansion."""
-    for tool in ("preprocess_data", "upscale"):
-        run([sys.executable, f"tools/{tool}.py", "--config", str(config)], setting)
+def prepare(config: RunConfig) -> None:
+    """Tokenizes the run's texts, unless another run did, and makes its expansion."""
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, config.base):
+            preprocess(job, workers)
+    assert isinstance(config.method, ScaleMethod)
+    upscale(config.method, open_base(config.base), config.upscaled_folder, config.seed)
 
 
-def train(config: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Trains in one process, or resumes. Returns the figures of all steps."""
-    run([sys.executable, "-m", "pipeline.train", str(config)], setting)
-    return read_metrics(load_config(config).folder / METRICS)
+def train(path: Path, setting: Setting) -> str:
+    """Trains in one process, or resumes; returns its messages."""
+    return run([sys.executable, "-m", "pipeline.train", str(path)], setting)
+
+
+def losses(config: RunConfig) -> list[float]:
+    """Those of all steps so far."""
+    return [step["loss"] for step in read_metrics(config.folder / METRICS) if "loss" in step]
 
 
 def has_deepspeed() -> bool:
@@ -107,38 +122,35 @@ def check_deepspeed(setting: Setting) -> Iterator[Row]:
     if not has_deepspeed():
         yield Row("training under ZeRO-1, 2 and 3", None, NO_DEEPSPEED)
         return
-    first: Path | None = None
     for stage in (1, 2, 3) if setting.on_gpu else (3,):  # a rehearsal tries one
         config = write_config(setting, f"zero{stage}", deepspeed=f"ds_configs/zero{stage}.json")
         own = load_config(config)
-        if first is None:
-            prepare(config, setting)
-            first = own.upscaled_folder
-        else:
-            shutil.copytree(first, own.upscaled_folder, dirs_exist_ok=True)
-        losses = [step["loss"] for step in train(config, setting) if "loss" in step]
+        prepare(own)
+        train(config, setting)
+        before = losses(own)
         summary = json.loads((own.folder / "training.json").read_text(encoding="utf-8"))
         difference = summary["step0_max_abs_logit_difference"]
         yield Row(f"ZeRO-{stage}: logits at step 0 less the base's", difference == 0, str(difference))
         shutil.rmtree(own.folder / "checkpoints" / "step_00000004")
         (own.folder / "training.json").unlink()
-        again = [step["loss"] for step in train(config, setting) if "loss" in step]
+        train(config, setting)
+        again = losses(own)
         # On a GPU the order of sums in a backward pass is not fixed: only the first step after the restart is exact.
-        same = again[:3] == losses[:3] and (setting.on_gpu or again == losses)
-        close = len(again) == len(losses) == 4 and abs(again[3] / losses[3] - 1) < 0.01
-        found = f"{again[2:]}, before: {losses[2:]}"
+        same = again[:3] == before[:3] and (setting.on_gpu or again == before)
+        close = len(again) == len(before) == 4 and abs(again[3] / before[3] - 1) < 0.01
+        found = f"{again[2:]}, before: {before[2:]}"
         yield Row(f"ZeRO-{stage}: losses after resuming in the middle", same and close, found)
 
 
 def check_run(setting: Setting) -> Iterator[Row]:
-    """A run with data loading, validation and an asynchronous checkpoint: its speed, and its memory as estimated."""
+    """A run with preflight, data loading, validation and an asynchronous checkpoint: speed, memory, and a trace."""
     if not has_deepspeed():
         yield Row("a run of 50 steps", None, NO_DEEPSPEED)
         return
     changes: dict[str, Any] = {}
-    steps, length = 4, 64
+    steps, length, traced, texts = 4, 64, [3, 3], [KOREAN.format("heldout.")]
     if setting.on_gpu:
-        steps, length = 50, 8192
+        steps, length, traced, texts = 50, 8192, [40, 44], [KOREAN.format("")]
         base = setting.folder / "base"
         make_random_base(RandomBase(architecture=BASES / "llama-3.2-1b.json", tokenizer=STORIES), base)
         changes["base"] = str(base)
@@ -152,21 +164,27 @@ def check_run(setting: Setting) -> Iterator[Row]:
         data={
             "folder": str(setting.folder / "run-tokens"),
             "sequence_length": length,
-            "corpora": {"ko": {"input": [KOREAN.format("")], "heldout_input": [KOREAN.format("heldout.")]}},
+            "corpora": {"ko": {"input": texts, "heldout_input": [KOREAN.format("heldout.")]}},
         },
         schedule={"steps": steps, "global_batch_size": 2, "micro_batch_size": 2, "learning_rate": 1e-4},
         validation={"every_steps": steps // 2, "max_sequences": 4},
         checkpoints={"every_steps": steps // 2, "asynchronous": True},
+        profile={"steps": traced},
+        preflight={"enabled": True},
     )
-    prepare(config_path, setting)
-    lines = train(config_path, setting)
     config = load_config(config_path)
+    prepare(config)
+    messages = train(config_path, setting).splitlines()
+    passed = next((line for line in messages if "preflight: passed" in line), "no such line")
+    yield Row("preflight", "preflight: passed" in passed, passed)
+    lines = read_metrics(config.folder / METRICS)
     rates = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
     rate = statistics.median(rates[len(rates) // 5 :])
     yield Row(f"{steps} steps under ZeRO-1: tokens/s of the median step", None, f"{rate:,.0f}")
     bare = bare_rate(setting.folder / "gpu_step-1b-8192.json", "adapt")
     if bare is not None and setting.on_gpu:
         yield Row("the same over the bare step of the benchmark", None, f"{rate / bare:.2f}")
+    yield from check_trace(config.folder, setting)
     estimator = Estimator(
         config, read_spec(config.base), load_deepspeed_config(config.deepspeed, Layout(1, 1)), Cluster(gpus=1)
     )
@@ -199,6 +217,7 @@ def check_demo(setting: Setting) -> Iterator[Row]:
         return
     values = read_yaml(ROOT / "configs" / "demo.yaml")
     folder = setting.folder / "demo"
+    shutil.rmtree(folder, ignore_errors=True)
     values |= {"folder": str(folder), "data": {**values["data"], "folder": str(folder / "tokens")}}
     if not setting.on_gpu:
         values["schedule"] |= {"steps": 2}

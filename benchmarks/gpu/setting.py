@@ -16,10 +16,13 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.sizing.flops import dense_tflops
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT / "data" / "models" / "stories260K"
 BASES = ROOT / "configs" / "bases"
+_H100_CLASS = 800.0
+"""Dense 16-bit TFLOP/s."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Setting:
     def on_gpu(self) -> bool:
         """Whether this is no rehearsal."""
         return self.device_type == "cuda"
+
+    @property
+    def judges_speed(self) -> bool:
+        """Whether goals of speed count here: on GPUs of the H100's class."""
+        return self.on_gpu and (dense_tflops(torch.cuda.get_device_name()) or 0.0) >= _H100_CLASS
 
 
 class Row(NamedTuple):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.runs import compared, write_config
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.trace import idle_share
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from tools import gpu_check
@@ -19,11 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows_of(part, folder):
-    return {row.check: row for row in PARTS[part](Setting("cpu", folder, 60.0))}
+    return {row.check: row for row in parts.rows_of(part, Setting("cpu", folder, 60.0))}
 
 
 def test_the_tool_knows_every_part():
-    assert list(PARTS) == list(gpu_check.PARTS)
+    assert list(parts.PARTS) == list(gpu_check.PARTS)
+
+
+def test_no_part_needs_deepspeed_to_begin():
+    modules = {f"benchmarks.gpu.{module}" for module, *_ in parts.PARTS.values()}
+    program = f"import sys; sys.modules['deepspeed'] = None; import {', '.join(sorted(modules))}"
+    subprocess.run([sys.executable, "-c", program], cwd=gpu_check.ROOT, check=True)
 
 
 @pytest.mark.parametrize("part", ["parity", "attention"])
@@ -33,8 +44,31 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
     assert [row for row in rows.values() if row.passed is not True] == []
 
 
+def test_single_kernels_agree_with_torch_and_those_of_a_missing_package_are_named(tmp_path):
+    rows = rows_of("kernels", tmp_path)
+    ligers = [row for name, row in rows.items() if name.endswith("Liger's")]
+    assert len(ligers) == 5 and all(row.passed is not False for row in ligers)
+    if importlib.util.find_spec("triton") is None:
+        assert {row.found for row in ligers} == {"skipped: triton not installed"}
+    assert all(row.passed for row in rows.values() if row not in ligers)
+
+
+def test_the_watchdog_names_a_lost_rank(tmp_path):
+    rows = rows_of("watchdog", tmp_path)
+    assert len(rows) == 2 and [row for row in rows.values() if not row.passed] == []
+
+
+intervals = st.tuples(st.integers(-20, 120), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(st.lists(intervals))
+def test_the_idle_share_counts_every_moment_once(busy):
+    free = [at for at in range(100) if not any(begin <= at < end for begin, end in busy)]
+    assert idle_share(busy, (0, 100)) == pytest.approx(len(free) / 100)
+
+
 def test_a_benchmark_that_takes_too_long_is_a_fault(tmp_path):
-    rows = list(PARTS["step-1b-8192"](Setting("cpu", tmp_path, 5.2)))
+    rows = list(parts.rows_of("step-1b-8192", Setting("cpu", tmp_path, 5.2)))
     assert [row.passed for row in rows] == [False] and "in time" in rows[0].check
 
 
@@ -64,7 +98,7 @@ def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path
 def test_parts_beyond_the_time_of_all_are_skipped(tmp_path, monkeypatch):
     assert call(monkeypatch, "--cpu", "--minutes", "0", "--output", str(tmp_path)) == 1
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["part"] for row in rows] == list(PARTS) and all("no time left" in row["found"] for row in rows)
+    assert [row["part"] for row in rows] == list(parts.PARTS) and all("no time left" in row["found"] for row in rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -24,7 +25,11 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     rows = {row["variant"]: row for row in written["rows"]}
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
-    assert all(row["outcome"] == "measured" and row["tokens_per_second"] > 0 for row in rows.values())
+    lacking = (
+        {} if importlib.util.find_spec("triton") else {f"{name} + liger": "needs triton" for name in gpu_step.THEIRS}
+    )
+    assert {name: row["outcome"] for name, row in rows.items() if row["outcome"] != "measured"} == lacking
+    assert all(row["tokens_per_second"] > 0 for name, row in rows.items() if name not in lacking)
     assert rows["fft"]["ratio_to_fft"] == rows["peft_lora"]["ratio_to_peft_lora"] == 1
     assert rows["preserve"]["flops_per_token"] < rows["adapt"]["flops_per_token"] < rows["fft"]["flops_per_token"]
     assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]

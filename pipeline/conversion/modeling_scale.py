@@ -72,6 +72,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     norm_eps: float = 1e-5
     norm_statistics: str = "separate"
     normed_size: int | None = None
+    rest_scale: float = 0.0
     hidden_act: str = "silu"
     gated_ffn: bool = True
     query_key_value_bias: bool = False
@@ -151,7 +152,7 @@ class WidenedLinear(nn.Module):
 class StreamNorm(nn.Module):
     """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
 
-    With `normed_size` (RMSNorm only) they are summed over the first channels, and the others count as zeros. With
+    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale` in them. With
     `gain_offset` (RMSNorm only) the gain is 1 + weight.
     """
 
@@ -159,15 +160,17 @@ class StreamNorm(nn.Module):
         super().__init__()
         self.eps = config.norm_eps
         self.gain_offset = config.gain_offset
-        self.normed_size = normed_size
+        self.normed_size, self.rest_scale = normed_size, config.rest_scale
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if (kind or config.norm) == "layernorm" else None
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
         source = (x if statistics_of is None else statistics_of).float()
         if self.bias is None:
-            squares = source[..., : self.normed_size].pow(2)
-            normal = x.float() * torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
+            total = source[..., : self.normed_size].square().sum(-1, keepdim=True)
+            if self.normed_size is not None:
+                total = total + self.rest_scale**2 * source[..., self.normed_size :].square().sum(-1, keepdim=True)
+            normal = x.float() * torch.rsqrt(total / source.shape[-1] + self.eps)
             if self.gain_offset:
                 return (normal * (1 + self.weight.float())).to(x.dtype)
             return self.weight * normal.to(x.dtype)

@@ -62,7 +62,10 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     widths, wider = model.spec.widths, _wider(model.plan, model.spec)
     hidden_size = wider.hidden_size
     unnormed = model.spec.norm_placement == "after"
-    residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype), unnormed)
+    residual = StoredResidual(widths.hidden_size, scale_in(dtype), unnormed)
+    if before := model.spec.residual:
+        # A smaller scale than the base's own would change what its norms compute.
+        residual = replace(before, scale=max(before.scale, residual.scale))
     config = base_config(model.base.path) | {
         **asdict(wider),
         "head_dim": model.spec.head_dim,
@@ -187,7 +190,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         config |= family_of(model.spec).layer_entries(model.spec)
     residual = model.spec.residual
     if residual is not None:
-        residual = replace(residual, scale=scale_in(dtype))
+        residual = replace(residual, scale=max(residual.scale, scale_in(dtype)))
         config[RESIDUAL_KEY] = asdict(residual)
     shapes = {name: shape for name, shape in model.shapes.items() if is_base(name)}
     tensors = (

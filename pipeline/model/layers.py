@@ -94,7 +94,7 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
         plan.expansion.hidden_size if plan else None,
         eps=spec.norm_eps,
         statistics=plan.norm if plan else "separate",
-        normed_size=spec.normed_size,
+        normed=None if spec.residual is None else spec.residual.normed,
         gain_offset=spec.gain_offset,
         tp=tp,
     )

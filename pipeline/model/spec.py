@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import LayoutError
-from pipeline.scale.layers import NormKind
+from pipeline.scale.layers import NormedChannels, NormKind
 from pipeline.scale.plan import Widths
 
 
@@ -87,11 +87,6 @@ class DecoderSpec:
         """How many layers there are."""
         return len(self.layers)
 
-    @property
-    def normed_size(self) -> int | None:
-        """How many channels of the residual stream the norms' statistics are computed from; None: all."""
-        return None if self.residual is None else self.residual.normed_size
-
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     """Raises LayoutError where a base cannot be split over `tp_size` ranks; names the sizes that fit.
@@ -146,13 +141,18 @@ class StoredResidual:
     The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
     that an ordinary RMSNorm hardly counts them; a norm after attention or FFN keeps their scale. AdamW cannot train
     them at that scale: its steps are as large for a weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale,
-    which is exact for a power of two, and the norms exclude those channels from their mean square.
+    which is exact for a power of two, and the norms count those channels as the folder's norms do.
     `read_unnormed`: the layers have no norm before them, so the maps that read the stream undo the scale.
     """
 
     normed_size: int
     scale: float
     read_unnormed: bool = False
+
+    @property
+    def normed(self) -> NormedChannels:
+        """How the norms count the channels at their own scale."""
+        return NormedChannels(self.normed_size, self.scale)
 
     def store(self, name: str, values: Tensor) -> Tensor:
         """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""

@@ -155,12 +155,28 @@ class WidenedEmbedding(nn.Module):
         return leave_region(self.tp, self.base(tokens), None if self.expansion is None else self.expansion(tokens))
 
 
+@dataclass(frozen=True)
+class NormedChannels:
+    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times `rest_scale`.
+
+    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor is the full width.
+    """
+
+    size: int
+    rest_scale: float
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> [..., 1], in fp32."""
+        squares = x.float().square()
+        rest = squares[..., self.size :].sum(-1, keepdim=True)
+        return squares[..., : self.size].sum(-1, keepdim=True) + self.rest_scale**2 * rest
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    The mean square is that of `statistics_of: [..., D]` where given. With `normed_size` only the squares of the first
-    `normed_size` channels are summed; the divisor is still the full width. With `gain_offset` the gain is 1 + weight.
-    `in_region`: x is this rank's heads, not its positions.
+    The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says. With
+    `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
     """
 
     def __init__(
@@ -168,14 +184,14 @@ class RMSNorm(nn.Module):
         size: int,
         eps: float,
         tp: TensorParallel,
-        normed_size: int | None = None,
+        normed: NormedChannels | None = None,
         *,
         gain_offset: bool = False,
         in_region: bool = False,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.normed_size = normed_size
+        self.normed = normed
         self.gain_offset = gain_offset
         self.tp = tp
         self.shared = shared_by_neighbours if in_region else used_between_regions
@@ -183,12 +199,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
         weight = self.shared(self.weight, self.tp)
-        if statistics_of is None and self.normed_size is None:
+        if statistics_of is None and self.normed is None:
             normal = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
         else:
             source = x if statistics_of is None else statistics_of
-            squares = source[..., : self.normed_size].float().pow(2)
-            normal = x.float() * torch.rsqrt(squares.sum(-1, keepdim=True) / source.shape[-1] + self.eps)
+            normed = self.normed or NormedChannels(source.shape[-1], 1.0)
+            normal = x.float() * torch.rsqrt(normed.sum_of_squares(source) / source.shape[-1] + self.eps)
         # As in transformers, which multiplies by 1 + weight in fp32.
         return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
 
@@ -218,8 +234,7 @@ class WidenedNorm(nn.Module):
 
     The base stream is normalised by its own statistics only, otherwise it would not be preserved. The paper does not
     specify which `statistics` normalise the expansion stream: `separate` are its own; `base` are those of the base
-    stream, so that a trained model can be exported as an ordinary wider one. With `normed_size` the base's statistics
-    are those of its first `normed_size` channels.
+    stream, so that a trained model can be exported as an ordinary wider one. `normed`: how those count its channels.
     """
 
     def __init__(
@@ -230,20 +245,20 @@ class WidenedNorm(nn.Module):
         *,
         eps: float,
         statistics: Literal["separate", "base"] = "separate",
-        normed_size: int | None = None,
+        normed: NormedChannels | None = None,
         gain_offset: bool = False,
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         self.statistics = statistics
 
-        def norm(size: int, normed_size: int | None) -> RMSNorm | LayerNorm:  # normed_size exists for RMSNorm only
+        def norm(size: int, normed: NormedChannels | None) -> RMSNorm | LayerNorm:  # `normed` is for RMSNorm only
             if kind == "layernorm":
                 return LayerNorm(size, eps, tp)
-            return RMSNorm(size, eps, tp, normed_size, gain_offset=gain_offset)
+            return RMSNorm(size, eps, tp, normed, gain_offset=gain_offset)
 
-        self.base = norm(size, normed_size)
-        of_base = normed_size if statistics == "base" else None
+        self.base = norm(size, normed)
+        of_base = normed if statistics == "base" else None
         self.expansion = None if expansion_size is None else norm(expansion_size, of_base)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:

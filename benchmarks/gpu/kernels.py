@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.setting import BASES, STORIES, Row, Setting
 from benchmarks.gpu_step import Peak, Variant, synchronize
 from pipeline.model.from_hf import read_spec
-from pipeline.model.layers import RotaryTable, inverse_frequencies
+from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.output import HiddenStates, OutputProjection
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
@@ -105,8 +105,9 @@ def _layer_kernels(setting: Setting, spec: DecoderSpec, tokens: int) -> Iterator
         return weight * F.rms_norm(x.float(), x.shape[-1:], eps=spec.norm_eps).to(x.dtype)  # as RMSNorm
 
     widths = spec.widths
-    frequencies = inverse_frequencies(spec.rotary, spec.head_dim).to(setting.device)
-    table = RotaryTable(frequencies, torch.arange(tokens).unsqueeze(0), torch.get_default_dtype())
+    rotary = spec.layers[0].rotary
+    assert rotary is not None
+    table = RotaryEmbedding().table(rotary, torch.arange(tokens).unsqueeze(0), None, torch.get_default_dtype())
     heads = torch.randn(1, tokens, widths.num_attention_heads, spec.head_dim)
     cases: list[tuple[str, Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = [
         (

@@ -129,7 +129,7 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
             # Others may read the embedding's matrix too, where it is tied.
             during = model if module is embedding else module
             handles.append(during.register_forward_pre_hook(partial(convert, module)))
-            handles.append(during.register_forward_hook(partial(restore, module)))
+            handles.append(during.register_forward_hook(partial(restore, module), always_call=True))
     try:
         yield
     finally:

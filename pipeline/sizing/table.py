@@ -130,7 +130,8 @@ def _layout(estimate: Estimate, cluster: Cluster, steps: int) -> dict[str, Any]:
 def as_text(report: Report) -> str:
     """The report as lines: the model, a table of layouts, the traffic of the run's own layout, the recommendation."""
     lines = [*_model_lines(report.estimator), "", *_table_lines(report)]
-    lines += [f"  impossible: {reason}" for reason in dict.fromkeys(report.refused.values())]
+    refused = {choice.tp_size: reason for choice, reason in report.refused.items()}
+    lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
     chosen = {report.estimator.own_choice: "this run's", report.recommendation.choice: "recommended"}
     for estimate in report.estimates:
         if estimate.choice in chosen:

@@ -23,20 +23,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import command_line
 from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.files import write_json
-from pipeline.methods import method_for
+from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.quantized import QuantizedPrecision, quantization_of
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
@@ -65,18 +67,24 @@ SHAPES = {
 ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m",)
 TINY = Shape(_ROOT / "data" / "models" / "stories260K" / "config.json", 1, 16, 2)
 OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
+QUANTIZATIONS = get_args(QuantizedPrecision)
+QUANTIZED = ("preserve", "adapt", "lora")
+"""With a base in 8 and in 4 bits, too."""
 THEIRS = ("transformers_fft", "peft_lora")
 
 
 class Variant(NamedTuple):
-    """A method, with or without compiled layers, and (theirs) with or without the kernels of Liger."""
+    """A method, with or without compiled layers, (theirs) with or without the kernels of Liger, and (ours) the form in
+    which a frozen base is stored."""
 
     method: str
     compiled: bool = False
     liger: bool = False
+    base: BasePrecision = "bf16"
 
     def __str__(self) -> str:
-        return self.method + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
+        base = "" if self.base == "bf16" else f" + {self.base}"
+        return self.method + base + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
 
     @property
     def missing(self) -> str:
@@ -89,14 +97,17 @@ def all_variants(*, compiled: bool) -> list[Variant]:
     """The ones that take long to compile come last."""
     variants = [Variant(method) for method in (*OURS, *THEIRS)]
     variants += [Variant(method, liger=True) for method in THEIRS]
+    quantized = [Variant(method, base=base) for base in QUANTIZATIONS for method in QUANTIZED]
+    variants += quantized
     if compiled:
         variants += [
             Variant(method, compiled=True) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
         ]
+        variants += [variant._replace(compiled=True) for variant in quantized]
     return variants
 
 
-def our_model(method: str, spec: DecoderSpec, l_fp: int) -> Decoder:
+def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
     """This project's model for `method`, its parameters unset."""
     widths = spec.widths
     group = widths.num_attention_heads // widths.num_key_value_heads  # heads grow by whole groups
@@ -113,7 +124,23 @@ def our_model(method: str, spec: DecoderSpec, l_fp: int) -> Decoder:
         "adapt": ScaleMethod(name="scale", variant="adapt", expansion=expansion, l_fp=l_fp),
         "route": ScaleMethod(name="scale", variant="route", expansion=expansion, l_fp=l_fp),
     }
-    return method_for(settings[method], Path(), seed=0).build(spec, SINGLE, "none")
+    model = method_for(settings[method], Path(), seed=0).build(spec, SINGLE, "none")
+    if base != "bf16":
+        quantize_base(model, base)
+    return model
+
+
+@torch.no_grad()
+def set_randomly(parameter: Tensor) -> None:
+    """Sets a matrix, quantised or not, to small random values, and a norm's gain to 1."""
+    quantization = quantization_of(parameter)
+    if quantization is not None:
+        columns, device = quantization.columns, parameter.device
+        quantization.write(parameter, lambda rows: 0.02 * torch.randn(rows[1] - rows[0], columns, device=device))
+    elif parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(std=0.02)
 
 
 def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Module:
@@ -166,7 +193,7 @@ class Training:
             if theirs:
                 self.model = their_model(variant, shape, device)
             else:
-                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp)
+                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp, variant.base)
                 if variant.compiled:
                     ours.compile_layers(compiler(device))
                 self.model = ours
@@ -205,10 +232,7 @@ class Training:
         """Gives the parameters memory and random values. Returns a function that makes a step."""
         for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
             parameter.untyped_storage().resize_(size)
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)  # a norm's gain
-            else:
-                parameter.normal_(std=0.02)
+            set_randomly(parameter)
         masters = [own if own.dtype == torch.float32 else own.detach().float() for own in self.trained]
         optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
@@ -367,9 +391,10 @@ def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
 def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the methods should reach on a GPU of the H100's class; each side by its fastest variant."""
 
-    def fastest(shape: str, method: str) -> float | None:
-        """In tokens/s."""
-        own = [row for row in rows if row["shape"] == shape and row["variant"].split(" ")[0] == method]
+    def fastest(shape: str, *wanted: str) -> float | None:
+        """In tokens/s; `wanted` are a method and, where its base is not in bf16, the base's precision."""
+        words = [(row, row["variant"].split(" + ")) for row in rows if row["shape"] == shape]
+        own = [row for row, said in words if (said[0], *(base for base in QUANTIZATIONS if base in said)) == wanted]
         return max((row["tokens_per_second"] for row in own if row["outcome"] == "measured"), default=None)
 
     def ratio(shape: str, other: str) -> float | None:
@@ -379,6 +404,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [
         ("1b-8192: tokens/s of Adapt", fastest("1b-8192", "adapt"), "at least", 65_000.0),
         ("8b-4096: tokens/s of Preserve", fastest("8b-4096", "preserve"), "at least", 19_000.0),
+        ("8b-4096: tokens/s of Preserve, base in fp8", fastest("8b-4096", "preserve", "fp8"), "at least", 24_000.0),
     ]
     for shape in ON_A_GPU:
         found += [

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import BASES, STORIES, Row, Setting, small_methods, started
-from pipeline.config.method import FullFineTuning, ScaleMethod
-from pipeline.methods import method_for
+from benchmarks.gpu_step import set_randomly
+from pipeline.config.method import FullFineTuning, Lora, ScaleMethod
+from pipeline.config.run import BasePrecision
+from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import (
     Attend,
     Documents,
@@ -21,6 +26,7 @@ from pipeline.model.attention import (
 )
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
+from pipeline.parallel.quantized import Quantization, product_in_fp8, rounded
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 
@@ -35,15 +41,19 @@ def check_parity(setting: Setting) -> Iterator[Row]:
     tokens = torch.randint(512, (2, 96), generator=torch.Generator().manual_seed(0)).to(setting.device)
     reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).to(setting.device)
     theirs = reference(tokens).logits
-    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.5)):
-        name = str(dtype).removeprefix("torch.")
-        plain = started(FullFineTuning(name="fft"), setting, dtype)
+    cases = product(((torch.float32, 1e-3), (torch.bfloat16, 0.5)), get_args(BasePrecision))
+    for (dtype, tolerance), precision in cases:
+        name = str(dtype).removeprefix("torch.") + ("" if precision == "bf16" else f", base in {precision}")
+        plain_method = FullFineTuning(name="fft") if precision == "bf16" else Lora(name="lora", rank=4)
+        plain = started(plain_method, setting, dtype, base_precision=precision)
         base_logits = plain.logits(tokens)
         difference = float((base_logits - theirs).abs().max())
         what = f"{name}: logits of the base, against transformers in fp32"
-        yield Row(what, difference < tolerance, f"off by {difference:.2g}")
+        yield Row(what, difference < tolerance if precision == "bf16" else None, f"off by {difference:.2g}")
         for variant, method in small_methods().items():
-            model = started(method, setting, dtype)
+            if precision != "bf16" and variant != "adapt":
+                continue  # one variant shows what the form of the base changes
+            model = started(method, setting, dtype, base_precision=precision)
             difference = float((model.logits(tokens) - base_logits).abs().max())
             yield Row(f"{name}, {variant}: logits at step 0 less the base's", difference == 0, str(difference))
             for parameter in model.parameters():
@@ -70,7 +80,8 @@ def _preservation(name: str, model: Decoder, base: Decoder, tokens: Tensor, docu
 
 def _preservation_at_size(setting: Setting) -> Iterator[Row]:
     """The same at the sizes of a real base, where other matrix kernels run."""
-    spec = read_spec(BASES / ("llama-3.2-1b.json" if setting.on_gpu else "llama-1m.json"))
+    spec_name = "llama-3.2-1b" if setting.on_gpu else "llama-1m"
+    spec = read_spec(BASES / f"{spec_name}.json")
     width = spec.widths.hidden_size // 8
     method = ScaleMethod.model_validate(
         {"name": "scale", "variant": "adapt", "l_fp": 3}
@@ -78,18 +89,36 @@ def _preservation_at_size(setting: Setting) -> Iterator[Row]:
     )
     length = 2048 if setting.on_gpu else 64
     tokens = torch.randint(spec.vocab_size, (1, length), device=setting.device)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, precision in product((torch.float32, torch.bfloat16), get_args(BasePrecision)):
         with default_dtype(dtype), setting.device:
-            model, plain = method_for(method, Path(), 0).build(spec, SINGLE, "none"), Decoder(spec)
+            model = method_for(method, Path(), 0).build(spec, SINGLE, "none")
+            plain = Decoder(spec).requires_grad_(False)
+        if precision != "bf16":
+            quantize_base(model, precision)
+            quantize_base(plain, precision)
         for parameter in model.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
+            set_randomly(parameter)
         own = dict(model.named_parameters())
         for name, parameter in plain.named_parameters():
             parameter.copy_(own[name])
-        what = (
-            f"{str(dtype).removeprefix('torch.')}, adapt, {sum(own.numel() for own in plain.parameters()):,} parameters"
-        )
-        yield _preservation(what, model, plain, tokens)
+        base = "" if precision == "bf16" else f", base in {precision}"
+        yield _preservation(f"{str(dtype).removeprefix('torch.')}, adapt of {spec_name}{base}", model, plain, tokens)
+    yield _product_in_fp8(setting)
+
+
+def _product_in_fp8(setting: Setting) -> Row:
+    """The product that Hopper computes in fp8, against that of the decoded matrix and of activations rounded alike."""
+    quantization = Quantization("fp8", 512, 1024)
+    stored = torch.empty(quantization.size, dtype=torch.uint8, device=setting.device)
+    quantization.write(stored, lambda rows: torch.randn(rows[1] - rows[0], 1024, device=setting.device))
+    x = torch.randn(64, 1024, device=setting.device, dtype=torch.bfloat16)
+    expected = F.linear(rounded(x.cpu(), "fp8"), quantization.decode(stored, torch.float32).cpu())
+    what = "a product in fp8, against that of what is stored, in fp32"
+    if setting.on_gpu and torch.cuda.get_device_capability() < (9, 0):
+        return Row(what, None, "this GPU computes none")
+    found = product_in_fp8(x, stored, quantization, None).float().cpu()
+    error = float((found - expected).norm() / expected.norm())
+    return Row(what, error < 1e-2, f"off by {error:.1e}")
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu.runs import compared, write_config
 from benchmarks.gpu.setting import BASES, Row, Setting
+from benchmarks.gpu_step import set_randomly
 from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.methods.method import ActivationCheckpointing
@@ -36,8 +37,9 @@ def check_memory(setting: Setting) -> Iterator[Row]:
         ({**scale, "variant": "adapt", "l_fp": 3}, "all"),
         ({**scale, "variant": "route", "l_fp": 3}, "none"),
     ]
-    for method, checkpointing in cases:
-        name = f"{method.get('variant', method['name'])}, checkpointing {checkpointing}"
+    in_4_bits = [(method, checkpointing, "nf4") for method, checkpointing in cases if method.get("variant") == "adapt"]
+    for method, checkpointing, precision in [*((*case, "bf16") for case in cases), *in_4_bits]:
+        name = f"{method.get('variant', method['name'])}, checkpointing {checkpointing}, base in {precision}"
         path = write_config(
             setting,
             "memory",
@@ -45,15 +47,15 @@ def check_memory(setting: Setting) -> Iterator[Row]:
             data={"folder": "unread", "sequence_length": length, "corpora": {"text": {"input": ["unread"]}}},
             schedule={"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-4},
             activation_checkpointing=checkpointing,
+            base_precision=precision,
         )
         config = load_config(path)
         costs = MicroBatch(config, spec, 1, torch.bfloat16).costs(checkpointing)
         estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
         with default_dtype(torch.bfloat16), setting.device:
             model = build_model(config, spec, SINGLE)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.02)
+        for parameter in model.parameters():
+            set_randomly(parameter)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))

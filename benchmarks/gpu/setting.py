@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from pipeline.config.method import Method, ScaleMethod
-from pipeline.methods import method_for
+from pipeline.config.run import BasePrecision
+from pipeline.methods import method_for, quantize_base
 from pipeline.methods.scale import upscale
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
@@ -68,7 +69,13 @@ def small_methods() -> dict[str, ScaleMethod]:
     }
 
 
-def started(method: Method, setting: Setting, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> Decoder:
+def started(
+    method: Method,
+    setting: Setting,
+    dtype: torch.dtype,
+    tp: TensorParallel = SINGLE,
+    base_precision: BasePrecision = "bf16",
+) -> Decoder:
     """stories260K before the first step."""
     base = open_base(STORIES)
     with tempfile.TemporaryDirectory(dir=setting.folder) as temporary:
@@ -78,5 +85,7 @@ def started(method: Method, setting: Setting, dtype: torch.dtype, tp: TensorPara
         training = method_for(method, expansion, seed=0)
         with default_dtype(dtype):
             model = training.build(base.spec, tp, "none")
+        if base_precision != "bf16":
+            quantize_base(model, base_precision)
         training.load(model, base, tp)
     return model.to(setting.device)

@@ -66,7 +66,7 @@ def build_model(
 
 
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output projection do not change.
+    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output projection stay.
 
     Raises:
         ConfigError: one of them trains, or cannot be split over the ranks in `precision`.

@@ -116,7 +116,7 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     if precision == "fp8":
         scales = _fp8_scales(matrix)
         return (matrix / scales).to(FP8).view(torch.uint8), scales
-    values = torch.tensor(_NF4)
+    values = torch.tensor(_NF4, device=matrix.device)
     blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)

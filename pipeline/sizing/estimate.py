@@ -15,7 +15,7 @@ from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, UserError
-from pipeline.inputs import check_stage
+from pipeline.inputs import check_stage, why_not_zero3
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
@@ -152,7 +152,8 @@ class Estimator:
         """
         own = self.own_choice
         sizes = {size for size in TP_SIZES if size <= min(self.cluster.gpus, self.cluster.gpus_per_node)}
-        for choice in starmap(Choice, product((1, 2, 3), sorted(sizes | {own.tp_size}), CHECKPOINTINGS)):
+        stages = (1, 2, 3) if why_not_zero3(self.config) is None else (1, 2)
+        for choice in starmap(Choice, product(stages, sorted(sizes | {own.tp_size}), CHECKPOINTINGS)):
             if choice.zero_stage == 1 or choice.tp_size < self.cluster.gpus or choice == own:
                 yield choice
 
@@ -167,7 +168,6 @@ class Estimator:
         return estimates, refused
 
     def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering | None]:
-        check_stage(self.config, choice.zero_stage)
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._costs:
@@ -205,7 +205,7 @@ def open_estimator(
     `base_config` is the base's config.json, if its folder is missing.
 
     Raises:
-        ConfigError: a value of the cluster is impossible, or the DeepSpeed file is invalid for the layout.
+        ConfigError: a value of the cluster is impossible, or the DeepSpeed file is invalid for the layout or the run.
         BaseModelError: neither the base's folder nor `base_config` exists.
         LayoutError: the number of GPUs does not divide by the tensor-parallel size.
     """
@@ -216,7 +216,9 @@ def open_estimator(
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp_size": tp_size})})
     layout = Layout(cluster.gpus, config.parallel.tp_size)
     spec = read_architecture(config, base_config)
-    return Estimator(config, spec, load_deepspeed_config(config.deepspeed, layout), cluster)
+    deepspeed = load_deepspeed_config(config.deepspeed, layout)
+    check_stage(config, deepspeed.zero_stage)
+    return Estimator(config, spec, deepspeed, cluster)
 
 
 def read_architecture(config: RunConfig, base_config: Path | None = None) -> DecoderSpec:

@@ -25,6 +25,7 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     rows = {row["variant"]: row for row in written["rows"]}
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
+    assert {"preserve + fp8", "adapt + nf4", "lora + nf4 + compile"} <= set(rows)
     lacking = (
         {} if importlib.util.find_spec("triton") else {f"{name} + liger": "needs triton" for name in gpu_step.THEIRS}
     )
@@ -65,12 +66,14 @@ def test_a_variant_that_does_not_fit_is_a_row(monkeypatch):
 
 
 def test_goals_compare_the_fastest_of_each_side():
+    rates = {"fft": 30e3, "fft + compile": 36e3, "preserve": 70e3, "adapt + compile": 66e3, "preserve + fp8": 90e3}
     rows = [
         {"shape": "1b-8192", "variant": name, "outcome": "measured", "tokens_per_second": rate}
-        for name, rate in (("fft", 30e3), ("fft + compile", 36e3), ("preserve", 70e3), ("adapt + compile", 66e3))
+        for name, rate in rates.items()
     ]
-    found = [(goal["measured"], goal["holds"]) for goal in gpu_step.goals(rows)][:4]
-    assert found == [(66e3, True), (None, None), (36 / 70, False), (None, None)]
+    rows.append({**rows[-1], "shape": "8b-4096", "variant": "preserve + fp8 + compile", "tokens_per_second": 25e3})
+    found = [(goal["measured"], goal["holds"]) for goal in gpu_step.goals(rows)][:5]
+    assert found == [(66e3, True), (None, None), (25e3, True), (36 / 70, False), (None, None)]
 
 
 def test_peaks_are_counted_anew():

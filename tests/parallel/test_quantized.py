@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from hashlib import sha256
 from typing import get_args
 
 import pytest
@@ -48,12 +49,25 @@ def read_rows(matrix, parameter, rank, size, rows):
     return split(matrix, whole_rows(parameter), rank, size)[slice(*rows)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nf4_is_bitsandbytes_bit_for_bit(dtype):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    matrix = some_matrix(48, 3 * BLOCK, dtype)
+BY_BITSANDBYTES = "8461eebadfd77264"
+"""The start of the SHA-256 of what bitsandbytes 0.50.2 makes of the matrix below: codes, scales, and values in bf16."""
+
+
+def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
+    numbers = torch.arange(48 * 3 * BLOCK, dtype=torch.int64)
+    matrix = (numbers * numbers * 69069 % 2**32 * 40503 % 2**32).double().div(2**32).sub(0.5).float().view(48, -1)
     matrix[3, :BLOCK] = 0
     matrix[4, 5] = 9.0
+    memory, quantization = stored(matrix, "nf4")
+    parts = quantization.codes(memory), quantization.scales(memory), quantization.decode(memory, torch.bfloat16)
+    found = sha256(b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)).hexdigest()
+    assert found.startswith(BY_BITSANDBYTES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nf4_is_that_of_the_installed_bitsandbytes(dtype):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    matrix = some_matrix(48, 3 * BLOCK, dtype)
     packed, state = functional.quantize_4bit(matrix, blocksize=BLOCK, quant_type="nf4")
     memory, quantization = stored(matrix, "nf4")
     assert torch.equal(quantization.codes(memory).flatten(), packed.flatten())

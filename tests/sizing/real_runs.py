@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.config.run import RunConfig, load_config
 from pipeline.model.attention import Documents
+from pipeline.parallel.quantized import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.messages import Messages
 from tests.training.runs import start_deepspeed, write_config
@@ -74,7 +75,12 @@ def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGL
     model = methods.build_model(config, open_base(config.base).spec, tp)
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
+        quantization = quantization_of(parameter)
+        if quantization is None:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            shape = quantization.rows, quantization.columns
+            quantization.write(parameter, lambda rows, shape=shape: 0.02 * torch.randn(shape)[slice(*rows)])
     return model
 
 

@@ -71,6 +71,16 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None
 
 
+@pytest.mark.parametrize("precision", ["fp8", "nf4"])
+def test_a_quantised_base_counts_as_the_products_that_are_computed(base, tmp_path, precision):
+    spec, counted = base("stories260K").spec, []
+    for own in ("bf16", precision):
+        config = load_config(write_config(tmp_path, tmp_path, base_precision=own))
+        with torch.device("meta"):
+            counted.append(count_flops(build_model(config, spec, SINGLE), 32))
+    assert counted[0] == counted[1]
+
+
 def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
     spec = base("stories260K").spec
 

@@ -65,6 +65,18 @@ def test_activations_are_what_autograd_saves(config_of, method, mask):
     assert estimated(config).activation_bytes == pytest.approx(saved, rel=0.05)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "nf4"])
+@pytest.mark.parametrize("method", ["preserve", "adapt", "lora"])
+def test_a_quantised_base_takes_its_bytes_and_what_the_backward_pass_decodes(config_of, method, precision):
+    config = config_of(method, data__document_mask=False, base_precision=precision)
+    model = real_model(config, DTYPE)
+    costs, whole = estimated(config), estimated(config_of(method, data__document_mask=False))
+    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters()) < whole.parameter_bytes
+    assert costs.activation_bytes == pytest.approx(saved_bytes(model, causal_batch(config)), rel=0.05)
+    assert costs.activation_bytes == whole.activation_bytes  # nothing decoded is kept
+    assert costs.trained_sizes == whole.trained_sizes
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_sizes_that_are_known_are_those_that_torch_derives(config_of, method, monkeypatch):
     known = estimated(config_of(method))
@@ -120,9 +132,11 @@ def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "collaborative", "all"])
-@pytest.mark.parametrize("method", ["adapt", "route", "fft"])
+@pytest.mark.parametrize("method", ["adapt", "route", "fft", "adapt nf4", "adapt fp8"])
 def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
-    config = config_of(method, activation_checkpointing=checkpointing, data__document_mask=False)
+    method, _, precision = method.partition(" ")
+    changes = {"activation_checkpointing": checkpointing, "base_precision": precision or "bf16"}
+    config = config_of(method, data__document_mask=False, **changes)
     model, batch = real_model(config, DTYPE), causal_batch(config)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -28,13 +28,19 @@ WIDTHS = {  # a tenth on top of the base, and where W12 begins
 }
 
 
-def run_of(base: str, method: dict[str, object] | None = None, deepspeed: str = "zero3.json", **schedule: int):
+def run_of(
+    base: str,
+    method: dict[str, object] | None = None,
+    deepspeed: str = "zero3.json",
+    base_precision: str = "bf16",
+    **schedule: int,
+):
     widths, l_fp = WIDTHS[base]
     scale = {"name": "scale", "variant": "adapt", "expansion": widths, "l_fp": l_fp}
     sizes = {"steps": 1000, "global_batch_size": 256, "micro_batch_size": 1, "learning_rate": 1e-3, **schedule}
     data = {"folder": "tokens", "sequence_length": 2048, "corpora": {"new": {"input": ["a"]}}, "document_mask": False}
     values = {"name": base, "folder": "runs/x", "base": "elsewhere", "method": method or scale, "data": data}
-    values |= {"schedule": sizes, "deepspeed": str(ROOT / "ds_configs" / deepspeed)}
+    values |= {"schedule": sizes, "base_precision": base_precision, "deepspeed": str(ROOT / "ds_configs" / deepspeed)}
     return parse_config(values, source="test")
 
 
@@ -68,6 +74,24 @@ def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
     recommended = recommend(estimates, Cluster(64))
     assert recommended.choice == choices[3]
     assert "ZeRO-1 x tp 1 would need" in recommended.reason
+
+
+def test_a_quantised_70b_base_takes_a_half_or_less():
+    """Each element of the linear maps takes 8, or 4.5, of its 16 bits; the rest stays."""
+    source = ROOT / "configs" / "bases" / "llama-3.1-70b.json"
+    weights = {}
+    for precision, bytes_each in (("bf16", 2), ("fp8", 1), ("nf4", 4.5 / 8)):
+        config = run_of("llama-3.1-70b", deepspeed="zero1.json", base_precision=precision)
+        opened = open_estimator(config, Cluster(8), base_config=source)
+        stages = {choice.zero_stage for choice in opened.all_choices()}
+        assert stages == ({1, 2, 3} if precision == "bf16" else {1, 2})
+        memory, _ = opened.memory(Choice(1, 8, "none"))
+        weights[precision] = memory.weights
+        ends = 2 * 128256 * 8192  # embedding and output projection
+        quantised = weights["bf16"] - memory.weights
+        assert quantised == pytest.approx((2 - bytes_each) * (70.554e9 - ends) / 8, rel=2e-3)
+    with pytest.raises(ConfigError, match=r"base_precision: expected ZeRO-1 or 2, found ZeRO-3 in .*zero3.json"):
+        open_estimator(run_of("llama-3.1-70b", base_precision="nf4"), Cluster(8), base_config=source)
 
 
 def test_a_1b_base_is_replicated_and_the_reason_names_what_that_saves():

@@ -87,6 +87,7 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "qwen3 tied": Qwen3Config(**{**_LLAMA, "tie_word_embeddings": True}, head_dim=8, attention_bias=True),
     "llama yarn": LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
     "llama dynamic": LlamaConfig(**{**_LLAMA, "max_position_embeddings": 32}, rope_parameters=_DYNAMIC_ROPE),
+    "llama partial": LlamaConfig(**_LLAMA, rope_parameters={**_WHOLE_ROPE, "partial_rotary_factor": 0.5}),
     "smollm3": SmolLM3Config(**_LLAMA, pad_token_id=None, no_rope_layer_interval=2),
     "phi3": Phi3Config(**_PHI3, rope_parameters=_LONGROPE),
     "phi3 partial": Phi3Config(

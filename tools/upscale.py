@@ -3,6 +3,8 @@
     python tools/upscale.py --config configs/demo.yaml
 
 Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Skips an expansion that exists and is intact.
+Before that, the base's logits on a probe text are compared with those of transformers, in fp32: of all its layers, or
+of the first that fit into 8 GiB.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from pathlib import Path
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
+from pipeline.conversion.parity import check_against_transformers
 from pipeline.methods.scale import made_expansion, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import stage_of
+from pipeline.scale.plan import plan_expansion
 
 logger = log.get_logger(__name__)
 
@@ -39,6 +43,8 @@ def _upscale(config: RunConfig) -> None:
         expansion.check_files()
         logger.info("%s is there already", output)
         return
+    plan_expansion(config.method, base.spec.widths, base.spec.num_layers)  # its faults come before slow checks
+    check_against_transformers(base)
     upscale(config.method, base, output, config.seed)
     logger.info("wrote the initial expansion to %s", output)
 

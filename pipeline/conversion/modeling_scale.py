@@ -374,16 +374,19 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def forward(
         self,
-        paths: list[StreamPath],
+        *streams: Tensor,
+        masked: list[bool | Tensor],
         rotary: Rotary | None,
         mask: Any,  # noqa: ANN401
         past_key_values: Any = None,  # noqa: ANN401
-    ) -> list[StreamPath]:
+    ) -> tuple[Tensor, ...]:
+        """x and x_up of each path -> the same: a reentrant checkpoint sees tensors among the arguments only."""
+        paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
         read = [path.normed(self.attention_norm) for path in paths]
         attended = self.attention(read, rotary, mask, past_key_values)
         summed = self._sum(paths, attended, self.attention_post_norm)
         fed = [self.ffn(path.normed(self.ffn_norm)) for path in (paths if self.parallel_residual else summed)]
-        return self._sum(summed, fed, self.ffn_post_norm)
+        return tuple(stream for path in self._sum(summed, fed, self.ffn_post_norm) for stream in path[:2])
 
     @staticmethod
     def _sum(
@@ -539,22 +542,22 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         config = self.config
         if (config.use_cache if use_cache is None else use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=config)
-        streams = self.embedding(input_ids)
+        start = self.embedding(input_ids)
         if position_ids is None:
             position_ids = self._positions(input_ids, attention_mask, past_key_values)
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         masks = {
             kind: makers[kind](
                 config=config,
-                inputs_embeds=streams.x,
+                inputs_embeds=start.x,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
             for kind in sorted(set(config.layer_types))
         }
-        tables = [Rotary.at(position_ids, spec, streams.x.dtype) for spec in config.rotary]
-        paths, closed = [streams], None
+        tables = [Rotary.at(position_ids, spec, start.x.dtype) for spec in config.rotary]
+        paths, closed = [start], None
         for index, layer in enumerate(self.layers):
             if self.token_gate is not None and index == self.config.gate_layer:
                 closed = self._closed(paths, attention_mask, position_ids, past_key_values)
@@ -564,7 +567,15 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 paths = [paths[0]._replace(masked=True), paths[0]]
             rotary = config.layer_rotary[index]
             table = None if rotary is None else tables[rotary]
-            paths = layer(paths, table, masks[config.layer_types[index]], past_key_values=past_key_values)
+            streams = layer(
+                *(stream for path in paths for stream in path[:2]),
+                masked=[path.masked for path in paths],
+                rotary=table,
+                mask=masks[config.layer_types[index]],
+                past_key_values=past_key_values,
+            )
+            pairs = zip(paths, streams[::2], streams[1::2], strict=True)
+            paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
         if self.token_gate is not None and closed is None:
             closed = self._closed(paths, attention_mask, position_ids, past_key_values)
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)

@@ -25,6 +25,8 @@ from pipeline.untrusted_files import read_object, require_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_TIED = ("output.base", "embedding.base.weight")
+_ROWS = 2**13
 _TYPES = ("F16", "BF16", "F32", "F64")
 """The types of weights, as safetensors names them; others are quantized, or no weights."""
 
@@ -125,6 +127,25 @@ class BaseFolder:
             stored = read_shard(_Part.of(view, source.part), partition, tp_rank, tp_size, rows)
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
         return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
+
+    def check_tie(self) -> None:
+        """Raises BaseModelError if config.json ties the output projection to the embedding, and the files hold another.
+
+        transformers then uses what the files hold.
+        """
+        target = hf_tensor("output.base", self.spec).name
+        if not self.spec.tie_word_embeddings or target not in self.file_of:
+            return
+        rows, *_ = self.shape("output.base")
+        same = self.shape("embedding.base.weight") == self.shape("output.base") and all(
+            torch.equal(*(self.read(name, rows=(first, min(first + _ROWS, rows))) for name in _TIED))
+            for first in range(0, rows, _ROWS)
+        )
+        if not same:
+            raise BaseModelError(
+                f"{self.file_of[target]}: config.json ties the output to the embedding, but {target} is another "
+                "matrix, which transformers uses: set tie_word_embeddings to false in config.json"
+            )
 
     def _source(self, name: str) -> tuple[HfTensor, Path]:
         """The tensor and file of the base parameter `name`; a tied output may be stored as the embedding only."""

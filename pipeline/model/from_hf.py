@@ -160,8 +160,10 @@ def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], st
     """Checks the shape and type of every base parameter of `model` in the folder's files; reads their headers only.
 
     Raises:
-        BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
+        BaseModelError: a weight is missing, or its shape is not the one that config.json implies, or the output
+            projection is to be the embedding and is not.
     """
+    base.check_tie()
     for name, parameter in model.named_parameters():
         if not is_base(source(name)):
             continue

@@ -19,7 +19,7 @@ from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
-from tests.bases import CONFIGS, random_model, save_base
+from tests.bases import CONFIGS, random_model, reference, save_base
 from tests.hostile import PLACES, replace_by
 from tests.widened import some_tokens, unwidened
 
@@ -180,6 +180,19 @@ def test_fused_weights_of_another_shape_are_refused(tmp_path):
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, path / SINGLE_FILE)
     assert "attention.query.base.weight has shape (95, 32)" in refused(path)
+
+
+def test_a_tied_base_with_another_output_projection_is_refused(tmp_path):
+    path = save_base("llama tied", tmp_path / "base")
+    tensors = load_file(path / SINGLE_FILE)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, path / SINGLE_FILE, {"format": "pt"})
+    load(path)
+    save_file({**tensors, "lm_head.weight": embedding + 1e-3}, path / SINGLE_FILE, {"format": "pt"})
+    assert "set tie_word_embeddings to false" in refused(path)
+    change_config(path, tie_word_embeddings=False)
+    tokens = some_tokens(open_base(path).spec, 2, 20)
+    assert (load(path).logits(tokens) - reference(path)(tokens).logits).abs().max() < 1e-5
 
 
 def truncate(file):

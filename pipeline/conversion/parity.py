@@ -1,0 +1,119 @@
+"""A base as this package reads it, compared with what transformers makes of the same folder.
+
+The gate before the first step compares the widened model with our own reading of the base, so it cannot see a config
+that we read otherwise than transformers does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from pipeline import log
+from pipeline.conversion.hf_folder import base_config
+from pipeline.conversion.verify import BUILT_IN, TOKENS
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.families import family_of
+from pipeline.model.from_hf import check_weights
+from pipeline.model.spec import DecoderSpec
+from pipeline.model.streaming import stream_weights
+
+LARGEST_BYTES = 8 * 2**30
+"""What the model of transformers may take in fp32. Of a larger base, only the first layers that fit are compared."""
+TOLERANCE = 1e-4
+"""The largest difference of a logit, relative to the largest logit where that is above 1."""
+
+_logger = log.get_logger(__name__)
+
+
+@torch.no_grad()
+def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BYTES) -> None:
+    """Compares the logits on a probe text, in fp32 on the CPU. Holds one module of ours, and theirs whole.
+
+    Raises:
+        BaseModelError: they differ, or the weights do not fit config.json, or transformers cannot load the folder.
+    """
+    spec = _first_layers(base, largest_bytes)
+    if spec is None:
+        _logger.info("%s: not compared with transformers: one layer takes over %d bytes", base.path, largest_bytes)
+        return
+    windows = _probe(base)
+    expected, found = _their_logits(base, spec, windows), _our_logits(base, spec, windows)
+    difference = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    allowed = TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
+    if not difference <= allowed:  # written so that a NaN fails
+        raise BaseModelError(
+            f"{base.path}: the first {spec.num_layers} of {base.spec.num_layers} layers give logits that differ from "
+            f"those of transformers by {difference:.3g}, expected at most {allowed:.3g}: this model_type "
+            f"{spec.family!r} is not read rightly; do not train on it, and report its config.json"
+        )
+    _logger.info(
+        "%s: logits equal those of transformers within %.2g (%d of %d layers)",
+        base.path,
+        difference,
+        spec.num_layers,
+        base.spec.num_layers,
+    )
+
+
+def _first_layers(base: BaseFolder, largest_bytes: int) -> DecoderSpec | None:
+    """The base, or its first layers that take `largest_bytes` in fp32 with the embedding; None if no layer fits."""
+    with torch.device("meta"):
+        whole = Decoder(base.spec)
+    check_weights(whole, base)
+    of_layer = max(_bytes(layer) for layer in whole.layers)
+    rest = _bytes(whole) - sum(_bytes(layer) for layer in whole.layers)
+    fitting = min(base.spec.num_layers, (largest_bytes - rest) // of_layer)
+    return replace(base.spec, layers=base.spec.layers[:fitting]) if fitting > 0 else None
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
+
+
+def _probe(base: BaseFolder) -> list[Tensor]:
+    """Windows of tokens [1, S]: the beginnings of the passages that conversions are verified on."""
+    tokenizer = load_tokenizer(base.path)
+    start = list(tokenizer.document_start or tokenizer.document_end)
+    length = min(TOKENS, base.spec.max_position_embeddings)
+    encoded = (start + tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
+    return [torch.tensor(ids[:length]).unsqueeze(0) for ids in encoded]
+
+
+def _our_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    fill_output = stream_weights(decoder, base.read, torch.float32)
+    hidden = [decoder.hidden_states(window) for window in windows]
+    fill_output()
+    return [decoder.output.logits(states) for states in hidden]
+
+
+def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
+    values = base_config(base.path) | {"num_hidden_layers": spec.num_layers}
+    if spec.num_layers < base.spec.num_layers:
+        values |= family_of(spec).layer_entries(spec)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would list the layers that are left out
+    transformers_logging.disable_progress_bar()
+    try:
+        with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
+            model = AutoModelForCausalLM.from_pretrained(
+                base.path,
+                config=CONFIG_MAPPING[spec.family].from_dict(values),
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            ).eval()
+            return [model(window, use_cache=False).logits[0] for window in windows]
+    finally:
+        transformers_logging.set_verbosity(verbosity)

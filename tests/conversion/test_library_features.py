@@ -1,0 +1,157 @@
+"""What people do with any model of transformers, done with the exported one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+
+from pipeline.conversion.formats import choose_export
+from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from tests.bases import STORIES
+from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
+from tests.distributed import run_ranks
+from tests.widened import some_tokens
+
+# Windows shorter than the texts; layers of two kinds, with and without position embedding; two rotary embeddings.
+MODELS = {"mistral window": "adapt", "exaone4": "route", "gemma3": "route", "llama dynamic": "adapt"}
+LENGTH, NEW_TOKENS = 16, 12
+generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library")
+    jobs = {
+        name: (base(name).path, scale(variant, collaborative_modules="both"), folder / name.replace(" ", "_"))
+        for name, variant in MODELS.items()
+    }
+    jobs["stories"] = (STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "stories")
+    run_ranks(save_many, 1, list(jobs.values()))
+    made = {}
+    for name, (path, _, place) in jobs.items():
+        made[name] = place.with_name(f"{place.name}-hf")
+        made[name].mkdir()
+        write_hf_folder(made[name], choose_export(trained(path, place), "scale", torch.float32), path)
+    return made, {name: place for name, (_, _, place) in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    return lambda name, **options: AutoModelForCausalLM.from_pretrained(folders[0][name], **options).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_attention_implementation_gives_the_training_models_logits(name, implementation, load, folders, base):
+    model = load(name, attn_implementation=implementation)
+    tokens = some_tokens(model.config, 2, 40)
+    expected = training_decoder(trained(base(name).path, folders[1][name])).logits(tokens)
+    assert (model(tokens, use_cache=False).logits - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"num_beams": 3}, {}], ids=str)
+def test_generation_with_every_cache_equals_generation_without(name, options, load):
+    if name == "llama dynamic":
+        pytest.skip("frequencies change with the length of the text, and a cache keeps old ones, as in transformers")
+    model = load(name)
+    tokens = some_tokens(model.config, 2, LENGTH)
+    expected = generate(model, tokens, use_cache=False, num_beams=options.get("num_beams", 1))
+    assert torch.equal(generate(model, tokens, **options), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_on_the_left_changes_nothing(name, implementation, load):
+    model = load(name, attn_implementation=implementation)
+    prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH)]
+    padded = torch.stack([torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts])
+    for cache in ({}, {"cache_implementation": "static"}):
+        together = generate(model, padded, attention_mask=mask, **cache)
+        for row, prompt in enumerate(prompts):
+            assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
+
+
+@pytest.mark.parametrize("name", ["mistral window", "gemma3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, load):
+    model = load(name).train()
+    tokens = some_tokens(model.config, 2, 24)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        return {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients()
+    assert all(torch.allclose(found[key], gradient, atol=1e-6) for key, gradient in expected.items())
+
+
+class Copies(Dataset):
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens, "labels": self.tokens}
+
+
+def test_the_trainer_trains_it_and_saves_what_can_be_loaded(load, tmp_path):
+    model = load("gemma3")
+    tokens = some_tokens(model.config, 24)
+    before = model(tokens.unsqueeze(0), labels=tokens.unsqueeze(0)).loss.item()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=Copies(tokens)).train()
+    model.eval()
+    after = model(tokens.unsqueeze(0), labels=tokens.unsqueeze(0)).loss
+    assert after.item() < 0.8 * before
+    model.save_pretrained(tmp_path / "saved")
+    again = load_hf_model(tmp_path / "saved")
+    assert torch.equal(again(tokens.unsqueeze(0)).logits, model(tokens.unsqueeze(0)).logits)
+
+
+def test_the_pipeline_continues_texts(folders):
+    folder = folders[0]["stories"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or "<unk>"
+    say = pipeline("text-generation", model=load_hf_model(folder), tokenizer=tokenizer)
+    prompts = ["Once upon a time", "Lily had a dog. One day the dog"]
+    alone = [say(prompt, max_new_tokens=8, do_sample=False)[0]["generated_text"] for prompt in prompts]
+    together = say(prompts, max_new_tokens=8, do_sample=False, batch_size=2)
+    assert [one[0]["generated_text"] for one in together] == alone
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text, prompt in zip(alone, prompts, strict=True))
+
+
+@torch.no_grad()
+def test_device_map_puts_layers_elsewhere(folders, tmp_path):
+    """Half of the layers lie on the disk, and are read when they run."""
+    plain = load_hf_model(folders[0]["gemma3"])
+    places = {"embedding": "cpu", "final_norm": "cpu", "output": "cpu"}
+    places |= {f"layers.{index}": "disk" if index else "cpu" for index in range(len(plain.layers))}
+    split = AutoModelForCausalLM.from_pretrained(
+        folders[0]["gemma3"], device_map=places, offload_folder=str(tmp_path / "disk")
+    )
+    tokens = some_tokens(plain.config, 2, 24)
+    assert torch.equal(split(tokens).logits, plain(tokens).logits)
+    assert torch.equal(generate(split, tokens), generate(plain, tokens))

@@ -21,6 +21,7 @@ from typing import get_args
 from pipeline import command_line, log
 from pipeline.config.run import load_config
 from pipeline.conversion import Format, Precision, ServedPrecision
+from pipeline.conversion.padding import Padding
 from pipeline.run_folder.attempts import stage_of
 
 logger = log.get_logger(__name__)
@@ -43,19 +44,29 @@ def main() -> None:
         metavar="P",
         help=f"refuse an export that loses more than its base when served in: {', '.join(get_args(ServedPrecision))}",
     )
+    parser.add_argument(
+        "--pad-for",
+        metavar="NEEDS",
+        default="tp=1",
+        help="zero heads and channels for servers that split a stock export: tp=8, gguf, or tp=8,gguf",
+    )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     arguments = parser.parse_args()
 
+    try:
+        padding = Padding.parse(arguments.pad_for)
+    except ValueError as error:
+        parser.error(f"--pad-for: {error}")
     named = (arguments.checkpoint, arguments.base)
     if arguments.config and arguments.gate:
         parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
     if any(named) if arguments.config else not all((*named, arguments.output)):
         parser.error("give --config, or --checkpoint with --base and --output")
     with stage_of(arguments.config, "convert", alone=True):
-        _convert(arguments)
+        _convert(arguments, padding)
 
 
-def _convert(arguments: argparse.Namespace) -> None:
+def _convert(arguments: argparse.Namespace, padding: Padding) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
     from pipeline.conversion.convert import DTYPES, Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.verify import probe_maker
@@ -71,7 +82,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
-    if convert(replace(conversion, precisions=tuple(arguments.precisions)), make_probe):
+    conversion = replace(conversion, precisions=tuple(arguments.precisions), padding=padding)
+    if convert(conversion, make_probe):
         logger.info("wrote %s", conversion.output)
     else:
         logger.info("%s: already converted", conversion.output)

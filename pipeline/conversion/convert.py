@@ -18,6 +18,8 @@ from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, ServedPrecision, precisions
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
+from pipeline.conversion.padding import Padding
+from pipeline.conversion.stock import UNPADDED
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
 from pipeline.data.records import Keys
@@ -43,7 +45,7 @@ class Conversion:
     """A request to convert a checkpoint.
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
-    in one of `precisions` is refused.
+    in one of `precisions` is refused. `padding` is for servers that split a stock export.
     """
 
     checkpoint: Path
@@ -53,6 +55,7 @@ class Conversion:
     dtype: torch.dtype | None = None
     gate: Path | None = None
     precisions: tuple[ServedPrecision, ...] = ()
+    padding: Padding = UNPADDED
 
 
 def latest_conversion(
@@ -112,6 +115,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
         "asked_precisions": list(conversion.precisions),
+        "asked_padding": asdict(conversion.padding),
     }
     found = _records(conversion.output)
     if any(all(made.get(key) == value for key, value in request.items()) for made in found):
@@ -135,7 +139,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
                 "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
             )
         return True
-    export = choose_export(model, conversion.format, conversion.dtype or model.base.dtype)
+    export = choose_export(model, conversion.format, conversion.dtype or model.base.dtype, conversion.padding)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:

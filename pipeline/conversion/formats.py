@@ -15,7 +15,8 @@ from torch import Tensor
 from pipeline.config.method import Lora
 from pipeline.conversion import Format, modeling_scale
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.stock import stock_export, why_not_stock
+from pipeline.conversion.padding import Padding
+from pipeline.conversion.stock import UNPADDED, stock_export, why_not_stock
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, hf_tensor
@@ -23,7 +24,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.scale.gate import DECAY
 
 
-def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
+def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
 
     Raises:
@@ -32,7 +33,9 @@ def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Ex
     if format == "peft":
         return peft_export(model, dtype)
     if format == "stock" or (format == "auto" and why_not_stock(model) is None):
-        return stock_export(model, dtype)
+        return stock_export(model, dtype, padding)
+    if padding != UNPADDED:
+        raise ConversionError(f"{model.checkpoint}: --pad-for is for an export in the format stock; leave it out")
     return scale_export(model, dtype)
 
 

@@ -29,7 +29,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
+from pipeline.conversion.padding import Padding, padded_widths
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor
@@ -37,7 +39,8 @@ from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import DecoderSpec, StoredResidual, scale_in
 from pipeline.scale.plan import ExpansionPlan, Widths
 
-_WRITES_RESIDUAL = ("attention.output", "ffn.down")
+UNPADDED = Padding()
+_logger = log.get_logger(__name__)
 _NORMS_OF_HEADS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
 # the output's.
@@ -49,17 +52,23 @@ _BLOCK_POSITIONS = {
 }
 
 
-def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
     """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows.
+
+    `padding`: for servers that split it; a model without an expansion has the base's widths, and takes none.
 
     Raises:
         ConversionError: the model is of another kind; the message gives the reason.
     """
     if model.plan is None:
+        if padding != UNPADDED:
+            raise ConversionError(f"{model.checkpoint}: --pad-for: nothing was added to the widths; leave it out")
         return _unwidened_export(model, dtype)
     if reason := why_not_stock(model):
         raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
-    widths, wider = model.spec.widths, _wider(model.plan, model.spec)
+    widths, wider = model.spec.widths, stock_widths(model.plan, model.spec, padding)
+    if padding != UNPADDED:
+        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan, model.spec))
     hidden_size = wider.hidden_size
     unnormed = model.spec.norm_placement == "after"
     residual = StoredResidual(widths.hidden_size, scale_in(dtype), unnormed)
@@ -75,7 +84,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "dtype": dtype_name(dtype),
         RESIDUAL_KEY: asdict(residual),
     }
-    fusion = _Fusion(model, hidden_size, residual, dtype)
+    fusion = _Fusion(model, wider, residual, dtype)
     names = dict.fromkeys([*filter(is_base, model.shapes), "output.base"])
     return Export("stock", config, _stored(model, [(name, fusion.tensor(name)) for name in names]), dtype)
 
@@ -115,7 +124,7 @@ def why_not_stock_of(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bo
         return None
     if gated:
         return "a gate, which decides for each token (without the section gate the run is converted ungated)"
-    if reason := family_of(spec).why_not_stock(spec, _wider(plan, spec)):
+    if reason := family_of(spec).why_not_stock:
         return reason
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
@@ -124,16 +133,11 @@ def why_not_stock_of(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bo
     return None
 
 
-def _wider(plan: ExpansionPlan, spec: DecoderSpec) -> Widths:
+def stock_widths(plan: ExpansionPlan, spec: DecoderSpec, padding: Padding = UNPADDED) -> Widths:
     """The widths of the ordinary model."""
     base, added = asdict(spec.widths), asdict(plan.expansion)
     sums = Widths(**{name: base[name] + added[name] for name in base})
-    return replace(sums, hidden_size=stock_hidden_size(sums.hidden_size, sums.num_attention_heads))
-
-
-def stock_hidden_size(hidden_size: int, heads: int) -> int:
-    """The next width that `heads` divides, as transformers requires; the channels that this adds are zero."""
-    return -(-hidden_size // heads) * heads
+    return padded_widths(sums, spec.head_dim, padding, derives_head_dim=family_of(spec).derives_head_dim)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class _Fusion:
     """Plans each tensor of the ordinary model from the blocks that it is made of."""
 
     model: TrainedModel
-    hidden_size: int
+    widths: Widths
     residual: StoredResidual
     dtype: torch.dtype
 
@@ -151,20 +155,32 @@ class _Fusion:
         shapes = self.model.shapes
         # A tied output projection has no shape of its own.
         base_shape = shapes.get(name, shapes["embedding.base.weight"])
-        shape, corners = list(base_shape), {name: (0,) * len(base_shape)}
+        corners = {name: (0,) * len(base_shape)}
         for block, position in _BLOCK_POSITIONS.items():
             block_name = f"{stem}.{block}{kind}"
             if block_name in shapes:
                 offsets = position if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
                 corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
-                ends = [start + size for start, size in zip(corner, shapes[block_name], strict=True)]
-                shape = list(map(max, shape, ends))
                 corners[block_name] = corner
-        if stem.endswith(_WRITES_RESIDUAL):
-            shape[0] = self.hidden_size
-        elif kind != ".bias" and not stem.endswith(_NORMS_OF_HEADS):
-            shape[-1] = self.hidden_size
-        return PlannedTensor(name, tuple(shape), partial(self._fuse, name, shape, corners))
+        shape = self._shape(stem.rpartition("layers.")[2].partition(".")[2] or stem, base_shape)
+        return PlannedTensor(name, shape, partial(self._fuse, name, shape, corners))
+
+    def _shape(self, module: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a parameter of `module` in the ordinary model."""
+        if module.endswith(_NORMS_OF_HEADS):
+            return base_shape
+        widths, head_dim = self.widths, self.model.spec.head_dim
+        rows = {
+            "attention.query": widths.num_attention_heads * head_dim,
+            "attention.key": widths.num_key_value_heads * head_dim,
+            "attention.value": widths.num_key_value_heads * head_dim,
+            "ffn.gate": widths.intermediate_size,
+            "ffn.up": widths.intermediate_size,
+        }
+        columns = {"attention.output": rows["attention.query"], "ffn.down": widths.intermediate_size}
+        vocabulary = base_shape[0] if module in ("embedding", "output") else widths.hidden_size
+        shape = (rows.get(module, vocabulary), columns.get(module, widths.hidden_size))
+        return shape[: len(base_shape)]
 
     def _fuse(self, name: str, shape: Sequence[int], corners: dict[str, tuple[int, ...]]) -> Tensor:
         """Zeros of `shape` with each block at its corner, scaled as it is stored."""
@@ -172,7 +188,7 @@ class _Fusion:
         for block_name, corner in corners.items():
             block = self.model.read(block_name)
             if self._takes_root(stem):
-                block = block.float() * math.sqrt(self.model.spec.widths.hidden_size / self.hidden_size)
+                block = block.float() * math.sqrt(self.model.spec.widths.hidden_size / self.widths.hidden_size)
             fused[tuple(slice(start, start + size) for start, size in zip(corner, block.shape, strict=True))] = block
         return self.residual.store(name, fused)
 

@@ -13,7 +13,6 @@ from pipeline.conversion import formats
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.stock import stock_hidden_size
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.from_hf import open_base
@@ -211,10 +210,6 @@ def test_separate_norms_are_not_stock(models):
     with pytest.raises(ConversionError, match="separate"):
         choose_export(models("llama", "separate"), "stock", torch.float32)
     assert choose_export(models("llama", "separate"), "auto", torch.float32).format == "scale"
-
-
-def test_stock_hidden_size_is_the_next_multiple():
-    assert [stock_hidden_size(size, 8) for size in (48, 49, 56)] == [48, 56, 56]
 
 
 @pytest.mark.parametrize("file_bytes", [2_000, 20_000])

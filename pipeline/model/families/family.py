@@ -34,7 +34,8 @@ class Family:
         fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
             each other, or with `fused_by_head` they alternate head by head.
         layer_entries: the config's entries that list layers, for a spec with more layers than the folder.
-        why_not_stock: why a widened model is not expressible as an ordinary one, of the widths given; None if it is.
+        derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
+        why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
     """
 
     model_types: tuple[str, ...]
@@ -43,7 +44,8 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused_by_head: bool = False
     layer_entries: Callable[[DecoderSpec], dict[str, Any]] = lambda spec: {}
-    why_not_stock: Callable[[DecoderSpec, Widths], str | None] = lambda spec, wider: None
+    derives_head_dim: bool = False
+    why_not_stock: str | None = None
 
     def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:
         """The tensor of a folder that holds the base parameter `name` (ours)."""

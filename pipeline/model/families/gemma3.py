@@ -14,7 +14,6 @@ from pipeline.model.families.family import (
     typed_windows,
 )
 from pipeline.model.spec import DecoderSpec, LayerKind
-from pipeline.scale.plan import Widths
 
 
 def _read(config: Config) -> DecoderSpec:
@@ -39,10 +38,6 @@ def _read(config: Config) -> DecoderSpec:
     )
 
 
-def _why_not_stock(spec: DecoderSpec, wider: Widths) -> str:
-    return "a Gemma 3 base: it multiplies its embedding by sqrt(hidden_size), and stores gains less 1"
-
-
 GEMMA3 = Family(
     ("gemma3_text",),
     _read,
@@ -53,5 +48,5 @@ GEMMA3 = Family(
         "ffn_post_norm": "post_feedforward_layernorm",
     },
     layer_entries=layer_types,
-    why_not_stock=_why_not_stock,
+    why_not_stock="a Gemma 3 base: it multiplies its embedding by sqrt(hidden_size), and stores gains less 1",
 )

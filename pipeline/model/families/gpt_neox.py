@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipeline.model.families.family import Config, Family, rotary_of, spec_of
 from pipeline.model.spec import DecoderSpec, LayerKind
-from pipeline.scale.plan import Widths
 
 
 def _read(config: Config) -> DecoderSpec:
@@ -20,10 +19,6 @@ def _read(config: Config) -> DecoderSpec:
         ffn_bias=True,
         parallel_residual=bool(config.use_parallel_residual),
     )
-
-
-def _why_not_stock(spec: DecoderSpec, wider: Widths) -> str:
-    return "a GPT-NeoX base: its LayerNorm takes one mean over the residual stream, and its head size follows from it"
 
 
 GPT_NEOX = Family(
@@ -45,5 +40,7 @@ GPT_NEOX = Family(
     },
     fused={"attention.query_key_value": ("attention.query", "attention.key", "attention.value")},
     fused_by_head=True,
-    why_not_stock=_why_not_stock,
+    why_not_stock=(
+        "a GPT-NeoX base: its LayerNorm takes one mean over the residual stream, and its head size follows from it"
+    ),
 )

@@ -70,6 +70,7 @@ def _smollm3_layers(spec: DecoderSpec) -> dict[str, Any]:
 
 LLAMA = Family(("llama",), _llama, LLAMA_NAMES)
 MISTRAL = Family(("mistral",), _mistral, LLAMA_NAMES)
-QWEN2 = Family(("qwen2",), _qwen2, LLAMA_NAMES, layer_entries=layer_types)
+# vLLM does not read head_dim from a Qwen2 config.
+QWEN2 = Family(("qwen2",), _qwen2, LLAMA_NAMES, layer_entries=layer_types, derives_head_dim=True)
 QWEN3 = Family(("qwen3",), _qwen3, LLAMA_NAMES, layer_entries=layer_types)
 SMOLLM3 = Family(("smollm3",), _smollm3, LLAMA_NAMES, layer_entries=_smollm3_layers)

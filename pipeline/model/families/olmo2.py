@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipeline.model.families.family import POST_NORM_NAMES, Config, Family, rotary_of, spec_of
 from pipeline.model.spec import DecoderSpec, LayerKind
-from pipeline.scale.plan import Widths
 
 
 def _read(config: Config) -> DecoderSpec:
@@ -19,8 +18,9 @@ def _read(config: Config) -> DecoderSpec:
     )
 
 
-def _why_not_stock(spec: DecoderSpec, wider: Widths) -> str:
-    return "an OLMo 2 base: its query and key norms take one mean square over all heads, the added ones too"
-
-
-OLMO2 = Family(("olmo2",), _read, POST_NORM_NAMES, why_not_stock=_why_not_stock)
+OLMO2 = Family(
+    ("olmo2",),
+    _read,
+    POST_NORM_NAMES,
+    why_not_stock="an OLMo 2 base: its query and key norms take one mean square over all heads, the added ones too",
+)

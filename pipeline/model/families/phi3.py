@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipeline.model.families.family import LLAMA_NAMES, Config, Family, rotary_of, spec_of, window_of
 from pipeline.model.spec import DecoderSpec, LayerKind
-from pipeline.scale.plan import Widths
 
 _FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
@@ -17,19 +16,10 @@ def _read(config: Config) -> DecoderSpec:
     return spec_of(config, [layer] * config.num_hidden_layers)
 
 
-def _why_not_stock(spec: DecoderSpec, wider: Widths) -> str | None:
-    if wider.hidden_size != wider.num_attention_heads * spec.head_dim:
-        return (
-            "a Phi-3 base of these widths: transformers takes its head size to be hidden_size / heads (an expansion "
-            f"with hidden_size {spec.head_dim} x its heads keeps it)"
-        )
-    return None
-
-
 PHI3 = Family(
     ("phi3",),
     _read,
     names=LLAMA_NAMES | {part: fused for fused, parts in _FUSED.items() for part in parts},
     fused=_FUSED,
-    why_not_stock=_why_not_stock,
+    derives_head_dim=True,
 )

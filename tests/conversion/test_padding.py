@@ -1,0 +1,93 @@
+"""Widths of ordinary models that servers can split: what they fit, and that padding changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.padding import Padding, padded_widths
+from pipeline.conversion.verify import probe_maker
+from pipeline.errors import ConversionError
+from pipeline.scale.plan import Widths
+from tests.bases import STORIES
+from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
+from tests.distributed import run_ranks
+from tests.widened import some_tokens
+
+
+@given(
+    kv_heads=st.integers(1, 40),
+    group=st.sampled_from([1, 2, 4, 7]),
+    head_dim=st.sampled_from([8, 64, 80, 128]),
+    hidden_size=st.integers(1, 6000),
+    intermediate_size=st.integers(1, 20000),
+    tp=st.sampled_from([1, 2, 3, 8]),
+    gguf=st.booleans(),
+    derives_head_dim=st.booleans(),
+)
+def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_size, tp, gguf, derives_head_dim):
+    given_widths = Widths(hidden_size, intermediate_size, group * kv_heads, kv_heads)
+    padding = Padding(tp, 256 if gguf else 1)
+    found = padded_widths(given_widths, head_dim, padding, derives_head_dim=derives_head_dim)
+    heads, kv = found.num_attention_heads, found.num_key_value_heads
+    assert heads == group * kv and kv >= kv_heads
+    assert found.hidden_size >= hidden_size and found.intermediate_size >= intermediate_size
+    assert found.hidden_size % heads == 0 and found.intermediate_size % tp == 0
+    assert heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    if gguf:
+        assert all(row % 256 == 0 for row in (found.hidden_size, found.intermediate_size, heads * head_dim))
+    if derives_head_dim:
+        assert found.hidden_size == heads * head_dim
+    # Widths that fit are left as they are.
+    assert padded_widths(found, head_dim, padding, derives_head_dim=derives_head_dim) == found
+
+
+def test_without_padding_only_the_hidden_size_may_grow():
+    assert padded_widths(Widths(49, 20, 8, 4), 8, Padding(), derives_head_dim=False) == Widths(56, 20, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "padding"), [("tp=8", Padding(8)), ("gguf", Padding(1, 256)), ("gguf, tp=2", Padding(2, 256))]
+)
+def test_needs_are_read(text, padding):
+    assert Padding.parse(text) == padding
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"])
+def test_other_needs_are_refused(text):
+    with pytest.raises(ValueError, match="expected tp=<ranks> or gguf"):
+        Padding.parse(text)
+
+
+def test_a_padded_export_computes_the_same(tmp_path):
+    """stories260K with 8 + 4 heads, of which 4 + 2 hold keys and values, for 8 ranks and rows of 256."""
+    jobs = [
+        (STORIES, scale("adapt", norm="base", collaborative_modules="both"), tmp_path / "run"),
+        (STORIES, FFT, tmp_path / "fft"),
+    ]
+    run_ranks(save_many, 1, jobs)
+    model = trained(STORIES, tmp_path / "run")
+    folders = {}
+    for name, padding in (("plain", Padding()), ("padded", Padding(8, 256))):
+        folders[name] = tmp_path / name
+        asked = Conversion(model.checkpoint, STORIES, folders[name], "stock", padding=padding)
+        assert convert(asked, probe_maker({})) and not convert(asked, probe_maker({}))
+    tokens = some_tokens(model.spec, 2, 40)
+    expected = training_decoder(model).logits(tokens)
+    plain, padded = (load_hf_model(folder) for folder in folders.values())
+    with torch.no_grad():
+        assert math.isclose((plain(tokens).logits - expected).abs().max(), 0, abs_tol=1e-4)
+        assert math.isclose((padded(tokens).logits - expected).abs().max(), 0, abs_tol=1e-4)
+    assert plain.config.num_key_value_heads == 6 and plain.config.intermediate_size == 180
+    assert padded.config.num_key_value_heads % 8 == 0 and padded.config.hidden_size % 256 == 0
+    assert padded.config.intermediate_size == 256 and padded.num_parameters() > plain.num_parameters()
+
+    unwidened = trained(STORIES, tmp_path / "fft")
+    with pytest.raises(ConversionError, match="--pad-for: nothing was added"):
+        convert(Conversion(unwidened.checkpoint, STORIES, tmp_path / "no", padding=Padding(8)), probe_maker({}))

@@ -26,6 +26,7 @@ from pipeline.data.records import Keys
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json
 from pipeline.methods.scale import origin_of
+from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
@@ -145,7 +146,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     with published_folder(conversion.output) as folder:
         write_hf_folder(folder, export, model.base.path)
         probe = make_probe(model)
-        report = verify(model, folder, probe, export.dtype)
+        residual = export.config.get(RESIDUAL_KEY)
+        report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
         costs = _costs_of_precisions(conversion, folder, probe, export.dtype)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_json(folder / RECORD, {**record, **written})

@@ -29,7 +29,7 @@ from pipeline.parallel.quantized import rounded
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.layers import base_maps, block_kind, block_norms
+from pipeline.scale.layers import WidenedNorm, base_maps, block_kind, block_norms
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -47,6 +47,7 @@ class TrainedModel:
         reader: reads the checkpoint.
         gate: the gate that was fitted for it, if it is to have one.
         base_as_trained: whether the base is rounded as it was stored in training, or as published.
+        stored_scale: the scale of added channels in a stock export, if the norms are to count them as there.
     """
 
     checkpoint: Path
@@ -58,6 +59,7 @@ class TrainedModel:
     reader: CheckpointReader
     gate: Gate | None = None
     base_as_trained: bool = False
+    stored_scale: float | None = None
 
     @property
     def spec(self) -> DecoderSpec:
@@ -140,6 +142,10 @@ class TrainedModel:
         """
         decoder = _skeleton(self.method, self.base).to(dtype).eval()
         decoder.gate = self.gate
+        if self.stored_scale is not None:
+            for module in decoder.modules():
+                if isinstance(module, WidenedNorm):
+                    module.as_stored(self.stored_scale)
         return decoder, stream_weights(decoder, self.read, dtype, device)
 
 

@@ -67,6 +67,7 @@ GRANTED = {
     torch.bfloat16: Difference(max_abs=math.inf, kl=1e-4),
 }
 ROUNDINGS = 4
+_MOST_BY_SCALE = 1e-3
 _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -90,7 +91,8 @@ class Comparison:
 class Report:
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
-    `rounding` is the difference between the training model in `dtype` and in twice the precision.
+    `rounding` is the difference between the training model in `dtype` and in twice the precision, `scaling` between it
+    and the model whose norms count added channels as the folder's do.
     """
 
     dtype: str
@@ -98,6 +100,7 @@ class Report:
     kl: float
     top1_agreement: float
     rounding: Difference
+    scaling: Difference = Difference()
     texts: dict[str, Comparison] = field(default_factory=dict)
 
 
@@ -135,14 +138,18 @@ def probe_maker(
 
 
 @torch.no_grad()
-def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) -> Report:
+def verify(
+    model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype, stored_scale: float | None = None
+) -> Report:
     """Compares the training model with what `transformers` (PEFT for adapters) makes of `folder`, both in `dtype`.
 
     Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. If
-    there is a gate, its decisions are compared first, and then all models take the same.
+    there is a gate, its decisions are compared first, and then all models take the same. A folder that stores added
+    channels times `stored_scale` is compared with the training model whose norms count them so, and that with the
+    training model itself.
 
     Raises:
-        ConversionError: they differ by more than rounding explains.
+        ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
     every_window = [window for windows in probe.values() for window in windows]
     decisions = None
@@ -152,9 +159,12 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
     quantized = None
     if model.manifest.run.base_precision != "bf16":
         quantized = iter(replace(model, base_as_trained=True).logits(every_window, dtype))
+    plain = None
+    if stored_scale is not None:
+        plain, model = iter(model.logits(every_window, dtype)), replace(model, stored_scale=stored_scale)
     finer, training = iter(model.logits(every_window, _FINER[dtype])), iter(model.logits(every_window, dtype))
     found_in_all = iter(_exported_logits(folder, model, every_window, dtype, decisions))
-    texts, rounding = {}, Difference()
+    texts, rounding, scaling = {}, Difference(), Difference()
     for name, windows in probe.items():
         expected = [next(training) for _ in windows]
         found = [next(found_in_all) for _ in windows]
@@ -162,6 +172,10 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
         if quantized is not None:
             as_trained = compare(windows, [next(quantized) for _ in windows], expected).training_perplexity
             texts[name] = replace(texts[name], quantized_base_perplexity=as_trained)
+        if plain is not None:
+            scaled = compare(windows, [next(plain) for _ in windows], expected)
+            scaling = scaling.worse(Difference(scaled.max_abs, scaled.kl))
+            texts[name] = replace(texts[name], training_perplexity=scaled.training_perplexity)
         rounded = compare(windows, [next(finer) for _ in windows], expected)
         rounding = rounding.worse(Difference(rounded.max_abs, rounded.kl))
     report = Report(
@@ -170,9 +184,15 @@ def verify(model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype) 
         kl=max(text.kl for text in texts.values()),
         top1_agreement=min(text.top1_agreement for text in texts.values()),
         rounding=rounding,
+        scaling=scaling,
         texts=texts,
     )
     check(report, GRANTED[dtype], str(folder))
+    if not scaling.kl <= max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl):
+        raise ConversionError(
+            f"{folder}: the expansion stream is too large for an ordinary norm: counted times {stored_scale:g} it "
+            f"changes the model by {scaling.kl:.3g} nats a token; use --format scale, or --dtype fp32 if it was another"
+        )
     return report
 
 

@@ -175,8 +175,9 @@ class NormedChannels:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says. With
-    `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says; to its sum
+    are added `more_squares: [..., 1]`. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads,
+    not its positions.
     """
 
     def __init__(
@@ -197,14 +198,16 @@ class RMSNorm(nn.Module):
         self.shared = shared_by_neighbours if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
-    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, statistics_of: Tensor | None = None, more_squares: Tensor | None = None) -> Tensor:
         weight = self.shared(self.weight, self.tp)
-        if statistics_of is None and self.normed is None:
+        if statistics_of is None and self.normed is None and more_squares is None:
             normal = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
         else:
             source = x if statistics_of is None else statistics_of
             normed = self.normed or NormedChannels(source.shape[-1], 1.0)
-            normal = x.float() * torch.rsqrt(normed.sum_of_squares(source) / source.shape[-1] + self.eps)
+            squares = normed.sum_of_squares(source)
+            squares = squares if more_squares is None else squares + more_squares
+            normal = x.float() * torch.rsqrt(squares / source.shape[-1] + self.eps)
         # As in transformers, which multiplies by 1 + weight in fp32.
         return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
 
@@ -260,12 +263,22 @@ class WidenedNorm(nn.Module):
         self.base = norm(size, normed)
         of_base = normed if statistics == "base" else None
         self.expansion = None if expansion_size is None else norm(expansion_size, of_base)
+        self._stored_scale: float | None = None
+
+    def as_stored(self, scale: float) -> None:
+        """From now on computes as an ordinary norm over both streams, where added channels are stored times `scale`."""
+        self._stored_scale = scale
+        for norm in (self.base, self.expansion):
+            if isinstance(norm, RMSNorm) and norm.normed is not None:
+                norm.normed = NormedChannels(norm.normed.size, scale)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
-        y = self.base(x)
         if self.expansion is None or x_up is None:
-            return y, None
-        return y, self.expansion(x_up, x if self.statistics == "base" else None)
+            return self.base(x), None
+        if self._stored_scale is not None:
+            added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
+            return self.base(x, None, added), self.expansion(x_up, x, added)
+        return self.base(x), self.expansion(x_up, x if self.statistics == "base" else None)
 
 
 class WidenedHeadNorm(nn.Module):

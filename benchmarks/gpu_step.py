@@ -453,12 +453,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=command_line.positive, default=3, help="turns of each variant; default 3")
     parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
-    parser.add_argument("--threads", type=command_line.positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=command_line.positive, help="default: all cores; 1 with --tiny")
     parser.add_argument("--json", type=Path, help="where to write the rows and goals, after every turn")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads or (1 if arguments.tiny else len(os.sched_getaffinity(0))))
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     device = torch.device("cpu" if arguments.cpu else "cuda")
     dtype = torch.float32 if arguments.cpu else torch.bfloat16

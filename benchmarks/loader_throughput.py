@@ -1,4 +1,5 @@
-"""How fast samples are read from disk in the random order of training, and what the document mask costs attention.
+"""How fast samples are read from disk in the random order of training, how long a step waits for them, and what the
+document mask costs attention.
 
     python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
 
@@ -22,10 +23,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.config.data import Data
+from pipeline.config.run import RunConfig, Schedule
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import Manifest, ShardRecord, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.files import write_json
+from pipeline.parallel.topology import Layout
+from pipeline.training.batches import TrainingBatches, collate
 
 _VOCABULARY = 128_256
 _SHARD_TOKENS = 16_000_000
@@ -61,6 +65,7 @@ def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, flo
     for path in folder.rglob("*.*"):
         path.read_bytes()
     figures["warm_tokens_per_second"] = max(_rate(samples, sequence_length, seconds) for _ in range(3))
+    figures |= _waiting(data, samples)
     for name, value in figures.items():
         print(f"S {sequence_length:5}  {name:24} {value:16,.4g}", flush=True)
     return figures
@@ -72,6 +77,38 @@ def _rate(samples: TrainingSamples, sequence_length: int, seconds: float) -> flo
         samples[count]
         count += 1
     return count * sequence_length / (time.perf_counter() - began)
+
+
+def _waiting(data: Data, samples: TrainingSamples) -> dict[str, float]:
+    """What reading ahead leaves of the time to read, beside products of matrices."""
+    steps, size = 20, 4
+    schedule = Schedule(steps=steps, global_batch_size=size, micro_batch_size=size, learning_rate=1e-4)
+    config = RunConfig.model_construct(data=data, schedule=schedule)
+    batches = TrainingBatches(samples, config, Layout(1, 1), 0, torch.device("cpu"))
+    matrix = torch.randn(512, 512)
+    clock = time.perf_counter
+    rounds = []
+    for step in range(steps):
+        marks = [clock()]
+        collate([samples[step * size + row] for row in range(size)], document_mask=True)
+        marks.append(clock())
+        _multiply(matrix)
+        marks.append(clock())
+        batch = batches.of_step(step)
+        next(batch)
+        marks.append(clock())
+        next(batch, None)  # the step is computed: the next one is read
+        _multiply(matrix)
+        marks.append(clock())
+        rounds.append(np.diff(marks))
+    batches.close()
+    reading, alone, waiting, beside = np.median(rounds, axis=0).tolist()
+    return {"reading_ms": 1e3 * reading, "waiting_ms": 1e3 * waiting, "slower_step": beside / alone}
+
+
+def _multiply(matrix: torch.Tensor) -> None:
+    for _ in range(8):
+        matrix @ matrix
 
 
 def _attention(sequence_length: int) -> dict[str, float]:

@@ -25,8 +25,6 @@ from pipeline.parallel.topology import SINGLE
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of a kernel's results and gradients, as a share of the largest value."""
-
-
 Streams = tuple[Tensor, Tensor]
 
 
@@ -167,7 +165,7 @@ def _lacks_liger() -> str:
 
 
 def _compared(what: str, kernels: Sequence[Kernel], inputs: list[Tensor], setting: Setting) -> Iterator[Row]:
-    """A row per kernel; the first is what the others have to agree with."""
+    """A row per kernel; the others have to agree with the first. Liger's may overwrite its inputs, and is last."""
     expected: list[Tensor] = []
     for kernel in kernels:
         name = f"{what}: {kernel.name}"

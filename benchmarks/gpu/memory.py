@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.attention import Documents
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
@@ -72,4 +75,21 @@ def check_memory(setting: Setting) -> Iterator[Row]:
             if setting.on_gpu:
                 measured = (torch.cuda.max_memory_allocated() - held) / _GIB
         yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, measured)
+        waits = _waits(model, (tokens, tokens, positions, documents), setting)
+        found = "seen on a GPU only" if waits is None else f"{waits} waits"
+        yield Row(f"the host does not wait for the GPU in it: {name}", None if waits is None else waits == 0, found)
         del model, parameter
+
+
+def _waits(model: Decoder, batch: tuple[Any, ...], setting: Setting) -> int | None:
+    """How often the host waits for the GPU while it hands out a micro-batch, by torch's own count."""
+    if not setting.on_gpu:
+        return None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            model(*batch).total.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)

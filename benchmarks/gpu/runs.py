@@ -162,7 +162,7 @@ def check_run(setting: Setting) -> Iterator[Row]:
         "run",
         **changes,
         data={
-            "folder": str(setting.folder / "run-tokens"),
+            "folder": str(setting.folder / f"tokens-{setting.device_type}"),  # a rehearsal's are others
             "sequence_length": length,
             "corpora": {"ko": {"input": texts, "heldout_input": [KOREAN.format("heldout.")]}},
         },

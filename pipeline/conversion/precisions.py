@@ -126,8 +126,8 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
 
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
-            # Others may read the embedding's matrix too, where it is tied.
-            during = model if module is embedding else module
+            # Where the embedding is tied, the output projection may read its matrix.
+            during = model if module is embedding and model.config.tie_word_embeddings else module
             handles.append(during.register_forward_pre_hook(partial(convert, module)))
             handles.append(during.register_forward_hook(partial(restore, module), always_call=True))
     try:

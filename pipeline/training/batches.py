@@ -86,22 +86,27 @@ class TrainingBatches:
             DataError: a sample of this very micro-batch cannot be read.
         """
         for number in range(step * self._per_step, (step + 1) * self._per_step):
-            yield self._taken(number).on(self.device)
+            if number not in self._ahead:
+                self._expect(range(number, number + 1))
+            yield self._ahead.pop(number).result().on(self.device)
+            # Not before: two threads of Python take turns, and a GPU that has nothing to do waits for the main one. Now
+            # the GPU has its work, and the main thread will soon wait for it.
+            self._expect(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
 
     def close(self) -> None:
         """Ends the thread, after the micro-batch that it is reading."""
         self._reader.shutdown(cancel_futures=True)
 
-    def _taken(self, number: int) -> MicroBatch:
-        """The micro-batch `number`, counted from the beginning of the run; the thread goes on with those after it."""
-        wanted = range(number, max(number + 1, min(number + 1 + READ_AHEAD, self._end)))
-        # Others are left over where the run goes on elsewhere: a step computed again or skipped, a resumed run.
-        for left in [other for other in self._ahead if other not in wanted]:
+    def _expect(self, numbers: range) -> None:
+        """Lets the thread read these micro-batches, counted from the beginning of the run, and forgets all others.
+
+        Others are left over where the run goes on elsewhere: a step computed again or skipped, a resumed run.
+        """
+        for left in self._ahead.keys() - set(numbers):
             self._ahead.pop(left).cancel()
-        for next_number in wanted:
-            if next_number not in self._ahead:
-                self._ahead[next_number] = self._reader.submit(self._read, next_number)
-        return self._ahead.pop(number).result()
+        for number in numbers:
+            if number not in self._ahead:
+                self._ahead[number] = self._reader.submit(self._read, number)
 
     def _read(self, number: int) -> MicroBatch:
         step, place = divmod(number, self._per_step)

@@ -30,7 +30,7 @@ def test_loading_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     report = report_of("loader_throughput.py", tmp_path, monkeypatch, *arguments)
     assert list(report["loader"]) == list(report["attention"]) == ["64", "128"]
     measured = [value for part in ("loader", "attention") for row in report[part].values() for value in row.values()]
-    assert len(measured) == 10 and min(measured) > 0
+    assert len(measured) == 16 and min(measured) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the corpus is gone
 
 

@@ -43,11 +43,15 @@ class Quantization:
     fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns, packed and decoded as
     by bitsandbytes; after the scales comes the table of the two values of each byte, because a table made on the host
     would be a copy to the device in every product.
+
+    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a layer that is
+    compiled cannot ask for a GPU's generation.
     """
 
     precision: QuantizedPrecision
     rows: int
     columns: int
+    fp8_device: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -161,13 +165,20 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
             f"with {shape[1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
         )
     rows, columns = local_shape(shape, partition, tp_size)
-    quantization = Quantization(precision, rows, columns)
+    aligned = precision == "fp8" and rows % _ALIGNED == columns % _ALIGNED == 0
+    fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
+    quantization = Quantization(precision, rows, columns, fp8_device)
     stored: Any = nn.Parameter(
         torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device), requires_grad=False
     )
     stored.quantization, stored.tp_partition, stored.full_shape = quantization, partition, shape
     stored.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
     return stored
+
+
+def _gpu_computes_in_fp8() -> bool:
+    """Whether this rank's GPU is of Hopper's generation or later."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
@@ -208,10 +219,8 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(stored)
         ctx.quantization = quantization
-        if quantization.precision == "fp8" and x.is_cuda and x.dtype == torch.bfloat16:
-            aligned = quantization.rows % _ALIGNED == 0 and quantization.columns % _ALIGNED == 0
-            if aligned and torch.cuda.get_device_capability(x.device) >= (9, 0):
-                return product_in_fp8(x, stored, quantization, bias)
+        if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
+            return product_in_fp8(x, stored, quantization, bias)
         return F.linear(x, quantization.decode(stored, x.dtype), bias)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import get_args
@@ -169,6 +170,13 @@ def test_the_product_in_fp8_rounds_activations_row_by_row():
     torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=2**-9 * float(bias.abs().max()))
     alone = product_in_fp8(x[:1, 1:2], memory, quantization, bias)
     assert torch.equal(alone, y[:1, 1:2])
+
+    own = x.clone().requires_grad_()
+    of_hopper = frozen_product(own, memory, replace(quantization, fp8_device="cpu"), bias)
+    assert torch.equal(of_hopper, y)
+    of_hopper.sum().backward()
+    decoded = quantization.decode(memory, torch.bfloat16)
+    assert torch.equal(own.grad, torch.ones_like(y) @ decoded)
 
 
 def test_what_cannot_be_stored_is_refused():

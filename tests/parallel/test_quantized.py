@@ -23,9 +23,9 @@ from pipeline.parallel.quantized import (
     frozen_product,
     product_in_fp8,
     quantization_of,
+    read_partition,
     rounded,
     stored_parameter,
-    whole_rows,
 )
 from pipeline.parallel.sharding import Partition, local_shape, sharded_parameter, split
 from pipeline.parallel.topology import TensorParallel
@@ -47,7 +47,7 @@ def stored(matrix, precision):
 
 
 def read_rows(matrix, parameter, rank, size, rows):
-    return split(matrix, whole_rows(parameter), rank, size)[slice(*rows)]
+    return split(matrix, read_partition(parameter), rank, size)[slice(*rows)]
 
 
 BY_BITSANDBYTES = "8461eebadfd77264"

@@ -32,8 +32,8 @@ _NF4 = (
 _TABLE_BYTES = 256 * 2 * 4
 _ALIGNED = 16
 """Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
-_CHUNK = 2**20
-"""Elements that are encoded at a time: their copies in fp32 stay in a processor's cache."""
+_READ, _ENCODED = 2**24, 2**20
+"""Elements that are read, and encoded, at a time: the latter's copies in fp32 stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,13 @@ class Quantization:
     def write(self, stored: Tensor, read: Callable[[Rows], Tensor], left: int = 0) -> None:
         """Encodes the rows that `read` returns, and stores their codes from byte `left` on."""
         codes, scales = self.codes(stored), self.scales(stored)
-        stop_row = 0
-        while stop_row < self.rows:
-            row, stop_row = stop_row, min(self.rows, stop_row + max(1, _CHUNK // self.columns))
-            row_codes, row_scales = encode(read((row, stop_row)), self.precision)
-            codes[row:stop_row], scales[row:stop_row] = row_codes[:, left : left + self.row_bytes], row_scales
+        at_once, step = (max(1, elements // self.columns) for elements in (_READ, _ENCODED))
+        for first in range(0, self.rows, at_once):
+            pieces = read((first, min(self.rows, first + at_once))).split(step)
+            for row, piece in zip(range(first, self.rows, step), pieces, strict=False):
+                own_codes, own_scales = encode(piece, self.precision)
+                codes[row : row + len(piece)] = own_codes[:, left : left + self.row_bytes]
+                scales[row : row + len(piece)] = own_scales
         if self.precision == "nf4":
             values = torch.tensor(_NF4)
             self._table(stored).copy_(torch.cartesian_prod(values, values))

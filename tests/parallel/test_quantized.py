@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.errors import ConfigError
+from pipeline.parallel import quantized
 from pipeline.parallel.quantized import (
     BLOCK,
     Quantization,
@@ -111,6 +112,16 @@ def test_shards_are_those_of_the_whole_matrix(precision, dim, size, units, unit,
         quantization = quantization_of(parameter)
         assert (quantization.rows, quantization.columns) == local_shape(shape, partition, size)
         assert torch.equal(quantization.decode(parameter, torch.float32), split(expected, partition, rank, size))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_makes_no_difference_in_how_many_pieces_a_matrix_is_read(precision, monkeypatch):
+    matrix = some_matrix(37, 130)
+    whole = rounded(matrix, precision)
+    for read, encoded in ((5, 2), (4, 3), (1, 1)):
+        monkeypatch.setattr(quantized, "_READ", 130 * read)
+        monkeypatch.setattr(quantized, "_ENCODED", 130 * encoded)
+        assert torch.equal(rounded(matrix, precision), whole)
 
 
 def test_what_is_cast_or_moved_keeps_its_bytes():

@@ -189,14 +189,16 @@ class Training:
     def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         theirs = variant.method in THEIRS
-        with device, default_dtype(dtype):
+        # On the device a base in 16 bits would be there first, and count for the peak.
+        built_on = device if variant.base == "bf16" else torch.device("cpu")
+        with built_on, default_dtype(dtype):
             if theirs:
                 self.model = their_model(variant, shape, device)
             else:
                 ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp, variant.base)
                 if variant.compiled:
                     ours.compile_layers(compiler(device))
-                self.model = ours
+                self.model = ours.to(device)
         vocabulary = read_spec(shape.architecture).vocab_size
         tokens = torch.randint(vocabulary, (shape.batch_size, shape.sequence_length))
         # A document a row: the work is that of transformers, by the kernel for packed documents.

@@ -92,26 +92,19 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
 def check_stage(config: RunConfig, zero_stage: int) -> None:
     """Raises ConfigError where a setting excludes ZeRO-3, and that is the stage."""
     if zero_stage == 3 and (why := why_not_zero3(config)) is not None:
+        setting, reason = why
         raise ConfigError(
-            f"{why.setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {why.reason}; set "
-            f"{why.setting}: {why.instead}, or another deepspeed file"
+            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
+            "name another deepspeed file"
         )
 
 
-class Excluded(NamedTuple):
-    """A setting that excludes ZeRO-3, the value that does not, and the reason."""
-
-    setting: str
-    instead: str
-    reason: str
-
-
-def why_not_zero3(config: RunConfig) -> Excluded | None:
-    """What in a configuration excludes ZeRO-3."""
+def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:
+    """The setting that excludes ZeRO-3, and the reason; None where none does."""
     if config.compile:
-        return Excluded("compile", "false", "a layer that gathers its parameters cannot be compiled")
+        return "compile", "a layer that gathers its parameters cannot be compiled"
     if config.base_precision != "bf16":
-        return Excluded("base_precision", "bf16", f"a base in {config.base_precision} is held whole by every rank")
+        return "base_precision", f"a base in {config.base_precision} is held whole by every rank"
     return None
 
 

@@ -18,7 +18,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, UnsupportedError
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, StoredResidual
-from pipeline.parallel.quantized import fill_quantized, quantization_of, whole_rows
+from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.untrusted_files import read_object
@@ -151,7 +151,7 @@ def load_base(
     for name, parameter in model.named_parameters():
         if is_base(source(name)):
             is_quantized = quantization_of(parameter) is not None
-            partition = whole_rows(parameter) if is_quantized else partition_of(parameter)
+            partition = read_partition(parameter) if is_quantized else partition_of(parameter)
             read = partial(base.read, source(name), partition, tp.rank, tp.size)
             (fill_quantized if is_quantized else fill)(parameter, tp, read)
 

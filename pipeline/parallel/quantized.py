@@ -32,8 +32,8 @@ _NF4 = (
 _TABLE_BYTES = 256 * 2 * 4
 _ALIGNED = 16
 """Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
-_CHUNK = 2**24
-"""Elements that are encoded at a time: their temporary copies in fp32 stay small."""
+_READ, _ENCODED = 2**24, 2**20
+"""Elements that are read, and encoded, at a time: the latter's copies in fp32 stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,15 @@ class Quantization:
     fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns, packed and decoded as
     by bitsandbytes; after the scales comes the table of the two values of each byte, because a table made on the host
     would be a copy to the device in every product.
+
+    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a layer that is
+    compiled cannot ask for a GPU's generation.
     """
 
     precision: QuantizedPrecision
     rows: int
     columns: int
+    fp8_device: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -85,15 +89,15 @@ class Quantization:
         return stored[self._table_at :].view(torch.float32).view(256, 2)
 
     def write(self, stored: Tensor, read: Callable[[Rows], Tensor], left: int = 0) -> None:
-        """Encodes a matrix of which `read` returns whole rows, and stores its columns from `left` on."""
+        """Encodes the rows that `read` returns, and stores their codes from byte `left` on."""
         codes, scales = self.codes(stored), self.scales(stored)
-        per_column, first_block = (1, 0) if self.precision == "fp8" else (2, left // BLOCK)
-        stop_row = 0
-        while stop_row < self.rows:
-            row, stop_row = stop_row, min(self.rows, stop_row + max(1, _CHUNK // self.columns))
-            row_codes, row_scales = encode(read((row, stop_row)), self.precision)
-            codes[row:stop_row] = row_codes[:, left // per_column :][:, : self.row_bytes]
-            scales[row:stop_row] = row_scales[:, first_block:][:, : self.blocks]
+        at_once, step = (max(1, elements // self.columns) for elements in (_READ, _ENCODED))
+        for first in range(0, self.rows, at_once):
+            pieces = read((first, min(self.rows, first + at_once))).split(step)
+            for row, piece in zip(range(first, self.rows, step), pieces, strict=False):
+                own_codes, own_scales = encode(piece, self.precision)
+                codes[row : row + len(piece)] = own_codes[:, left : left + self.row_bytes]
+                scales[row : row + len(piece)] = own_scales
         if self.precision == "nf4":
             values = torch.tensor(_NF4)
             self._table(stored).copy_(torch.cartesian_prod(values, values))
@@ -116,11 +120,13 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     if precision == "fp8":
         scales = _fp8_scales(matrix)
         return (matrix / scales).to(FP8).view(torch.uint8), scales
-    values = torch.tensor(_NF4, device=matrix.device)
     blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    values, codes = torch.tensor(_NF4), torch.zeros_like(scaled, dtype=torch.uint8)
+    for bound in ((values[1:] + values[:-1]) / 2).tolist():  # several times as fast as a binary search
+        codes += scaled > bound
+    codes = codes.flatten(1)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
@@ -161,13 +167,20 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
             f"with {shape[1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
         )
     rows, columns = local_shape(shape, partition, tp_size)
-    quantization = Quantization(precision, rows, columns)
+    aligned = precision == "fp8" and rows % _ALIGNED == columns % _ALIGNED == 0
+    fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
+    quantization = Quantization(precision, rows, columns, fp8_device)
     stored: Any = nn.Parameter(
         torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device), requires_grad=False
     )
     stored.quantization, stored.tp_partition, stored.full_shape = quantization, partition, shape
     stored.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
     return stored
+
+
+def _gpu_computes_in_fp8() -> bool:
+    """Whether this rank's GPU is of Hopper's generation or later."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
@@ -178,18 +191,20 @@ def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
     return divides and partition.local_size(columns, tp_size) % BLOCK == 0
 
 
-def whole_rows(parameter: Tensor) -> Partition:
-    """How `parameter` is split, if by rows: so much of a matrix a rank reads to quantise its shard."""
-    partition = partition_of(parameter)
-    return partition if partition.dim == 0 else REPLICATED
+def read_partition(parameter: Tensor) -> Partition:
+    """How the matrix is split of which a rank reads its part to quantise it: with all that its scales depend on."""
+    quantization, partition = quantization_of(parameter), partition_of(parameter)
+    cut = quantization is not None and quantization.precision == "fp8" and partition.dim == 1
+    return REPLICATED if cut else partition
 
 
 @torch.no_grad()
 def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets this rank's shard of a quantised `parameter`; `read` returns rows, split as `whole_rows` says."""
+    """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
     quantization, partition = quantization_of(parameter), partition_of(parameter)
     assert quantization is not None
-    left = partition.bounds(full_shape_of(parameter)[1], tp.rank, tp.size)[0] if partition.dim == 1 else 0
+    cut = read_partition(parameter) != partition
+    left = partition.bounds(full_shape_of(parameter)[1], tp.rank, tp.size)[0] if cut else 0
     quantization.write(parameter, read, left)
 
 
@@ -208,10 +223,8 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(stored)
         ctx.quantization = quantization
-        if quantization.precision == "fp8" and x.is_cuda and x.dtype == torch.bfloat16:
-            aligned = quantization.rows % _ALIGNED == 0 and quantization.columns % _ALIGNED == 0
-            if aligned and torch.cuda.get_device_capability(x.device) >= (9, 0):
-                return product_in_fp8(x, stored, quantization, bias)
+        if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
+            return product_in_fp8(x, stored, quantization, bias)
         return F.linear(x, quantization.decode(stored, x.dtype), bias)
 
     @staticmethod

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from pipeline.model.attention import Documents
+from pipeline.parallel.quantized import Quantization, frozen_product
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
@@ -37,6 +38,21 @@ def model_of(base, method):
         return unwidened(base)
     variant, _, precision = method.partition(" ")
     return widened(base, scale_settings(variant), noise=0.1, precision=precision or None)
+
+
+def test_a_product_in_fp8_is_compiled_whole():
+    """As on Hopper GPUs; torch computes it on a CPU, too."""
+    quantization = Quantization("fp8", 32, 64, fp8_device="cpu")
+    stored = torch.empty(quantization.size, dtype=torch.uint8)
+    quantization.write(stored, lambda rows: torch.randn(32, 64)[slice(*rows)])
+    compiled = torch.compile(frozen_product, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for product in (frozen_product, compiled):
+        y = product(x, stored, quantization, None)
+        results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    for own, expected in zip(*results, strict=True):
+        assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("method", GRAPHS)

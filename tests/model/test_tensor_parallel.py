@@ -20,6 +20,7 @@ from pipeline.config.method import Method
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, open_base
+from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from tests.distributed import run_ranks
@@ -53,10 +54,13 @@ class Case:
     sequence_parallel: bool = False
     documents: bool = False
     rehearses: bool = False
+    precision: QuantizedPrecision | None = None
 
     def __str__(self) -> str:
         flags = [name for name in ("sequence_parallel", "documents", "rehearses") if getattr(self, name)]
-        return " ".join((self.base, self.method, *self.changes, self.activation_checkpointing, *flags))
+        return " ".join(
+            (self.base, self.method, *self.changes, self.activation_checkpointing, *flags, self.precision or "")
+        )
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
@@ -64,7 +68,7 @@ class Case:
         base = open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
-            model = started(base, settings, tp)
+            model = started(base, settings, tp, self.precision)
             shake(model, 0.05)
             if self.rehearses and not model.keeps_base:
                 model.add_reference()
@@ -73,7 +77,8 @@ class Case:
         settings = scale_settings(self.method, **self.changes)
 
         def build(tp: TensorParallel) -> Decoder:
-            return widened(base, settings, tp=tp, noise=0.1, activation_checkpointing=self.activation_checkpointing)
+            form = {"activation_checkpointing": self.activation_checkpointing, "precision": self.precision}
+            return widened(base, settings, tp=tp, noise=0.1, **form)
 
         model = build(tp)
         if self.method == "route":
@@ -189,6 +194,9 @@ CASES = {
         Case("neox", "llama_pro", {"added_layers": 1}, sequence_parallel=True),
         Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
         Case("llama biases", "lora", {"rank": 4}, sequence_parallel=True),
+        Case("llama biases", "adapt", BOTH, "all", rehearses=True, precision="fp8"),
+        Case("llama wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
+        Case("llama wide", "lora", {"rank": 4}, precision="nf4"),
     ],
     4: [
         *EVERY_METHOD,
@@ -203,6 +211,7 @@ CASES = {
         Case("llama tied", "fft"),
         Case("neox tied", "adapt", BOTH),
         Case("llama", "lora", {"rank": 4}),
+        Case("llama", "adapt", BOTH, precision="fp8"),
     ],
     # One new key/value head among four new query heads, as Llama-3.2-1B's.
     8: [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import get_args
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.errors import ConfigError
+from pipeline.parallel import quantized
 from pipeline.parallel.quantized import (
     BLOCK,
     Quantization,
@@ -22,9 +24,9 @@ from pipeline.parallel.quantized import (
     frozen_product,
     product_in_fp8,
     quantization_of,
+    read_partition,
     rounded,
     stored_parameter,
-    whole_rows,
 )
 from pipeline.parallel.sharding import Partition, local_shape, sharded_parameter, split
 from pipeline.parallel.topology import TensorParallel
@@ -46,7 +48,7 @@ def stored(matrix, precision):
 
 
 def read_rows(matrix, parameter, rank, size, rows):
-    return split(matrix, whole_rows(parameter), rank, size)[slice(*rows)]
+    return split(matrix, read_partition(parameter), rank, size)[slice(*rows)]
 
 
 BY_BITSANDBYTES = "8461eebadfd77264"
@@ -112,6 +114,16 @@ def test_shards_are_those_of_the_whole_matrix(precision, dim, size, units, unit,
         assert torch.equal(quantization.decode(parameter, torch.float32), split(expected, partition, rank, size))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_makes_no_difference_in_how_many_pieces_a_matrix_is_read(precision, monkeypatch):
+    matrix = some_matrix(37, 130)
+    whole = rounded(matrix, precision)
+    for read, encoded in ((5, 2), (4, 3), (1, 1)):
+        monkeypatch.setattr(quantized, "_READ", 130 * read)
+        monkeypatch.setattr(quantized, "_ENCODED", 130 * encoded)
+        assert torch.equal(rounded(matrix, precision), whole)
+
+
 def test_what_is_cast_or_moved_keeps_its_bytes():
     ordinary = sharded_parameter((6, 70), Partition(0), TensorParallel()).requires_grad_(False)
     parameter = stored_parameter(ordinary, "fp8", "w", 1)
@@ -169,6 +181,13 @@ def test_the_product_in_fp8_rounds_activations_row_by_row():
     torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=2**-9 * float(bias.abs().max()))
     alone = product_in_fp8(x[:1, 1:2], memory, quantization, bias)
     assert torch.equal(alone, y[:1, 1:2])
+
+    own = x.clone().requires_grad_()
+    of_hopper = frozen_product(own, memory, replace(quantization, fp8_device="cpu"), bias)
+    assert torch.equal(of_hopper, y)
+    of_hopper.sum().backward()
+    decoded = quantization.decode(memory, torch.bfloat16)
+    assert torch.equal(own.grad, torch.ones_like(y) @ decoded)
 
 
 def test_what_cannot_be_stored_is_refused():

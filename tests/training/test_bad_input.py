@@ -50,7 +50,7 @@ def test_settings_that_do_not_fit(tokens, tmp_path):
         return config(name, **{"base_precision": "nf4", "method": method, "zero": 1, **changes})
 
     lora, fft, pro = {"name": "lora", "rank": 4}, {"name": "fft"}, {"name": "llama_pro", "added_layers": 1}
-    zero_3 = "base_precision: expected ZeRO-1 or 2, found ZeRO-3 in"
+    zero_3 = "held whole by every rank; remove the setting, or name another deepspeed file"
     check_refusals(
         1,
         [

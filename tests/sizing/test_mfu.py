@@ -71,6 +71,15 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None
 
 
+def test_a_window_counts_the_keys_in_it(base):
+    spec = base("mistral window").spec
+    with torch.device("meta"):
+        model = Decoder(spec)
+    attention = {length: count_flops(model, length).attention for length in (8, 9, 64)}
+    assert attention[8] * 9 == attention[9] * 8  # both fit in the window of 9
+    assert attention[64] == attention[9]
+
+
 def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
     spec = base("stories260K").spec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.utils import logging
+
+from pipeline.model.from_hf import hf_config
 
 logging.disable_progress_bar()
 
@@ -78,6 +81,9 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "llama linear rope": LlamaConfig(**_LLAMA, rope_parameters=_LINEAR_ROPE),
     "llama biases": LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
     "llama head_dim": LlamaConfig(**_LLAMA, head_dim=16),
+    "llama heads that do not divide": hf_config(
+        {**_LLAMA, "model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    ),
     "llama gelu": LlamaConfig(**_LLAMA, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_LLAMA, sliding_window=None),
     "mistral window": MistralConfig(**_LLAMA, sliding_window=9),
@@ -141,8 +147,12 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save_base(name: str, folder: Path, **changes: Any) -> Path:
     """Writes the model `name` of `CONFIGS` to `folder`, with some of its config changed."""
     values = {**CONFIGS[name].to_dict(), **changes}
-    config = type(CONFIGS[name]).from_dict(values)
-    random_model(config).save_pretrained(folder)
+    model = random_model(hf_config(values))
+    if model.config.hidden_size % model.config.num_attention_heads:  # transformers runs such a model, and saves none
+        model.config.hidden_size = model.config.num_attention_heads
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": values["hidden_size"]}))
     return folder
 
 
@@ -157,4 +167,5 @@ def save_stories_with_a_token_more(folder: Path) -> Path:
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model in `path` as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    config = hf_config(json.loads((path / "config.json").read_text()))
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).eval()

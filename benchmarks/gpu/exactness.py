@@ -124,9 +124,11 @@ def _product_in_fp8(setting: Setting) -> Row:
 # --- Attention -------------------------------------------------------------------------------------------------------
 
 
-def literal_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+def literal_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None = None) -> Tensor:
     """Attention as in a textbook, one head at a time; shapes as in `Attend`, ids: [B, S]."""
     visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
     heads = []
     for head in range(query.shape[2]):
         of_key = head * key.shape[2] // query.shape[2]
@@ -140,21 +142,21 @@ def check_attention(setting: Setting) -> Iterator[Row]:
     length = 300 if setting.on_gpu else 48
     layouts = {"one document": (length,), "ragged": (5, length // 2, length - length // 2 - 5), "single": (1,) * length}
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        for query_heads, key_heads, head_dim in ((4, 4, 64), (6, 2, 128)):
+        for query_heads, key_heads, head_dim, window in ((4, 4, 64, None), (6, 2, 128, None), (6, 2, 128, 16)):
             for layout, lengths in layouts.items():
                 ids = torch.cat([torch.full((own,), at) for at, own in enumerate(lengths)]).expand(2, -1)
                 documents = Documents.of(ids).moved(lambda tensor: tensor.to(setting.device))
-                kernels: list[Attend] = [attention_kernel(documents, setting.device, dtype, head_dim)]
+                kernels: list[Attend] = [attention_kernel(documents, setting.device, dtype, head_dim, window=window)]
                 if setting.on_gpu:
-                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype)))
-                if layout == "one document":
+                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype, window)))
+                if layout == "one document" and window is None:
                     kernels.append(attend_causally)
                 shapes = [(2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)]
                 heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
                 weights = torch.randn(shapes[0], device=setting.device)
                 exact = [own.detach().double().requires_grad_() for own in heads]
                 query, key, value = exact
-                expected = _with_gradients(literal_attention(query, key, value, documents.ids), weights, exact)
+                expected = _with_gradients(literal_attention(query, key, value, documents.ids, window), weights, exact)
                 for kernel in kernels:
                     found = _with_gradients(kernel(*heads), weights, heads)
                     error = max(
@@ -163,6 +165,7 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                     )
                     name = getattr(kernel, "__name__", type(kernel).__name__)
                     what = f"{name}, {str(dtype).removeprefix('torch.')}, {query_heads}/{key_heads} heads of {head_dim}"
+                    what += "" if window is None else f", window {window}"
                     yield Row(f"{what}, {layout}: results and gradients", error < tolerance, f"{error:.1e}")
 
 

@@ -24,6 +24,7 @@ from pipeline.files import write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
+from pipeline.model.from_hf import hf_config
 from pipeline.untrusted_files import MAX_BYTES, read_bytes, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
@@ -169,7 +170,7 @@ def load_hf_model(
     Raises:
         BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
     """
-    check_hf_config(folder, trust_remote_code=trust_remote_code)
+    values = check_hf_config(folder, trust_remote_code=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -179,6 +180,7 @@ def load_hf_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            **({"config": hf_config(values)} if values.get("model_type") in tuple(FAMILIES) else {}),
         )
     # transformers fills what is missing with random numbers, and only warns.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -197,8 +199,8 @@ def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa:
     return PeftModel.from_pretrained(load_hf_model(base, dtype), str(folder)).eval()
 
 
-def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Checks a model's folder before any weight is read.
+def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Checks a model's folder before any weight is read, and returns the contents of its config.json.
 
     Raises:
         BaseModelError: it holds no model's config.json, only adapters, something that is neither a file nor a folder,
@@ -225,3 +227,4 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> None:
     needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *FAMILIES)
     if needs_code and not trust_remote_code:
         raise BaseModelError(f"{path}: needs the code in its folder; say --trust-remote-code if you trust its maker")
+    return config

@@ -413,6 +413,12 @@ class ScaleEmbedding(nn.Module):
         return StreamPath(x * scale, x_up * scale)
 
 
+class GateCache(DynamicLayer):  # type: ignore[misc]
+    """What a gate's running mean has read. Static caches mask their empty places only if all layers are like theirs."""
+
+    is_compileable = True
+
+
 class ScaleGate(nn.Module):
     """Decides which tokens stay closed, by a linear score of the base's stream x [B, S, D] before `gate_layer`.
 
@@ -457,7 +463,7 @@ class ScaleGate(nn.Module):
         if cache is not None:
             # One layer more in the cache, so that it is reordered and cropped with the others.
             if len(cache.layers) == self.cache_layer:
-                cache.layers.append(DynamicLayer())
+                cache.layers.append(GateCache())
             kept = cache.update(values.unsqueeze(1), counts.unsqueeze(1), self.cache_layer)
             values, counts = (tensor[:, 0, -(length + 2**self.WINDOW_DOUBLINGS - 1) :] for tensor in kept)
         total = torch.cat([values, counts], dim=-1)
@@ -611,6 +617,22 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             is_text = attention_mask[:, -x.shape[1] :].bool()
         closed: Tensor = self.token_gate(x, is_text, documents, cache)
         return closed
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> dict[str, Any]:
+        """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        contexts = [spec["context"] for spec in self.config.rotary if spec["long_frequencies"] is not None]
+        if any(0 < seen <= context < input_ids.shape[1] for context in contexts):
+            past_key_values = kwargs["next_sequence_length"] = None
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, **kwargs
+        )
+        return inputs
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:  # noqa: ANN401

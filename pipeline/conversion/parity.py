@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pipeline import log
@@ -22,7 +21,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of
-from pipeline.model.from_hf import check_weights
+from pipeline.model.from_hf import check_weights, hf_config
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 
@@ -108,7 +107,7 @@ def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) ->
         with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
-                config=CONFIG_MAPPING[spec.family].from_dict(values),
+                config=hf_config(values),
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,

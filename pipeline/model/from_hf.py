@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -77,9 +78,27 @@ def _read_config(file: Path) -> PretrainedConfig:
             f"{file}: quantization_config: quantized weights are not supported; use the original model"
         )
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        return hf_config(values)
     except (StrictDataclassError, *_FAULTS) as error:
         raise BaseModelError(f"{file}: not a {model_type} config: {in_one_line(error):.300}") from None
+
+
+def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of a supported `model_type`, from the contents of config.json.
+
+    For some types transformers refuses heads that do not divide hidden_size although head_dim says their size, and then
+    runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size of 1792. So that is set afterwards.
+    Raises what transformers raises.
+    """
+    made = dict(values)
+    hidden_size, heads, head_dim = (made.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    of_their_own = all(type(size) is int and size > 0 for size in (hidden_size, heads, head_dim))
+    if of_their_own and hidden_size % heads:  # type: ignore[operator]  # they are whole numbers
+        made["hidden_size"] = heads * head_dim  # type: ignore[operator]
+    config: PretrainedConfig = CONFIG_MAPPING[made["model_type"]].from_dict(made)
+    if of_their_own:
+        config.hidden_size = hidden_size
+    return config
 
 
 def _residual(values: object, hidden_size: int, file: Path) -> StoredResidual | None:

@@ -191,6 +191,7 @@ class RMSNorm(nn.Module):
         in_region: bool = False,
     ) -> None:
         super().__init__()
+        self.size = size
         self.eps = eps
         self.normed = normed
         self.gain_offset = gain_offset
@@ -305,8 +306,9 @@ class WidenedHeadNorm(nn.Module):
         return self._normed(self.base, heads), None if heads_up is None else self._normed(up, heads_up)
 
     @staticmethod
-    def _normed(norm: nn.Module, flat: Tensor) -> Tensor:
-        normed: Tensor = norm(flat.unflatten(-1, (-1, norm.get_parameter("weight").shape[0])))
+    def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:
+        # Not by the weight's shape: ZeRO-3 has gathered it in the norm's own forward pass only.
+        normed: Tensor = norm(flat.unflatten(-1, (-1, norm.size)))
         return normed.flatten(-2)
 
 

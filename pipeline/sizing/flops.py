@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,30 @@ def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _attention_flops(*shapes)
 
 
-# The kernel that pipeline.model.attention takes on the meta device, which torch does not count.
+def _varlen_flops(query: Sequence[int], _: Sequence[int], value: Sequence[int], *rest: Any, **__: Any) -> int:  # noqa: ANN401
+    """Rows laid end to end, [B·S, H, K]: a token has S keys, rest[2], or those of its window, the only list."""
+    tokens, heads, head_dim = query
+    earlier, _later = next(given for given in rest if isinstance(given, list))
+    keys = rest[2] if earlier < 0 else min(rest[2], earlier + 1)
+    return int(sdpa_flop_count((1, heads, tokens, head_dim), (1, heads, keys, head_dim), (1, heads, keys, value[-1])))
+
+
+def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  # noqa: ANN401
+    query, key, value, _out, _log_sums, *rest = shapes
+    return 2 * _varlen_flops(query, key, value, *rest)
+
+
+# The kernels that pipeline.model.attention takes on the meta device. torch counts the first not at all, and the second,
+# for layers with windows, by values that meta tensors do not have.
 _COUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
+with suppress(ImportError):
+    import torch.nn.attention.varlen  # registers the operations; older versions of torch have none
+
+    _COUNTED[torch.ops.torch_attn._varlen_attn] = _varlen_flops
+    _COUNTED[torch.ops.torch_attn._varlen_attn_backward] = _varlen_backward_flops
 
 
 @dataclass(frozen=True)

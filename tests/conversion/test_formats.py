@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipeline.conversion import formats
 from pipeline.conversion.formats import choose_export
@@ -101,7 +101,7 @@ def test_stock_format_is_the_bases_own_class_only_wider(name, method, models, tm
 def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The model exported in a format of its own choice, and its base; both of the same class."""
     exported(model, "auto", folder)
-    loaded, original = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, model.base.path))
+    loaded, original = (load_hf_model(path) for path in (folder, model.base.path))
     assert type(loaded) is type(original)
     return loaded, original
 

@@ -16,9 +16,10 @@ from tests.conversion.checkpoints import generate_greedily, save_many, scale, tr
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
-# Windows shorter than the texts; layers of two kinds, with and without position embedding; two rotary embeddings.
-MODELS = {"mistral window": "adapt", "exaone4": "route", "gemma3": "route", "llama dynamic": "adapt"}
-LENGTH, NEW_TOKENS = 16, 12
+# Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
+# rotary embeddings.
+MODELS = {"mistral window": "adapt", "exaone4": "route", "gemma3": "route", "llama dynamic": "adapt", "phi3": "adapt"}
+LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 

@@ -93,6 +93,7 @@ def test_generation_with_a_cache_equals_generation_without(key, beams, export):
     tokens = some_tokens(model.config, 3, 9)
     cached = generate(model, tokens, num_beams=beams)
     assert torch.equal(cached, generate(model, tokens, num_beams=beams, use_cache=False))
+    assert torch.equal(cached, generate(model, tokens, num_beams=beams, cache_implementation="static"))
 
 
 @torch.no_grad()

@@ -88,34 +88,42 @@ def varlen_on_the_cpu():
     """
     pytest.importorskip("torch.nn.attention.varlen")
 
-    def probabilities(query, key):
+    def probabilities(query, key, scale, window):
         """[H, documents' S, S] of one document; autograd is off below the operator."""
-        scores = query.transpose(0, 1) @ key.permute(1, 2, 0) / query.shape[-1] ** 0.5
-        return scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+        scores = query.transpose(0, 1) @ key.permute(1, 2, 0) * scale
+        seen = torch.ones_like(scores, dtype=torch.bool).tril()
+        seen = seen if window[0] < 0 else seen.triu(-window[0])
+        assert window[1] == 0
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
     def repeated(query, *heads):
         times = query.shape[1] // heads[0].shape[1]
         return [own.repeat_interleave(times, dim=1) for own in heads]
 
-    def forward(query, key, value, starts, starts_of_keys, longest, longest_key, is_causal=False, *rest):
+    def forward(query, key, value, starts, starts_of_keys, longest, longest_key, causal, scale, window, *rest):
         assert torch.equal(starts, starts_of_keys) and longest == longest_key >= max(starts.diff().tolist())
         assert starts.dtype == torch.int32
         key, value = repeated(query, key, value)
         pieces = [
-            (probabilities(query[own], key[own]) @ value[own].transpose(0, 1)).transpose(0, 1)
+            (
+                probabilities(query[own], key[own], scale or query.shape[-1] ** -0.5, window)
+                @ value[own].transpose(0, 1)
+            ).transpose(0, 1)
             for own in (slice(*pair) for pair in pairwise(starts.tolist()))
         ]
         log_sums = query.new_zeros(query.shape[1], query.shape[0])
         return torch.cat(pieces), log_sums, torch.zeros(2, dtype=torch.uint64)
 
-    def backward(gradient, query, key, value, out, log_sums, starts, *rest):
-        count = key.shape[1]
+    def backward(
+        gradient, query, key, value, out, log_sums, starts, _, longest, longest_key, causal, rng, scale, window
+    ):
+        count, scale = key.shape[1], scale or query.shape[-1] ** -0.5
         key, value = repeated(query, key, value)
         gradients = [torch.zeros_like(query) for _ in range(3)]
         for own in (slice(*pair) for pair in pairwise(starts.tolist())):
-            p = probabilities(query[own], key[own])
+            p = probabilities(query[own], key[own], scale, window)
             q, k, v, g = (heads[own].transpose(0, 1) for heads in (query, key, value, gradient))
-            of_scores = p * (g @ v.mT - (g @ v.mT * p).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
+            of_scores = p * (g @ v.mT - (g @ v.mT * p).sum(-1, keepdim=True)) * scale
             for whole, part in zip(gradients, (of_scores @ k, of_scores.mT @ q, p.mT @ g), strict=True):
                 whole[own] = part.transpose(0, 1)
         summed = [own.unflatten(1, (count, -1)).sum(2) for own in gradients[1:]]
@@ -128,25 +136,40 @@ def varlen_on_the_cpu():
     library._destroy()
 
 
+@pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_agree(layout, heads, varlen_on_the_cpu):
+def test_kernels_agree(layout, heads, window, varlen_on_the_cpu):
     documents, inputs = documents_of(LAYOUTS[layout]), heads_of(*HEADS[heads])
-    expected = results(lambda *heads: literal_attention(*heads, documents.ids), inputs)
+    expected = results(lambda *heads: literal_attention(*heads, documents.ids, window), inputs)
     kernels = {
-        "masked": attention_kernel(documents, CPU, torch.float32, HEADS[heads][2]),
-        "varlen": VarlenAttention(documents.starts),
-        **({"causal": attend_causally} if layout == "one document" else {}),
+        "masked": attention_kernel(documents, CPU, torch.float32, HEADS[heads][2], window=window),
+        "varlen": VarlenAttention(documents.starts, window),
+        **({"causal": attend_causally} if layout == "one document" and window is None else {}),
     }
     for name, kernel in kernels.items():
         for found, wanted in zip(results(kernel, inputs), expected, strict=True):
             torch.testing.assert_close(
                 found, wanted, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
             )
-    flex = FlexAttention(_block_mask(documents.ids))  # on the CPU it has no backward pass
+    flex = FlexAttention(_block_mask(documents.ids, window))  # on the CPU it has no backward pass
     assert (flex(*(heads.detach() for heads in inputs)) - expected[0]).abs().max() < TOLERANCE
     crossing = attend_causally(*inputs)
-    assert layout == "one document" or (crossing - expected[0]).abs().max() > 0.1
+    assert (layout == "one document" and window is None) or (crossing - expected[0]).abs().max() > 0.1
+
+
+def test_a_scale_reaches_every_kernel(varlen_on_the_cpu):
+    documents, inputs = documents_of([[24], [24]]), heads_of(4, 2, 64)
+    scaled = [inputs[0] * 0.3 * 64**0.5, *inputs[1:]]
+    expected = literal_attention(*scaled, documents.ids)
+    kernels = [
+        attention_kernel(None, CPU, torch.float32, 64, scale=0.3),
+        attention_kernel(documents, CPU, torch.float32, 64, scale=0.3),
+        VarlenAttention(documents.starts, scale=0.3),
+        FlexAttention(_block_mask(documents.ids), 0.3),
+    ]
+    for kernel in kernels:
+        assert (kernel(*(heads.detach() for heads in inputs)) - expected).abs().max() < TOLERANCE
 
 
 def test_the_kernel_suits_the_device():
@@ -185,9 +208,10 @@ def pairs_of_tokens(spec, method, device, folder):
 
 
 @pytest.mark.parametrize("method", [FullFineTuning(name="fft"), scale_settings("route")], ids=["fft", "route"])
-def test_no_tensor_of_all_pairs_of_tokens_is_made_on_a_gpu(base, method, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "mistral window", "gemma3"])
+def test_no_tensor_of_all_pairs_of_tokens_is_made_on_a_gpu(base, name, method, tmp_path):
     """The meta device stands for the GPU, and takes its kernels."""
-    spec = base("llama").spec
+    spec = base(name).spec
     assert pairs_of_tokens(spec, method, torch.device("meta"), tmp_path) == set()
     assert (2, 1, 192, 192) in pairs_of_tokens(spec, method, CPU, tmp_path)
 

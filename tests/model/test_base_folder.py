@@ -141,7 +141,7 @@ CONFIG_FAULTS = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
     "no heads": ({"num_attention_heads": 0}, "not a llama config"),
-    "heads that do not divide the width": ({"num_attention_heads": 5}, "not a llama config"),
+    "heads in no equal groups": ({"num_attention_heads": 5}, "num_key_value_heads: 2 does not divide"),
     "another width": (
         {"hidden_size": 64},
         r"embedding.base.weight has shape \(97, 32\), config.json implies \(97, 64\)",

@@ -81,6 +81,15 @@ def test_a_quantised_base_counts_as_the_products_that_are_computed(base, tmp_pat
     assert counted[0] == counted[1]
 
 
+def test_a_window_counts_the_keys_in_it(base):
+    spec = base("mistral window").spec
+    with torch.device("meta"):
+        model = Decoder(spec)
+    attention = {length: count_flops(model, length).attention for length in (8, 9, 64)}
+    assert attention[8] * 9 == attention[9] * 8  # both fit in the window of 9
+    assert attention[64] == attention[9]
+
+
 def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
     spec = base("stories260K").spec
 

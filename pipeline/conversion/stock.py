@@ -59,6 +59,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     hidden_size = stock_hidden_size(widths.hidden_size + added.hidden_size, heads)
     residual = StoredResidual(model.spec.normed_size or widths.hidden_size, scale_in(dtype))
     config = base_config(model.base.path) | {
+        "vocab_size": model.spec.vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": widths.intermediate_size + added.intermediate_size,
         "num_attention_heads": heads,
@@ -146,7 +147,12 @@ class _Fusion:
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """The base's own tensors; GPT-NeoX's query, key and value are fused again."""
-    config = base_config(model.base.path) | {"num_hidden_layers": model.spec.num_layers, "dtype": dtype_name(dtype)}
+    config = base_config(model.base.path) | {
+        "vocab_size": model.spec.vocab_size,
+        "num_hidden_layers": model.spec.num_layers,
+        "tie_word_embeddings": model.spec.tie_word_embeddings,
+        "dtype": dtype_name(dtype),
+    }
     if "layer_types" in config:  # one entry a layer; the supported bases have one type only
         config["layer_types"] = config["layer_types"][:1] * model.spec.num_layers
     residual = model.spec.residual

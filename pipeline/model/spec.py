@@ -28,7 +28,11 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder's architecture, with Hugging Face's names. `residual` is set for a base that was widened before."""
+    """A decoder's architecture, with Hugging Face's names.
+
+    `residual` is set for a base that was widened before. `new_rows` are those of an extended vocabulary; their
+    ids follow the `vocab_size` of the base.
+    """
 
     family: Literal["llama", "gpt_neox"]
     vocab_size: int
@@ -47,6 +51,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     rotary: RotarySpec = field(default_factory=RotarySpec)
     residual: StoredResidual | None = None
+    new_rows: int = 0
 
     @property
     def normed_size(self) -> int | None:

@@ -29,6 +29,7 @@ setup(
         "datasets>=3,<6",
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
+        "protobuf>=4",
         "safetensors>=0.5",
         "tensorboard>=2.15",
         "mpi4py>=4,<5",

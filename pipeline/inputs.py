@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,14 +13,16 @@ from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import check_same_model, check_same_run, describe_run, load_manifest
 from pipeline.config.data import Sampling
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, VocabularySettings
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.vocabulary import RECORD, read_vocabulary
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError, MissingPackageError
 from pipeline.methods import build_model, training_method
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
+from pipeline.model.new_rows import NewRows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
 from pipeline.run_folder.status import TRAINING
@@ -58,15 +62,43 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     """
     layout, deepspeed_config = open_layout(config, world_size)
     check_trackers(config)
-    base = open_base(config.base)
+    base = with_new_rows(config, open_base(config.base))
     check_context(config, base.spec)
-    tokenizer = load_tokenizer(config.base)
+    tokenizer = load_tokenizer(config.tokenizer)
     check_vocabulary(tokenizer, base.spec)
     open_samples(config, tokenizer.fingerprint)
     inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
     if is_finished(config, base):
         return inputs._replace(finished=True)
     return inputs._replace(starts_at_base=training_method(config).starts_at_base())
+
+
+def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
+    """The base of a run, with a row for each piece by which the run extends its vocabulary.
+
+    Raises:
+        DataError: the extended tokenizer is missing, damaged, or of another base.
+    """
+    if config.vocabulary is None:
+        return base
+    new_rows = open_new_rows(config.vocabulary, config.base, base.spec)
+    return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
+
+
+def open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
+    """The rows of an extended vocabulary for the base of architecture `spec`. Raises as `with_new_rows`."""
+    record = read_vocabulary(settings.folder)
+    again = "make it again with tools/extend_vocabulary.py"
+    if load_tokenizer(settings.folder).fingerprint != record.tokenizer:
+        raise DataError(f"{settings.folder}: its tokenizer is not the one that {RECORD} describes; {again}")
+    if record.base_rows != spec.vocab_size or (
+        base.exists() and load_tokenizer(base).fingerprint != record.base_tokenizer
+    ):
+        raise DataError(
+            f"vocabulary.folder: {settings.folder} extends another tokenizer than that of {base}, or its first new id, "
+            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
+        )
+    return NewRows([piece.replaces for piece in record.pieces], settings.initial)
 
 
 def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:
@@ -132,7 +164,7 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
 
     Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
     """
-    if tokenizer.vocab_size > spec.vocab_size:
+    if tokenizer.vocab_size > spec.vocab_size + spec.new_rows:
         raise BaseModelError(
             f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
             f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
@@ -166,12 +198,18 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
 
 
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
-    """The corpora of a run whose base has the tokenizer of that fingerprint; None accepts any.
+    """The corpora of a run whose tokenizer has that fingerprint; None accepts any.
 
     Raises:
         DataError: a corpus is missing, unfinished, damaged or of another tokenizer, or all end before the last step.
     """
-    training = TrainingSamples(config.data, seed=config.seed, tokenizer_fingerprint=tokenizer_fingerprint)
+    sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
+    training = TrainingSamples(
+        config.data,
+        seed=config.seed,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        sampled_fingerprint=sampled,
+    )
     needed = config.schedule.steps * config.schedule.global_batch_size
     if training.total is not None and training.total < needed:
         raise DataError(

@@ -59,7 +59,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         config = load_config(options.config)
         # cpt_korean.sh knows how many ranks will train on the tokens.
         check_before_tokenizing(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or 0) or None)
-        return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.base)]
+        return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
     if not (options.input and options.tokenizer and options.output):
         raise ConfigError("give --config, or all of --input, --tokenizer and --output")
     return [

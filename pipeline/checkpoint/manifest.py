@@ -115,7 +115,7 @@ class RunRecord(_Record):
     """What stays the same over a run.
 
     `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
-    or is None if nothing is added.
+    or is None if nothing is added. `new_rows` is how many rows the extended vocabulary of the folder `vocabulary` has.
     """
 
     name: str
@@ -127,6 +127,8 @@ class RunRecord(_Record):
     global_batch_size: int
     seed: int
     tokenizer_fingerprint: str
+    vocabulary: str | None = None
+    new_rows: int = 0
 
 
 class FileRecord(_Record):
@@ -163,6 +165,8 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         global_batch_size=config.schedule.global_batch_size,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
+        vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),
+        new_rows=base.spec.new_rows,
     )
 
 

@@ -51,6 +51,15 @@ class GateSettings(Section):
     """at most this share of the tokens that are not new may open: sets the threshold"""
 
 
+class VocabularySettings(Section):
+    """A tokenizer extended by tools/extend_vocabulary.py; new pieces get rows of their own (docs/vocabulary.md)."""
+
+    folder: Path
+    """what the tool wrote"""
+    initial: Literal["mean", "last-weighted", "zero"] = "mean"
+    """new rows start as the mean of the rows of the pieces that they replace, equally or with weights 1, 2, 3, …"""
+
+
 class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
@@ -256,6 +265,9 @@ class RunConfig(Section):
     """a Hugging Face folder with safetensors"""
     base_precision: BasePrecision = "bf16"
     """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
+    vocabulary: VocabularySettings | None = Field(
+        default=None, description="a tokenizer with more pieces than the base's; default: the base's own"
+    )
     upscaled: Path | None = Field(
         default=None,
         description="an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled",
@@ -298,6 +310,8 @@ class RunConfig(Section):
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
+        if self.vocabulary is not None:
+            raise ValueError("gate: at a closed token new pieces could still be chosen; remove gate, or vocabulary")
         if not isinstance(self.method, ScaleMethod):
             raise ValueError(
                 f"gate: closes what SCALE adds, and method {self.method.name} adds no such blocks; remove it"
@@ -327,6 +341,11 @@ class RunConfig(Section):
             by_role[corpus.role].append(name)
         named = [] if self.gate is None else self.gate.negatives
         return named or by_role["rehearsal"] or by_role["replay"]
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where the run's tokenizer lies: the base's own, or the extended one."""
+        return self.base if self.vocabulary is None else self.vocabulary.folder
 
     @property
     def upscaled_folder(self) -> Path:

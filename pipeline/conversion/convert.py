@@ -144,7 +144,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:
-        write_hf_folder(folder, export, model.base.path)
+        write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
         probe = make_probe(model)
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
@@ -203,7 +203,8 @@ def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) 
         "method": origin_of(model.settings),
         "seed": model.manifest.run.seed,
     }
-    write_expansion(output, ((name, model.read(name)) for name in model.shapes if name in model.trained), origin)
+    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
+    write_expansion(output, ((name, model.read_stored(name)) for name in names), origin)
 
 
 def _records(output: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         method = model.settings.name
         raise ConversionError(f"{model.checkpoint}: method {method} widens nothing; convert it with --format stock")
     base, spec, plan = base_config(model.base.path), model.spec, model.plan
-    renamed_or_unused = ("family", "residual", "widths", "activation", "layers")
+    renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_rows")
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],
         "auto_map": {
@@ -130,6 +130,11 @@ def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         raise ConversionError(
             f"{model.checkpoint}: --format peft holds LoRA's adapters, and method {settings.name} has none; "
             "use --format auto"
+        )
+    if model.manifest.run.new_rows:
+        raise ConversionError(
+            f"{model.checkpoint}: --format peft: adapters alone lack the rows of its new pieces; use --format stock, "
+            "which merges them"
         )
     if model.spec.residual is not None:
         raise ConversionError(

@@ -31,8 +31,8 @@ FILE_BYTES = 4 * 2**30
 _ADAPTER_CONFIG = "adapter_config.json"
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # A fixed list: the contents of files do not influence which files are copied, or where to.
-_COPIED_FROM_BASE = (
-    "generation_config.json",
+_COPIED_FROM_BASE = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+_TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
@@ -43,10 +43,6 @@ _COPIED_FROM_BASE = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "NOTICE",
 )
 # Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
@@ -88,8 +84,12 @@ class Export:
     code: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int = FILE_BYTES) -> None:
-    """Writes `export` into the existing `folder`, with the tokenizer of the folder `base`; holds one tensor at a time.
+def write_hf_folder(
+    folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None, file_bytes: int = FILE_BYTES
+) -> None:
+    """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
+
+    Holds one tensor at a time.
 
     Weights are split into files of at most `file_bytes`, adapters are one file: PEFT reads no other.
     """
@@ -111,9 +111,10 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, file_bytes: int
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename})
     for name, text in export.code.items():
         write_text(folder / name, text)
-    for name in _COPIED_FROM_BASE:
-        with suppress(FileNotFoundError):
-            (folder / name).write_bytes(read_bytes(base / name, BaseModelError))
+    for source, names in ((base, _COPIED_FROM_BASE), (tokenizer or base, _TOKENIZER)):
+        for name in names:
+            with suppress(FileNotFoundError):
+                (folder / name).write_bytes(read_bytes(source / name, BaseModelError))
     write_json(folder / (_ADAPTER_CONFIG if adapters else "config.json"), export.config)
 
 

@@ -76,6 +76,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
         # A smaller scale than the base's own would change what its norms compute.
         residual = replace(before, scale=max(before.scale, residual.scale))
     config = base_config(model.base.path) | {
+        "vocab_size": model.spec.vocab_size,
         **asdict(wider),
         "head_dim": model.spec.head_dim,
         "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / hidden_size,
@@ -201,7 +202,12 @@ class _Fusion:
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """The base's own tensors, with the layers that were added."""
-    config = base_config(model.base.path) | {"num_hidden_layers": model.spec.num_layers, "dtype": dtype_name(dtype)}
+    config = base_config(model.base.path) | {
+        "vocab_size": model.spec.vocab_size,
+        "num_hidden_layers": model.spec.num_layers,
+        "tie_word_embeddings": model.spec.tie_word_embeddings,
+        "dtype": dtype_name(dtype),
+    }
     if model.spec.layers != model.base.spec.layers:
         config |= family_of(model.spec).layer_entries(model.spec)
     residual = model.spec.residual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, open_base
+from pipeline.model.new_rows import EMBEDDING, OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.layers import LowRankAdapter
@@ -43,7 +44,9 @@ class TrainedModel:
         manifest: the checkpoint's manifest.
         settings: the section `method` that it was trained with.
         method: what those settings make of the base.
-        structure: the decoder on the meta device: names, shapes and partitions.
+        structure: the decoder on the meta device: names and shapes. The rows of an extended vocabulary follow those of
+            the base, in one matrix, so that this is a model with a larger vocabulary and an output that is not tied.
+        stored: the decoder on the meta device as it was trained, and as the checkpoint holds it.
         reader: reads the checkpoint.
         gate: the gate that was fitted for it, if it is to have one.
         base_as_trained: whether the base is rounded as it was stored in training, or as published.
@@ -56,6 +59,7 @@ class TrainedModel:
     settings: Method
     method: TrainingMethod
     structure: Decoder
+    stored: Decoder
     reader: CheckpointReader
     gate: Gate | None = None
     base_as_trained: bool = False
@@ -70,6 +74,11 @@ class TrainedModel:
     def plan(self) -> ExpansionPlan | None:
         """How the base was widened; None if it was not."""
         return self.structure.plan
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer: the base's, or the extended one."""
+        return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -92,6 +101,17 @@ class TrainedModel:
 
         With `base_as_trained` what a quantised base was in training, in fp32.
         """
+        new = {"embedding": EMBEDDING, "output": OUTPUT}.get(name.split(".")[0])
+        if new is None or not self.manifest.run.new_rows:
+            return self.read_stored(name)
+        tied = name == "output.base" and self.base.spec.tie_word_embeddings
+        above = self.read_stored("embedding.base.weight" if tied else name).float()
+        width = self.base.spec.widths.hidden_size
+        columns = slice(width, None) if "expansion" in name else slice(width)
+        return torch.cat([above, self.read_stored(new)[:, columns]])
+
+    def read_stored(self, name: str) -> Tensor:
+        """The same of a parameter of `stored`."""
         if name in self.trained:
             return self.reader.read(name)
         values = self.base.read(self.method.base_name(name, self.base.spec))
@@ -140,7 +160,9 @@ class TrainedModel:
         `OutputProjection.logits` is no forward pass: the function that comes with the decoder reads the weights of the
         output projection, to keep.
         """
-        decoder = _skeleton(self.method, self.base).to(dtype).eval()
+        with torch.device("meta"):
+            decoder = self.method.build(_whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none")
+        decoder = decoder.to(dtype).eval()
         decoder.gate = self.gate
         if self.stored_scale is not None:
             for module in decoder.modules():
@@ -172,15 +194,17 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         )
     # No folder of initial values is needed: only the structure is used, the values are in the checkpoint.
     method = method_for(settings, Path(), manifest.run.seed)
-    structure = _skeleton(method, base)
-    reader = CheckpointReader(checkpoint, structure)
-    trained = {name for name, _ in named_trained_parameters(structure)}
+    with torch.device("meta"):
+        structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
+        stored = method.build(replace(base.spec, new_rows=manifest.run.new_rows), SINGLE, "none")
+    reader = CheckpointReader(checkpoint, stored)
+    trained = {name for name, _ in named_trained_parameters(stored)}
     if missing := sorted(trained - set(reader.names)):
         raise CheckpointError(
             f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
             "use another checkpoint"
         )
-    return TrainedModel(checkpoint, base, manifest, settings, method, structure, reader)
+    return TrainedModel(checkpoint, base, manifest, settings, method, structure, stored, reader)
 
 
 def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str, Any]:
@@ -191,8 +215,9 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     """
     manifest = load_manifest(checkpoint)
     model = open_trained(checkpoint, base or Path(manifest.run.base.path))
-    trained = sum(prod(model.shapes[name]) for name in model.trained)
-    total = sum(prod(shape) for shape in model.shapes.values())
+    shapes = {name: prod(full_shape_of(parameter)) for name, parameter in model.stored.named_parameters()}
+    trained = sum(shapes[name] for name in model.trained)
+    total = sum(shapes.values())
     return {
         "run": manifest.run.name,
         "base": manifest.run.base.path,
@@ -248,7 +273,10 @@ def _norms(model: TrainedModel) -> dict[str, list[float]]:
     return {kind: [by_layer.get(layer, 0.0) for layer in layers] for kind, by_layer in norms.items()}
 
 
-def _skeleton(method: TrainingMethod, base: BaseFolder) -> Decoder:
-    """The decoder that `method` makes of `base`, without values."""
-    with torch.device("meta"):
-        return method.build(base.spec, SINGLE, "none")
+def _whole_vocabulary(spec: DecoderSpec, manifest: Manifest) -> DecoderSpec:
+    """The base's architecture with the new rows of a run as part of its vocabulary."""
+    new_rows = manifest.run.new_rows
+    if not new_rows:
+        return spec
+    # In training a tied base's new rows are two matrices: the expansion's columns of them are.
+    return replace(spec, vocab_size=spec.vocab_size + new_rows, tie_word_embeddings=False)

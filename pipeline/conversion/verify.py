@@ -116,7 +116,7 @@ def probe_maker(
     keys = keys or {}
 
     def make(model: TrainedModel) -> Probe:
-        tokenizer = load_tokenizer(model.base.path)
+        tokenizer = load_tokenizer(model.tokenizer)
         length = min(TOKENS, model.spec.max_position_embeddings)
         count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))
         texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}

@@ -44,7 +44,8 @@ class TrainingSamples:
     Args:
         data: the corpora, their proportions, and how they are packed.
         seed: the seed of the order.
-        tokenizer_fingerprint: the base model's; None accepts any.
+        tokenizer_fingerprint: the run's; None accepts any.
+        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
 
     Attributes:
         total: the number of samples that the budgets allow, or None for no end.
@@ -53,10 +54,13 @@ class TrainingSamples:
         DataError: a corpus is missing, unfinished, damaged, or was made with another tokenizer.
     """
 
-    def __init__(self, data: Data, *, seed: int, tokenizer_fingerprint: str | None) -> None:
+    def __init__(
+        self, data: Data, *, seed: int, tokenizer_fingerprint: str | None, sampled_fingerprint: str | None = None
+    ) -> None:
         self.sequence_length = data.sequence_length
+        of_sampled = sampled_fingerprint or tokenizer_fingerprint
         self._corpora = {
-            name: open_packed(data, name, tokenizer_fingerprint=tokenizer_fingerprint)
+            name: open_packed(data, name, tokenizer_fingerprint=of_sampled if corpus.sample else tokenizer_fingerprint)
             for name, corpus in data.corpora.items()
             if corpus.role == "new" or data.fractions[corpus.role] > 0
         }

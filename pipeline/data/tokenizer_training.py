@@ -36,9 +36,11 @@ class Fertility(NamedTuple):
         return self.tokens / max(self.bytes, 1)
 
 
-def texts(inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None) -> Iterator[str]:
-    """Streams the texts of the usable documents of the inputs; with `max_bytes`, about equally much of each file."""
-    return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes))
+def texts(
+    inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None, seed: int | None = None
+) -> Iterator[str]:
+    """Streams the texts of the usable documents of the inputs; `max_bytes` and `seed` as of `good_documents`."""
+    return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes, seed=seed))
 
 
 def train_sentencepiece(
@@ -55,12 +57,38 @@ def train_sentencepiece(
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
+    try:
+        model = trained_sentencepiece(
+            documents,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            character_coverage=character_coverage,
+            threads=threads,
+        )
+    except DataError as error:
+        raise DataError(f"{output}: {error}") from None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with published_file(output) as file:
+        file.write(model)
+
+
+def trained_sentencepiece(
+    documents: Iterator[str],
+    *,
+    vocab_size: int,
+    model_type: Literal["bpe", "unigram"],
+    character_coverage: float = 0.9999,
+    threads: int = 1,
+    at_most: bool = False,
+) -> bytes:
+    """The content of such a model; `at_most`: with fewer pieces where the text gives no more. Raises the same."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(documents),
             model_writer=model,
             vocab_size=vocab_size,
+            hard_vocab_limit=not at_most,
             model_type=model_type,
             byte_fallback=True,
             character_coverage=character_coverage,
@@ -74,10 +102,8 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].replace("--character_coverage", "--character-coverage")
-        raise DataError(f"{output}: cannot train {vocab_size} pieces on this text: {reason}") from None
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with published_file(output) as file:
-        file.write(model.getvalue())
+        raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
+    return model.getvalue()
 
 
 def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:

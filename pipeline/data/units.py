@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,12 @@ def most_records(units: Sequence[Unit], keys: Keys) -> float:
     return sum(unit.text_bytes / shortest[unit.kind] if unit.kind in shortest else math.inf for unit in units)
 
 
-def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
+def good_documents(
+    inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None, seed: int | None = None
+) -> Iterator[Document]:
     """Streams the usable documents of the inputs; with `max_bytes`, about equally much of each file.
+
+    That is its beginning, or with `seed` units from anywhere in it, drawn at random.
 
     Raises:
         DataError: there is none, or an input cannot be read.
@@ -143,6 +148,8 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
     for file, size in files.items():
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes(size))
+        if seed is not None and max_bytes is not None:
+            units = _drawn(units, max_bytes // len(files), seed)
         for record in (record for unit in units for record in unit_records(unit, keys)):
             if isinstance(record, Rejected):
                 first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"
@@ -154,6 +161,16 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
                     break
     if is_empty:
         raise DataError(f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}")
+
+
+def _drawn(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
+    """Random units of about `wanted_bytes` in all, in the order of the file: going back in a compressed one is slow."""
+    drawn: list[Unit] = []
+    for unit in random.Random(seed).sample(units, len(units)):
+        if sum(other.text_bytes for other in drawn) >= wanted_bytes:
+            break
+        drawn.append(unit)
+    return sorted(drawn, key=lambda unit: unit.start)
 
 
 def _is_json_array(path: Path) -> bool:

@@ -168,7 +168,7 @@ def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[di
     """
     trained = open_trained(newest_checkpoint(config), config.base)
     own = {field.name: getattr(trained, field.name) for field in fields(trained)}
-    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.base).fingerprint)
+    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
     return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
 
 

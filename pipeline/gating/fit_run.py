@@ -59,7 +59,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
-    fingerprint = load_tokenizer(config.base).fingerprint
+    fingerprint = load_tokenizer(config.tokenizer).fingerprint
     text = read_fitting_text(config, fingerprint)
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:

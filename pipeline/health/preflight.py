@@ -314,7 +314,7 @@ def digests(config: RunConfig, base: BaseFolder) -> dict[str, str]:
 
 def _small_files(config: RunConfig) -> Iterator[Path]:
     yield config.base / "config.json"
-    yield tokenizer_file(config.base)
+    yield tokenizer_file(config.tokenizer)
     if isinstance(config.method, ScaleMethod):
         yield config.upscaled_folder / expansions.MANIFEST
     for name in config.data.corpora:

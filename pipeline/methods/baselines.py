@@ -15,9 +15,10 @@ from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.new_rows import is_new_row, rows_of
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
-from pipeline.parallel.sharding import Rows, fill, full_shape_of, held_values, partition_of, split
+from pipeline.parallel.sharding import fill, full_shape_of, held_values, partition_of, split
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.expansion import seeded
 from pipeline.scale.layers import WidenedLinear
@@ -26,12 +27,12 @@ from pipeline.scale.layers import WidenedLinear
 class FullFineTuningMethod(TrainingMethod):
     """Every parameter of the base trains; nothing is added."""
 
-    def build(
+    def _build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         return Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing)
 
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=lambda name: name.removeprefix(REFERENCE))
 
 
@@ -41,13 +42,13 @@ class FreezeMethod(FullFineTuningMethod):
     def __init__(self, settings: Freeze) -> None:
         self.settings = settings
 
-    def build(
+    def _build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         count = self.settings.frozen_layers
         if count > spec.num_layers:
             raise ConfigError(f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers")
-        model = super().build(spec, tp, activation_checkpointing)
+        model = super()._build(spec, tp, activation_checkpointing)
         model.embedding.requires_grad_(False)
         model.layers[:count].requires_grad_(False)
         return model
@@ -64,7 +65,7 @@ class LoraMethod(TrainingMethod):
         self.settings = settings
         self.seed = seed
 
-    def build(
+    def _build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         model = Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing).requires_grad_(False)
@@ -87,13 +88,13 @@ class LoraMethod(TrainingMethod):
         return (linear for name, linear in maps if name in wanted)
 
     @torch.no_grad()
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name):
+            if not is_base(name) and not is_new_row(name):
                 whole = self._initial(name, full_shape_of(parameter))
                 shard = split(whole, partition_of(parameter), tp.rank, tp.size)
-                fill(parameter, tp, partial(_rows, shard))
+                fill(parameter, tp, partial(rows_of, shard))
 
     def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith(".b"):
@@ -102,10 +103,6 @@ class LoraMethod(TrainingMethod):
 
 
 _ZEROED = ("attention.output.base.", "ffn.down.base.")
-
-
-def _rows(shard: Tensor, rows: Rows) -> Tensor:
-    return shard[slice(*rows)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class LlamaProMethod(TrainingMethod):
     def __init__(self, settings: LlamaPro) -> None:
         self.settings = settings
 
-    def build(
+    def _build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         origins = layer_origins(spec.num_layers, self.settings.added_layers)
@@ -173,7 +170,7 @@ class LlamaProMethod(TrainingMethod):
         return f"layers.{origins[int(layer)].base_layer}.{rest}"
 
     @torch.no_grad()
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
         for index in model.added_layers:
             for name, parameter in model.layers[index].named_parameters():

@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal
 
+from torch import Tensor
+
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
+from pipeline.model.new_rows import is_new_row, load_new_rows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel
 
@@ -16,19 +19,40 @@ ActivationCheckpointing = Literal["none", "collaborative", "all"]
 class TrainingMethod(ABC):
     """Builds the model that a run trains from a base."""
 
-    @abstractmethod
     def build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
 
+        The rows of an extended vocabulary train with every method.
+
         Raises:
             UserError: the settings do not fit the base, or the model cannot be split over the ranks.
         """
+        model = self._build(spec, tp, activation_checkpointing)
+        for name, parameter in model.named_parameters():
+            if is_new_row(name):
+                parameter.requires_grad_(True)
+        return model
 
-    @abstractmethod
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
+        self._load(model, base, tp)
+        load_new_rows(model, base, tp, self._read_expansion)
+
+    @abstractmethod
+    def _build(
+        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+    ) -> Decoder:
+        """As `build`, without regard to new rows."""
+
+    @abstractmethod
+    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        """Sets every parameter but the new rows."""
+
+    def _read_expansion(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The initial value of a whole parameter of the expansion, for methods that have one."""
+        raise KeyError(name)
 
     def check_files(self, share: slice) -> None:  # noqa: B027  # most methods have none
         """Raises UserError if an initial file of the method, except the base's, has changed.

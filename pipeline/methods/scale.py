@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -17,6 +18,7 @@ from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
+from pipeline.model.new_rows import is_new_row
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -32,7 +34,7 @@ class Scale(TrainingMethod):
         self.expansion_folder = expansion_folder
         self.seed = seed
 
-    def build(
+    def _build(
         self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
     ) -> Decoder:
         plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
@@ -42,14 +44,25 @@ class Scale(TrainingMethod):
             parameter.requires_grad_(not is_base(name))
         return model
 
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = open_expansion(self.expansion_folder)
         expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name):
+            if not is_base(name) and not is_new_row(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
                 fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+
+    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+        super().load(model, base, tp)
+        expansion = open_expansion(self.expansion_folder)
+        for name, parameter in model.named_parameters():
+            if is_new_row(name) and name in expansion.names:  # another run has trained them
+                shape, partition = full_shape_of(parameter), partition_of(parameter)
+                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+
+    def _read_expansion(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return open_expansion(self.expansion_folder).read(name, shape)
 
     def check_files(self, share: slice) -> None:
         open_expansion(self.expansion_folder).check_files(share)

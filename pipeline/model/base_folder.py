@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name
 from pipeline.model.families import FusedPart, HfTensor, hf_tensor
+from pipeline.model.new_rows import NewRows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
 from pipeline.untrusted_files import read_object, require_regular
@@ -35,12 +36,13 @@ _TYPES = ("F16", "BF16", "F32", "F64")
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    With `known_hashes` the method `hashes` reads no file.
+    With `known_hashes` the method `hashes` reads no file. `new_rows`: the run extends its vocabulary by them.
     """
 
     path: Path
     spec: DecoderSpec
     known_hashes: Mapping[str, str] | None = field(default=None, compare=False)
+    new_rows: NewRows | None = field(default=None, compare=False)
 
     @cached_property
     def file_of(self) -> dict[str, Path]:

@@ -69,13 +69,15 @@ class Decoder(nn.Module):
         self.reference: Decoder | None
         hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
         self.rotary = RotaryEmbedding()
-        self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, tp=tp)
+        self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, new_rows=spec.new_rows, tp=tp)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
         )
         self.final_norm = widened_norm(spec, plan, tp)
         threshold = plan.router_threshold if plan else 0.0
-        self.output = OutputProjection(spec.vocab_size, hidden_size, hidden_up, threshold=threshold, tp=tp)
+        self.output = OutputProjection(
+            spec.vocab_size, hidden_size, hidden_up, new_rows=spec.new_rows, threshold=threshold, tp=tp
+        )
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
 
@@ -88,6 +90,7 @@ class Decoder(nn.Module):
     def add_reference(self) -> None:
         """Adds a frozen copy of the base, uninitialised: what rehearsal needs where the base itself trains."""
         self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
+        self.reference.output.new_rows = None  # the base never gives a new token
         self.output.reference = self.reference.output.base
 
     def compile_layers(self, backend: str = "inductor") -> None:

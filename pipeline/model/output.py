@@ -29,6 +29,8 @@ from pipeline.scale.layers import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time: 128 MiB in fp32."""
+_NEVER = -1e30
+"""A logit whose probability is 0. It is finite, because KL subtracts such logits."""
 
 
 def perplexity(nats: float) -> float:
@@ -88,10 +90,20 @@ class OutputProjection(nn.Module):
     The weights are parameters of this module, not of submodules, because `_ChunkedLoss` multiplies with them.
     `reference` is a frozen copy of the base's W_out where W_out itself trains. `kl_coefficient` is the factor of
     KL(base || model) in the loss.
+
+    `new_rows`: [n, D + U] are those of tokens from `vocab_size` on, for both streams. They are split over the ranks
+    like the others: the logits of a rank are its columns of the base's vocabulary, then its columns of the new one.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, threshold: float, tp: TensorParallel
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        expansion_size: int | None,
+        *,
+        new_rows: int = 0,
+        threshold: float,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -101,10 +113,16 @@ class OutputProjection(nn.Module):
         self.expansion: nn.Parameter | None = None
         if expansion_size is not None:
             self.expansion = sharded_parameter((vocab_size, expansion_size), VOCABULARY, tp)
+        self.new_rows: nn.Parameter | None = None
+        if new_rows:
+            self.new_rows = sharded_parameter((new_rows, hidden_size + (expansion_size or 0)), VOCABULARY, tp)
         self.reference: nn.Parameter | None = None
         self.kl_coefficient = 1.0
         self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
         self.columns = max(0, min(stop, vocab_size) - self.first)
+        first_new, stop_new = VOCABULARY.bounds(new_rows, tp.rank, tp.size)
+        self._new_columns = max(0, min(stop_new, new_rows) - first_new)
+        self._widths = stop - self.first, stop_new - first_new
 
     def logits(self, hidden: HiddenStates) -> Tensor:
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
@@ -115,7 +133,7 @@ class OutputProjection(nn.Module):
 
         KL needs three values for each logit, so its chunks are smaller.
         """
-        size = max(1, CHUNK_ELEMENTS // self.base.shape[0])
+        size = max(1, CHUNK_ELEMENTS // sum(self._widths))
         kl_size = max(1, size // 3)
         for first in range(0, kl_tokens, kl_size):
             yield slice(first, min(first + kl_size, kl_tokens))
@@ -126,8 +144,8 @@ class OutputProjection(nn.Module):
         """The logits of n tokens, and which path each took."""
         z = F.linear(hidden.x, self.base).float()
         if hidden.x_up is None or self.expansion is None:
-            return Routed(z, None, None)
-        x_up, preserved = hidden.x_up, None
+            return Routed(self._with_new_columns(z, hidden.x, None), hidden.x, None, None)
+        x, x_up, preserved = hidden.x, hidden.x_up, None
         if hidden.preserved_x is not None and hidden.preserved_x_up is not None:
             z_p = F.linear(hidden.preserved_x, self.base).float()
             preserved = preserved_tokens(z_p[:, : self.columns], z[:, : self.columns], self.threshold, self.tp)
@@ -135,28 +153,70 @@ class OutputProjection(nn.Module):
             z = z.lerp_(z_p, column * 0.5)
             # Each token takes one path, so one product with W_out^up serves both.
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
-        return Routed(z.add_(F.linear(x_up, self.expansion)), x_up, preserved)
+            x = torch.where(column, (x + hidden.preserved_x) / 2, x) if self.new_rows is not None else x
+        z = z.add_(F.linear(x_up, self.expansion))
+        return Routed(self._with_new_columns(z, x, x_up), x, x_up, preserved)
+
+    def _with_new_columns(self, z: Tensor, x: Tensor, x_up: Tensor | None) -> Tensor:
+        """The logits with those of the new rows: z [n, V / tp_size] -> [n, (V + new) / tp_size], padding impossible."""
+        if self.new_rows is None:
+            return z
+        width = x.shape[1]
+        new = F.linear(x, self.new_rows[:, :width]).float()
+        if x_up is not None:
+            new += F.linear(x_up, self.new_rows[:, width:])
+        z[:, self.columns :] = _NEVER
+        new[:, self._new_columns :] = _NEVER
+        return torch.cat([z, new], dim=1)
 
     def reference_logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size]."""
-        return F.linear(x, self.base if self.reference is None else self.reference).float()
+        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size].
+
+        New tokens are impossible for the base, so that KL(base || model) counts the probability that they take away.
+        """
+        z = F.linear(x, self.base if self.reference is None else self.reference).float()
+        if self.new_rows is None:
+            return z
+        z[:, self.columns :] = _NEVER
+        return F.pad(z, (0, self._widths[1]), value=_NEVER)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """The column of each token [N], counted over the columns of all ranks; IGNORED stays."""
+        if self.new_rows is None:
+            return tokens
+        is_new = tokens >= self.vocab_size
+        old_width, new_width = self._widths
+        index = torch.where(is_new, tokens - self.vocab_size, tokens)
+        width = torch.where(is_new, new_width, old_width)
+        places = index // width * (old_width + new_width) + index % width + torch.where(is_new, old_width, 0)
+        return torch.where(tokens == IGNORED, tokens, places)
+
+    def all_columns(self) -> dict[str, Any]:
+        """Which of all ranks' columns are this rank's, for the functions of `parallel.layers`."""
+        if self.new_rows is None:
+            return {"first": self.first, "vocab_size": self.vocab_size, "tp": self.tp}
+        width = sum(self._widths)
+        return {"first": self.tp.rank * width, "vocab_size": self.tp.size * width, "tp": self.tp}
 
     def forward(self, hidden: HiddenStates, targets: Tensor, kl_tokens: int = 0) -> Losses:
         """The losses of targets: [N]. The first `kl_tokens` are rehearsed; `hidden.reference` has at least as many."""
         base: Tensor = self.base
         expansion: Tensor | None = self.expansion
+        new_rows: Tensor | None = self.new_rows
         if not torch.is_grad_enabled():
             # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
+            new_rows = None if new_rows is None else new_rows.detach()
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
-        return Losses(*_ChunkedLoss.apply(self, targets, reference, *hidden, base, expansion))
+        return Losses(*_ChunkedLoss.apply(self, targets, reference, *hidden, base, expansion, new_rows))
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Logits [n, V / tp_size] in fp32, the expansion stream behind them [n, U], and which tokens are preserved [n]."""
+    """Logits [n, columns] in fp32, the streams behind them (x [n, D]: new rows' only), and which are preserved [n]."""
 
     logits: Tensor
+    x: Tensor
     x_up: Tensor | None
     preserved: Tensor | None
 
@@ -176,19 +236,20 @@ class _ChunkedLoss(torch.autograd.Function):
         preserved_x_up: Tensor | None,
         base: Tensor,
         expansion: Tensor | None,
+        new_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
         wanted = ctx.needs_input_grad[3:]
         # Gradients of hidden states are written once. Those of weights are summed over chunks: in fp32, since 16 bits
         # would lose small terms.
-        kinds = (x.dtype,) * 4 + (torch.float32,) * 2
+        kinds = (x.dtype,) * 4 + (torch.float32,) * 3
         gradients = _Gradients(
             *(
                 None if tensor is None or not needed else torch.zeros_like(tensor, dtype=dtype)
-                for tensor, needed, dtype in zip((*hidden, base, expansion), wanted, kinds, strict=True)
+                for tensor, needed, dtype in zip((*hidden, base, expansion, new_rows), wanted, kinds, strict=True)
             )
         )
-        columns: dict[str, Any] = {"first": projection.first, "vocab_size": projection.vocab_size, "tp": projection.tp}
+        columns, places = projection.all_columns(), projection.places(targets)
         nll = torch.zeros(len(targets), dtype=torch.float32, device=targets.device)
         kl = torch.zeros_like(nll)
         preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
@@ -199,15 +260,15 @@ class _ChunkedLoss(torch.autograd.Function):
             if routed.preserved is not None:
                 preserved[rows] = routed.preserved
             if is_greedy_choice is not None:
-                is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == targets[rows]
+                is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == places[rows]
             if reference is not None and rows.start < len(reference):
                 base_logits, ignored = projection.reference_logits(reference[rows]), targets[rows] == IGNORED
                 kl[rows], logit_gradient = kl_and_logit_gradient_(routed.logits, base_logits, ignored, **columns)
                 logit_gradient *= projection.kl_coefficient
             else:
-                nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, targets[rows], **columns)
+                nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, places[rows], **columns)
             if any(wanted):
-                gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion)
+                gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion, new_rows)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(nll, kl, preserved)
         total = nll.sum() if reference is None else nll.sum() + projection.kl_coefficient * kl.sum()
@@ -230,15 +291,32 @@ class _Gradients:
     preserved_x_up: Tensor | None
     base: Tensor | None
     expansion: Tensor | None
+    new_rows: Tensor | None
 
     def add(
-        self, rows: slice, x: Tensor, routed: Routed, logit_gradient: Tensor, base: Tensor, expansion: Tensor | None
+        self,
+        rows: slice,
+        x: Tensor,
+        routed: Routed,
+        logit_gradient: Tensor,
+        base: Tensor,
+        expansion: Tensor | None,
+        new_rows: Tensor | None,
     ) -> None:
         """Adds one chunk's part. x: [n, D], logit_gradient: [n, V / tp_size]."""
         preserved = None if routed.preserved is None else routed.preserved.unsqueeze(1)
+        of_new, width = logit_gradient[:, len(base) :], x.shape[1]
+        logit_gradient = logit_gradient[:, : len(base)]
         if self.x is not None:
             gradient = logit_gradient @ base
+            if new_rows is not None:
+                gradient += of_new @ new_rows[:, :width]
             self.x[rows] = gradient if preserved is None else torch.where(preserved, gradient / 2, gradient)
+            if self.preserved_x is not None and preserved is not None:
+                self.preserved_x[rows] = (gradient / 2).masked_fill(~preserved, 0)
+        if self.new_rows is not None:
+            streams = routed.x if routed.x_up is None else torch.cat([routed.x, routed.x_up], dim=1)
+            self.new_rows += of_new.T @ streams
         if self.base is not None:
             self.base += logit_gradient.T @ x
         if expansion is None or routed.x_up is None:
@@ -246,6 +324,8 @@ class _Gradients:
         if self.expansion is not None:
             self.expansion += logit_gradient.T @ routed.x_up
         gradient = logit_gradient @ expansion
+        if new_rows is not None:
+            gradient += of_new @ new_rows[:, width:]
         if self.x_up is not None:
             self.x_up[rows] = gradient if preserved is None else gradient.masked_fill(preserved, 0)
         if self.preserved_x_up is not None and preserved is not None:

@@ -58,6 +58,7 @@ class DecoderSpec:
         embedding_scale: what the embedding is multiplied by.
         attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
         residual: set for a base that was widened before.
+        new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
     """
 
     family: str
@@ -81,6 +82,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     residual: StoredResidual | None = None
+    new_rows: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,9 @@ from pipeline.inputs import (
     check_trackers,
     check_vocabulary,
     open_layout,
+    open_new_rows,
     open_samples,
+    with_new_rows,
 )
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.model.base_folder import BaseFolder
@@ -81,12 +83,16 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
     """
     layout, deepspeed = faults.attempt(lambda: open_layout(config, world_size)) or (None, None)
     faults.attempt(lambda: check_trackers(config))
-    base = faults.attempt(lambda: open_base(config.base))
+    base = faults.attempt(lambda: with_new_rows(config, open_base(config.base)))
     if base is not None:
         faults.attempt(lambda: base.file_of)  # reads every weight file's header
     spec = base.spec if base is not None else None
     if spec is None and base_config is not None:
         spec = faults.attempt(lambda: read_spec(base_config))
+        if spec is not None and config.vocabulary is not None:
+            vocabulary, without = config.vocabulary, spec
+            rows = faults.attempt(lambda: open_new_rows(vocabulary, config.base, without))
+            spec = replace(without, new_rows=len(rows or ()))
     fits = False
     if spec is not None:
         faults.attempt(lambda: check_context(config, spec))
@@ -97,7 +103,7 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
         faults.attempt(lambda: check_named_expansion(config.upscaled))
     faults.attempt(lambda: check_heldout(config))
     # A missing base is already in `faults`.
-    tokenizer = faults.attempt(lambda: load_tokenizer(config.base)) if config.base.exists() else None
+    tokenizer = faults.attempt(lambda: load_tokenizer(config.tokenizer)) if config.tokenizer.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
         for corpus in config.data.corpora.values():
@@ -180,7 +186,7 @@ def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults)
     elif config.data.folder.resolve() != config.folder.resolve():
         faults.attempt(lambda: check_folder(config.data.folder))
     if tokenizer is not None:
-        for job in corpus_jobs(config.data, config.base):
+        for job in corpus_jobs(config.data, config.tokenizer):
             faults.attempt(lambda job=job: preprocess.check_folder(job, tokenizer))  # type: ignore[misc]
     else:
         for files in named_inputs(config.data):

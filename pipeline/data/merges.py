@@ -1,0 +1,210 @@
+"""New BPE pieces on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipeline.log import progress_bar
+
+Word = tuple[int, ...]
+"""The ids of a stretch of text that no merge crosses."""
+Pair = tuple[int, int]
+
+MAX_PIECE_BYTES = 96
+ROW_BITS = 6
+"""A row is the 64 characters whose UTF-8 differs in the last byte only: a code point without its last 6 bits."""
+_TIMES_AS_FREQUENT = 10
+_ASCII_ROWS = 2
+
+
+class RowCounts:
+    """How often the characters of each row occur in texts, and how many of those are letters or marks."""
+
+    def __init__(self) -> None:
+        self.all: Counter[int] = Counter()
+        self.letters: Counter[int] = Counter()
+        self.total = 0
+
+    def add(self, text: str) -> None:
+        for character, count in Counter(text).items():
+            row = ord(character) >> ROW_BITS
+            self.all[row] += count
+            self.total += count
+            if unicodedata.category(character)[0] in "LM":
+                self.letters[row] += count
+
+
+def new_rows_of_characters(new: RowCounts, old: RowCounts) -> list[int]:
+    """The rows that hold letters of the new texts and are foreign to the old ones; never those of ASCII.
+
+    Foreign: ten times as frequent in the new texts, where one occurrence too many is assumed in the old ones.
+    """
+    return sorted(
+        row
+        for row, count in new.all.items()
+        if row >= _ASCII_ROWS
+        and 2 * new.letters[row] > count
+        and count * (old.total + 1) >= _TIMES_AS_FREQUENT * (old.all[row] + 1) * new.total
+    )
+
+
+def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
+    """Matches UTF-8 that holds a character of `rows`, or all but the last byte of one.
+
+    UTF-8 synchronizes itself: in valid text this matches nowhere but at such a character.
+    """
+    beginnings = (chr(row << ROW_BITS).encode()[:-1] for row in rows)
+    return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
+
+
+@dataclass
+class Symbols:
+    """The pieces that merges join, old and new.
+
+    Attributes:
+        strings: each piece as the tokenizer's file spells it, by id. Ids that are missing are never joined.
+        raw: the same as UTF-8, which may be part of a character.
+        taken: spellings that no new piece may have.
+        is_new: matches the UTF-8 of what a new piece must hold.
+        next_id: of the next new piece.
+    """
+
+    strings: dict[int, str]
+    raw: dict[int, bytes]
+    taken: set[str]
+    is_new: re.Pattern[bytes]
+    next_id: int
+
+    def may_join(self, left: int, right: int) -> bool:
+        if left not in self.strings or right not in self.strings:
+            return False
+        raw = self.raw[left] + self.raw[right]
+        if len(raw) > MAX_PIECE_BYTES or self.strings[left] + self.strings[right] in self.taken:
+            return False
+        return self.is_new.search(raw) is not None
+
+    def add(self, string: str, raw: bytes) -> int:
+        """The id of a new piece."""
+        new, self.next_id = self.next_id, self.next_id + 1
+        self.strings[new], self.raw[new] = string, raw
+        self.taken.add(string)
+        return new
+
+
+class Merge(NamedTuple):
+    """Joins two adjacent pieces into a new one, which occurred `uses` times at the end of learning."""
+
+    left: int
+    right: int
+    new: int
+    uses: int
+
+
+def learn_merges(words: Mapping[Word, int], symbols: Symbols, *, limit: int, min_uses: int) -> list[Merge]:
+    """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
+
+    Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
+    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does.
+
+    Args:
+        words: how often each occurs.
+        symbols: gets the pieces of the merges, dropped ones included.
+    """
+    sequences, counts = [list(word) for word in words], list(words.values())
+    pairs = _Pairs(symbols)
+    for index, sequence in enumerate(sequences):
+        pairs.count(sequence, counts[index], index)
+    queue = [(-count, pair) for pair, count in pairs.counts.items()]
+    heapq.heapify(queue)
+    learned: list[tuple[Pair, int]] = []
+    with progress_bar("learning merges", limit, " merges") as bar:
+        while queue and len(learned) < limit:
+            negative, pair = heapq.heappop(queue)
+            count = pairs.counts.get(pair, 0)
+            if count < min_uses:
+                continue
+            if count != -negative:
+                heapq.heappush(queue, (-count, pair))
+                continue
+            if not symbols.may_join(*pair):
+                continue  # another pair has made the same piece
+            left, right = pair
+            new = symbols.add(symbols.strings[left] + symbols.strings[right], symbols.raw[left] + symbols.raw[right])
+            raised: set[Pair] = set()
+            for index in pairs.where.pop(pair):
+                joined = _joined(sequences[index], left, right, new)
+                if len(joined) < len(sequences[index]):
+                    pairs.count(sequences[index], -counts[index])
+                    raised |= pairs.count(joined, counts[index], index, only_with=new)
+                    sequences[index] = joined
+            for other in sorted(raised):
+                heapq.heappush(queue, (-pairs.counts[other], other))
+            learned.append((pair, new))
+            bar.update()
+    uses: Counter[int] = Counter()
+    for sequence, count in zip(sequences, counts, strict=True):
+        for symbol in sequence:
+            uses[symbol] += count
+    return _worthwhile(learned, uses, min_uses)
+
+
+class _Pairs:
+    """How often each pair that may be joined occurs, and in which words it has occurred."""
+
+    def __init__(self, symbols: Symbols) -> None:
+        self._symbols = symbols
+        self._may_join: dict[Pair, bool] = {}
+        self.counts: dict[Pair, int] = {}
+        self.where: defaultdict[Pair, list[int]] = defaultdict(list)
+
+    def count(
+        self, sequence: list[int], count: int, index: int | None = None, only_with: int | None = None
+    ) -> set[Pair]:
+        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
+        noted = set()
+        for pair in pairwise(sequence):
+            allowed = self._may_join.get(pair)
+            if allowed is None:
+                allowed = self._may_join[pair] = self._symbols.may_join(*pair)
+            if not allowed:
+                continue
+            self.counts[pair] = self.counts.get(pair, 0) + count
+            if index is not None and (only_with is None or only_with in pair) and pair not in noted:
+                self.where[pair].append(index)
+                noted.add(pair)
+        return noted
+
+
+def _joined(sequence: list[int], left: int, right: int, new: int) -> list[int]:
+    found = []
+    at, last = 0, len(sequence) - 1
+    while at <= last:
+        if at < last and sequence[at] == left and sequence[at + 1] == right:
+            found.append(new)
+            at += 2
+        else:
+            found.append(sequence[at])
+            at += 1
+    return found
+
+
+def _worthwhile(learned: Iterable[tuple[Pair, int]], uses: Counter[int], min_uses: int) -> list[Merge]:
+    """The merges that save something, in order. A dropped piece is used as its two parts again."""
+    parts = {new: pair for pair, new in learned}
+    users: Counter[int] = Counter(part for pair in parts.values() for part in set(pair))
+    # What uses a piece was learned after it, so that one pass from the end sees every user first.
+    for new in reversed(list(parts)):
+        if users[new] == 0 and uses[new] < min_uses:
+            pair = parts.pop(new)
+            for part in pair:
+                uses[part] += uses[new]
+            for part in set(pair):
+                users[part] -= 1
+    return [Merge(*pair, new, uses[new]) for new, pair in parts.items()]

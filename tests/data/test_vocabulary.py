@@ -1,0 +1,300 @@
+"""Extended tokenizers: texts without new characters are cut as before, exactly, and others are only joined."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from pipeline.data.merges import ROW_BITS, RowCounts, Symbols, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
+from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
+from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
+from pipeline.errors import DataError
+from tests.data.helpers import STORIES260K, run_main, write_jsonl
+from tests.texts import DATA, REVIEWS, REVIEWS_HELDOUT, STORIES, STORIES_HELDOUT
+
+OF_20B = DATA / "tokenizers" / "20B_tokenizer.json"
+KOREAN = list(islice(texts([str(REVIEWS)]), 25))
+ENGLISH = list(islice(texts([str(STORIES)]), 100))
+ROWS = [0xC0, *range(0xAC00 >> ROW_BITS, 0xD7A4 >> ROW_BITS)]
+
+
+def sentencepiece_base(folder: Path, model_type: str) -> Path:
+    folder.mkdir()
+    train_sentencepiece(iter(ENGLISH), folder / "tokenizer.model", vocab_size=900, model_type=model_type)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 960}))
+    return folder
+
+
+def llama3_like(folder: Path) -> Path:
+    """The 20B tokenizer in a folder, with a chat template, more rows than tokens, and whole words before merges."""
+    folder.mkdir()
+    described = json.loads(OF_20B.read_text())
+    described["model"]["ignore_merges"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|endoftext|>",
+                "chat_template": "{{ messages[0]['content'] }}",
+            }
+        )
+    )
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 50_432}))
+    return folder
+
+
+@dataclass
+class Case:
+    """A base and its extended tokenizer, loaded once."""
+
+    extension: Extension
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.before, self.after = load_tokenizer(self.extension.base), load_tokenizer(self.folder)
+        self.comparison = Comparison(self.extension, self.folder)
+
+
+@pytest.fixture(scope="module", params=["20B", "whole words", "Llama", "bpe", "unigram"])
+def extended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A base of each kind, extended by 300 pieces."""
+    root = tmp_path_factory.mktemp("bases")
+    bases = {"20B": lambda: OF_20B, "Llama": lambda: STORIES260K, "whole words": lambda: llama3_like(root / "words")}
+    make = bases.get(request.param, lambda: sentencepiece_base(root / "base", request.param))
+    extension = learn_extension(make(), KOREAN, ENGLISH, add=300, min_uses=5)
+    write_extension(extension, root / "extended", lambda _: None)
+    return Case(extension, root / "extended")
+
+
+def cut(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.reference.encode([text]).ids.tolist()
+
+
+def test_korean_takes_fewer_tokens_and_english_the_same(extended: Case):
+    korean = extended.comparison.of(islice(texts([str(REVIEWS_HELDOUT)]), 20))
+    assert korean.tokens_after < 0.75 * korean.tokens_before
+    english = extended.comparison.of(texts([str(STORIES_HELDOUT)]))
+    assert english.tokens_after == english.tokens_before and english.cut_as_before == english.documents == 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pieces=st.lists(
+        st.one_of(
+            st.text(max_size=8),
+            st.sampled_from(
+                ["한국", "영화", " 정말", "ㅋㅋ", "é", "갉", "\uac00\u0301", "ᄒ", "ꡀ", "the", " ", "\n", "재미있"]
+            ),
+        ),
+        max_size=12,
+    )
+)
+def test_any_text_is_cut_as_the_guarantee_says(extended: Case, pieces: list[str]):
+    extended.comparison.of(["".join(pieces)])
+
+
+def test_a_cut_that_the_guarantee_rules_out_is_refused(extended: Case, tmp_path: Path):
+    if not extended.folder.joinpath("tokenizer.json").exists():
+        pytest.skip("the change below is one of a tokenizer.json")
+    shutil.copytree(extended.folder, tmp_path / "changed")
+    described = json.loads((extended.folder / "tokenizer.json").read_text())
+    described["model"]["merges"] = described["model"]["merges"][40:]
+    (tmp_path / "changed" / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(DataError, match="cannot be extended"):
+        Comparison(extended.extension, tmp_path / "changed").of(ENGLISH)
+
+
+def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
+    extension, before, after = extended.extension, extended.before, extended.after
+    assert after.vocab_size == extension.base_rows + len(extension.pieces)
+    assert extension.base_rows >= before.vocab_size
+    assert (after.document_start, after.document_end) == (before.document_start, before.document_end)
+    used = set(cut(after, "".join(KOREAN)))
+    assert max(used) < after.vocab_size and not used & set(range(before.vocab_size, extension.base_rows))
+    spaces = "a" + " " * 9 + "b<|endoftext|>\t"  # added tokens of the 20B tokenizer, which lie above its vocabulary
+    assert cut(after, spaces) == cut(before, spaces)
+
+
+def test_every_encoder_and_transformers_agree(extended: Case):
+    folder, ours = extended.folder, extended.after
+    mixed = [*KOREAN[:5], *ENGLISH[:5], "mixed 한국어 text, é", "  두  칸"]
+    assert ours.fast is None or agree(ours.fast, ours.reference, mixed)
+    if (folder / "tokenizer.json").exists():
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        assert [theirs(text, add_special_tokens=False)["input_ids"] for text in mixed] == [
+            cut(ours, text) for text in mixed
+        ]
+        assert len(theirs) == ours.vocab_size
+        for text in mixed[10:]:
+            assert theirs.decode(theirs(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_the_record_says_what_each_piece_replaces(extended: Case):
+    record, before = read_vocabulary(extended.folder), extended.before
+    assert (record.base_tokenizer, record.tokenizer) == (before.fingerprint, extended.after.fingerprint)
+    assert len(record.pieces) == len({piece.piece for piece in record.pieces}) > 100
+    for piece in record.pieces:
+        assert len(piece.replaces) > 1 or record.kind == "unigram"
+        assert all(0 <= old < before.vocab_size for old in piece.replaces)
+
+
+def test_the_chat_template_and_the_end_of_text_stay(tmp_path: Path):
+    base = llama3_like(tmp_path / "base")
+    write_extension(learn_extension(base, KOREAN, ENGLISH, add=20, min_uses=5), tmp_path / "out", lambda _: None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "안녕"}], tokenize=False) == "안녕"
+    assert tokenizer.eos_token_id == 0
+
+
+def test_sentencepiece_makes_no_old_piece_of_a_new_one(tmp_path: Path):
+    """It joins whatever gives a piece: with 'bc' before 'ab', an old 'abcd' could arise from a new 'abc'."""
+    base = sentencepiece_base(tmp_path / "base", "bpe")
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString((base / "tokenizer.model").read_bytes())
+    lowest = min(piece.score for piece in proto.pieces)
+    for rank, piece in enumerate(("정", "말", "재", "미", "말재", "정말", "재미", "정말재미"), 1):
+        proto.pieces.add(piece=piece, score=lowest - rank, type=1)
+    (base / "tokenizer.model").write_bytes(proto.SerializeToString())
+    text = "정말재미 정말재 말재미 " * 20
+    extension = learn_extension(base, [text], ENGLISH, add=50, min_uses=2)
+    assert all(piece.string not in "정말재미" for piece in extension.pieces)
+    write_extension(extension, tmp_path / "out", lambda _: None)
+    Comparison(extension, tmp_path / "out").of([text, "정말재미있다"])
+
+
+@given(st.text(), st.sets(st.sampled_from(ROWS)))
+def test_a_row_is_found_in_utf8_exactly_where_a_character_has_it(text: str, rows: set[int]):
+    found = row_pattern(rows).search(text.encode("utf-8", "surrogatepass")) is not None
+    assert found == any(ord(character) >> ROW_BITS in rows for character in text)
+
+
+def test_rows_are_those_of_foreign_letters():
+    new, old = RowCounts(), RowCounts()
+    new.add("한국 영화 … “quoted” 100% é " * 50 + "がо")
+    old.add("plain café text " * 50)
+    rows = new_rows_of_characters(new, old)
+    assert {ord(letter) >> ROW_BITS for letter in "한국영화"} <= set(rows)
+    assert not {ord(letter) >> ROW_BITS for letter in "a1%é“…がо"} & set(rows)
+
+
+def learned(words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken: set[str] = frozenset()):
+    """Merges of one-letter pieces, as pairs of spellings."""
+    letters = sorted({letter for word in words for letter in word})
+    ids = {letter: number for number, letter in enumerate(letters)}
+    strings = dict(enumerate(letters))
+    symbols = Symbols(
+        strings,
+        {number: letter.encode() for number, letter in strings.items()},
+        {*letters, *taken},
+        row_pattern(ROWS),
+        1000,
+    )
+    merges = learn_merges(
+        {tuple(ids[letter] for letter in word): count for word, count in words.items()},
+        symbols,
+        limit=limit,
+        min_uses=min_uses,
+    )
+    return [(symbols.strings[merge.left], symbols.strings[merge.right], merge.uses) for merge in merges]
+
+
+def test_merges_hold_new_characters_and_come_by_frequency():
+    assert learned({"b가": 5, "ab": 100, "나다": 3}) == [("b", "가", 5), ("나", "다", 3)]
+
+
+def test_pieces_that_hardly_save_are_dropped_unless_others_are_built_of_them():
+    # "가나" is left alone twice, but "가나다" is made of it.
+    words = {"가나다": 50, "가나": 2}
+    assert learned(words, min_uses=3) == [("가", "나", 2), ("가나", "다", 50)]
+    # "나라" is merged first, and then ends up in "가나라" but for two times.
+    assert learned({**words, "다라": 60}, limit=2, min_uses=53) == [("다", "라", 60)]
+
+
+def test_a_spelling_that_exists_is_not_added_again():
+    assert learned({"가나": 9}, taken={"가나"}) == []
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(alphabet="ab가나다", min_size=1, max_size=7), st.integers(1, 9), max_size=12))
+def test_the_first_merge_is_the_most_frequent_pair(words: dict[str, int]):
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for pair in pairwise(word):
+            if any(letter in "가나다" for letter in pair):
+                counts["".join(pair)] += count
+    merges = learned(words, limit=1)
+    assert bool(merges) == bool(counts)
+    if merges:
+        assert counts["".join(merges[0][:2])] == max(counts.values())
+
+
+def test_the_tool_reports_and_publishes(tmp_path: Path):
+    arguments = [
+        "--base",
+        STORIES260K,
+        "--corpus",
+        REVIEWS_HELDOUT,
+        "--old-texts",
+        STORIES_HELDOUT,
+        "--add",
+        "50",
+        "--max-mib",
+        "0.3",
+    ]
+    ended = run_main(
+        "extend_vocabulary.py", *arguments, "--output", tmp_path / "v", "--report-on", f"stories={STORIES}"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "50 new pieces from id 512 on" in ended.stdout
+    row = next(line for line in ended.stdout.splitlines() if line.startswith("stories"))
+    assert row.split()[1] == row.split()[-1] == "600"
+    first = (tmp_path / "v" / "vocabulary.json").read_bytes()
+    assert run_main("extend_vocabulary.py", *arguments, "--output", tmp_path / "v").returncode == 0
+    assert (tmp_path / "v" / "vocabulary.json").read_bytes() == first
+    assert (
+        fertility(load_tokenizer(tmp_path / "v"), iter(["한국 영화"])).tokens
+        < fertility(load_tokenizer(STORIES260K), iter(["한국 영화"])).tokens
+    )
+
+
+def test_texts_without_new_letters_and_folders_of_others_are_refused(tmp_path: Path):
+    english = write_jsonl(tmp_path / "e.jsonl", ENGLISH)
+    ended = run_main(
+        "extend_vocabulary.py",
+        "--base",
+        STORIES260K,
+        "--corpus",
+        english,
+        "--old-texts",
+        STORIES,
+        "--add",
+        "50",
+        "--output",
+        tmp_path / "v",
+    )
+    assert ended.returncode == 1 and "keep this tokenizer" in ended.stderr
+    extension = learn_extension(STORIES260K, KOREAN, ENGLISH, add=5, min_uses=5)
+    with pytest.raises(DataError, match="is no extended tokenizer"):
+        write_extension(extension, tmp_path, lambda _: None)
+    with pytest.raises(DataError, match="found none"):
+        read_vocabulary(tmp_path)
+
+
+def test_a_tokenizer_of_words_cannot_be_extended(tmp_path: Path):
+    described = json.loads((STORIES260K / "tokenizer.json").read_text())
+    described["model"]["byte_fallback"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(DataError, match="it cannot be extended"):
+        learn_extension(tmp_path, KOREAN, ENGLISH, add=5, min_uses=5)

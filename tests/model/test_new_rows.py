@@ -1,0 +1,259 @@
+"""The rows of an extended vocabulary: the base beside them is exact, and loss and gradients are autograd's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pipeline.model.output as output
+from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora
+from pipeline.methods import method_for
+from pipeline.methods.scale import upscale
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
+from pipeline.model.new_rows import NewRows, is_new_row
+from pipeline.model.output import OutputProjection
+from pipeline.parallel.sharding import merge, named_trained_parameters, partition_of
+from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
+from tests.distributed import run_ranks
+from tests.widened import SEED, balance_router, scale_settings, shake, some_batch, some_tokens, trained_gradients
+
+NEW = NewRows([[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]])  # 5: divides over no number of ranks here
+METHODS: dict[str, Any] = {
+    "preserve": scale_settings("preserve"),
+    "adapt": scale_settings("adapt", collaborative_modules="both"),
+    "route": scale_settings("route", collaborative_modules="both"),
+    "fft": FullFineTuning(name="fft"),
+    "freeze": Freeze(name="freeze", frozen_layers=1),
+    "lora": Lora(name="lora", rank=2, alpha=4),
+    "llama_pro": LlamaPro(name="llama_pro", added_layers=1),
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def extended(base: BaseFolder, new_rows: NewRows = NEW) -> BaseFolder:
+    return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
+
+
+def model_of(
+    base: BaseFolder, method: str, folder: Path, *, noise: float = 0.1, tp: TensorParallel = SINGLE
+) -> Decoder:
+    """`base` with new rows before the first step of `method`, or shaken by `noise`."""
+    settings = METHODS[method]
+    if settings.name == "scale" and not (folder / method).exists():
+        upscale(settings, replace(base, spec=replace(base.spec, new_rows=0)), folder / method, SEED)
+    made = method_for(settings, folder / method, SEED)
+    model = made.build(base.spec, tp, "none")
+    made.load(model, base, tp)
+    shake(model, noise)
+    return model
+
+
+def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
+    spec = replace(model.spec, vocab_size=model.spec.vocab_size + model.spec.new_rows)
+    tokens, targets = some_batch(spec, 2, 24)
+    tokens[0, 2:7] = targets[1, 4:9] = torch.arange(97, 102)
+    return tokens, targets
+
+
+def plain_logits(model: Decoder, hidden: output.HiddenStates) -> Tensor:
+    """All logits at once, of one matrix each, differentiated by autograd."""
+    out, width = model.output, model.spec.widths.hidden_size
+    whole = torch.cat([out.base, out.new_rows[:, :width]])
+    z = F.linear(hidden.x, whole)
+    if hidden.x_up is None:
+        return z
+    x_up = hidden.x_up
+    if hidden.preserved_x is not None:
+        z_p = F.linear(hidden.preserved_x, whole)
+        cosine = F.cosine_similarity(z_p[:, : len(out.base)], z[:, : len(out.base)])
+        preserved = (cosine > out.threshold).unsqueeze(1)
+        assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
+        z, x_up = torch.where(preserved, (z_p + z) / 2, z), torch.where(preserved, hidden.preserved_x_up, x_up)
+    return z + F.linear(x_up, torch.cat([out.expansion, out.new_rows[:, width:]]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox"])
+@pytest.mark.parametrize("method", METHODS)
+def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method, tmp_path):
+    model = model_of(extended(base(name)), method, tmp_path, noise=0.0)
+    old = Decoder(base(name).spec)
+    old.load_state_dict(base_state(base(name)))
+    tokens = some_tokens(old.spec, 2, 24)
+    assert torch.equal(model.logits(tokens)[..., :97], old.logits(tokens))
+
+
+def base_state(base: BaseFolder) -> dict[str, Tensor]:
+    names = [name for name, _ in Decoder(base.spec).named_parameters(remove_duplicate=False)]
+    return {name: base.read(name) for name in names}
+
+
+@pytest.mark.parametrize("method", ["preserve", "route", "lora", "freeze"])
+def test_with_new_rows_out_of_reach_the_trained_model_ignores_them(base, method, tmp_path):
+    """On text without new pieces, whatever the new rows are: no logit of an old column depends on them."""
+    model = model_of(extended(base("llama")), method, tmp_path)
+    tokens = some_tokens(base("llama").spec, 2, 24)
+    before = model.logits(tokens)[..., :97]
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if is_new_row(key):
+                parameter.normal_()
+    assert torch.equal(model.logits(tokens)[..., :97], before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_new_rows_train_with_every_method_and_old_ones_as_before(base, method, tmp_path):
+    plain, more = base("llama"), extended(base("llama"))
+    without, with_rows = (model_of(folder, method, tmp_path / str(folder.spec.new_rows)) for folder in (plain, more))
+    trained = {key for key, _ in named_trained_parameters(with_rows)}
+    assert trained - {key for key, _ in named_trained_parameters(without)} == {
+        "embedding.new_rows.weight", "output.new_rows",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox tied"])
+@pytest.mark.parametrize("method", ["preserve", "adapt", "route", "fft", "lora"])
+def test_loss_and_gradients_equal_plain_cross_entropy(base, name, method, tmp_path, monkeypatch):
+    model = model_of(extended(base(name)), method, tmp_path)
+    tokens, targets = batch_with_new_tokens(model)
+    if method == "route":
+        balance_router(model, tokens)
+    logits = plain_logits(model, model.hidden_states(tokens))
+    expected_nll = F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+    expected_nll.sum().backward()
+    expected = trained_gradients(model)
+    for rows in (7, 1000):
+        model.zero_grad()
+        monkeypatch.setattr(output, "CHUNK_ELEMENTS", rows * 102)
+        losses = model(tokens, targets)
+        torch.testing.assert_close(losses.nll, expected_nll, rtol=0, atol=1e-5)
+        losses.total.backward()
+        for parameter, gradient in trained_gradients(model).items():
+            scale = float(expected[parameter].abs().max())
+            assert scale > 0, f"{parameter} is not reached"
+            assert (gradient - expected[parameter]).abs().max() <= 200 * 2**-24 * scale, parameter
+    with torch.no_grad():
+        chosen = model(tokens, logits.argmax(dim=1).view(tokens.shape)).is_greedy_choice
+    assert chosen.all()
+
+
+@pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
+def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
+    model = model_of(extended(base("llama")), method, tmp_path)
+    if not model.keeps_base:
+        model.add_reference()
+        method_for(METHODS[method], tmp_path, SEED).load(model.reference, extended(base("llama")), SINGLE)
+    tokens, targets = some_batch(base("llama").spec, 2, 24)
+    old = Decoder(base("llama").spec)
+    old.load_state_dict(base_state(base("llama")))
+    p = old.logits(tokens[:1]).log_softmax(dim=-1)
+    q = plain_logits(model, model.hidden_states(tokens)).log_softmax(dim=-1).view(2, 24, -1)[:1, :, :97]
+    expected = (p.exp() * (p - q)).sum(dim=-1).masked_fill(targets[:1] == -100, 0)
+    expected.sum().backward()
+    gradients = trained_gradients(model)
+    model.zero_grad()
+    losses = model(tokens, targets.masked_fill(torch.tensor([[False], [True]]), -100), kl_rows=1, reference_rows=1)
+    torch.testing.assert_close(losses.kl[:1], expected, rtol=0, atol=2e-5)
+    losses.total.backward()
+    for name, gradient in trained_gradients(model).items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=2e-5)
+
+
+def test_initial_rows():
+    rows = torch.arange(97.0).unsqueeze(1) * torch.tensor([1.0, 10.0])
+    assert torch.equal(NEW.of(rows)[:, 0], torch.tensor([3.0, 6.0, 36.0, 1.5, 8.0]))
+    weighted = replace(NEW, initial="last-weighted").of(rows)[:, 1]
+    torch.testing.assert_close(weighted, 10 * torch.tensor([3, (5 + 14) / 3, (5 + 14 + 288) / 6, 2.0, 8]))
+    assert torch.equal(replace(NEW, initial="zero").of(rows), torch.zeros(5, 2))
+
+
+def test_new_rows_of_a_widened_base_start_as_the_mean_of_both_streams(base, tmp_path):
+    model = model_of(extended(base("llama")), "preserve", tmp_path, noise=0.0)
+    embedding, width = model.embedding, 32
+    old = torch.cat([embedding.base.weight, embedding.expansion.weight], dim=1)
+    torch.testing.assert_close(embedding.new_rows.weight[1], (old[5] + old[7]) / 2)
+    assert torch.equal(model.output.new_rows[:, width:], torch.zeros(5, 12))
+    torch.testing.assert_close(model.output.new_rows[0, :width], model.output.base[3])
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
+def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(vocab_size: int, new: int, tp_size: int):
+    tokens = torch.arange(vocab_size + new)
+    owners = []
+    for rank in range(tp_size):
+        tp = TensorParallel(rank=rank, size=tp_size) if tp_size > 1 else SINGLE
+        with torch.device("meta"):
+            projection = OutputProjection(vocab_size, 2, None, new_rows=new, threshold=0, tp=tp)
+        columns, width = projection.all_columns(), sum(projection._widths)
+        places = projection.places(tokens)
+        here = (places >= columns["first"]) & (places < columns["first"] + width)
+        old = here[:vocab_size].nonzero().flatten()
+        assert torch.equal(old, tokens[projection.first : projection.first + projection.columns])
+        assert torch.equal(places[old] - columns["first"], old - projection.first)
+        owners.append(here)
+        assert places.unique().numel() == len(tokens) and places.max() < columns["vocab_size"]
+    assert torch.equal(torch.stack(owners).sum(dim=0), torch.ones(len(tokens), dtype=torch.int64))
+    assert projection.places(torch.tensor([-100])).item() == -100
+
+
+def outcome(path: Path, folder: Path, name: str, method: str, tp_size: int) -> dict[str, Any]:
+    """What a rank computes of a batch with new tokens."""
+    tp = SINGLE
+    if torch.distributed.is_initialized():
+        tp = ProcessGroups(Layout(tp_size, tp_size)).tensor_parallel
+    base = extended(open_base(path))
+    model = model_of(base, method, folder, tp=tp)
+    tokens, targets = batch_with_new_tokens(model)
+    if method == "route":
+        whole = model_of(base, method, folder)
+        balance_router(whole, tokens)
+        model.output.threshold = whole.output.threshold
+    losses = (
+        model(tokens, targets, kl_rows=1, reference_rows=1 if model.keeps_base else 0)
+        if method != "fft"
+        else model(tokens, targets)
+    )
+    losses.total.backward()
+    with torch.no_grad():
+        greedy = model(tokens, targets).is_greedy_choice
+    gradients = {
+        key: (value, partition_of(dict(model.named_parameters())[key]))
+        for key, value in trained_gradients(model).items()
+    }
+    return {"nll": losses.nll, "kl": losses.kl, "greedy": greedy, "gradients": gradients}
+
+
+def outcomes(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [outcome(*job) for job in jobs]
+
+
+def test_several_ranks_compute_what_one_does(base, tmp_path):
+    for tp_size in (2, 4):
+        cases = [
+            ("llama" if tp_size == 2 else "llama eight heads", method)
+            for method in ("preserve", "route", "fft", "lora")
+        ]
+        jobs = [(base(name).path, tmp_path / name, name, method, tp_size) for name, method in cases]
+        for job in jobs:
+            model_of(extended(base(job[2])), job[3], job[1])  # writes the expansion once
+        ranks = run_ranks(outcomes, tp_size, jobs)
+        for index, job in enumerate(jobs):
+            alone, split = outcome(*job), [rank[index] for rank in ranks]
+            for of_rank in split:
+                torch.testing.assert_close(of_rank["nll"], alone["nll"], rtol=0, atol=2e-5)
+                torch.testing.assert_close(of_rank["kl"], alone["kl"], rtol=0, atol=2e-5)
+                assert torch.equal(of_rank["greedy"], alone["greedy"])
+            for key, (gradient, partition) in alone["gradients"].items():
+                size = gradient.shape[partition.dim] if split[0]["gradients"][key][1].dim is not None else 0
+                merged = merge([of_rank["gradients"][key][0] for of_rank in split], split[0]["gradients"][key][1], size)
+                scale = float(gradient.abs().max())
+                assert (merged - gradient).abs().max() <= 1e-4 * scale, (job[3], key)

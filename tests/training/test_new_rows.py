@@ -1,0 +1,199 @@
+"""Runs with an extended vocabulary: the same at every layout and after a resume, old rows untouched, and exported."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.trained_model import describe_checkpoint, open_trained
+from pipeline.conversion.verify import probe_maker
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import texts
+from pipeline.data.vocabulary import learn_extension, write_extension
+from pipeline.data.workers import local_workers
+from pipeline.errors import RESUME_LATER, ConversionError, DataError
+from pipeline.inputs import read_inputs
+from pipeline.model.from_hf import is_base, open_base
+from pipeline.parallel.sharding import merge
+from tests.bases import STORIES
+from tests.distributed import run_ranks
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
+
+STEPS = 3
+NEW = 61  # prime
+EXPANSION = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
+METHODS: dict[str, Any] = {
+    "preserve": {"name": "scale", "variant": "preserve", "expansion": EXPANSION, "norm": "base"},
+    "adapt": {"name": "scale", "variant": "adapt", "expansion": EXPANSION, "l_fp": 3},
+    "route": {"name": "scale", "variant": "route", "expansion": EXPANSION, "l_fp": 3},
+    "fft": {"name": "fft"},
+    "freeze": {"name": "freeze", "frozen_layers": 2},
+    "lora": {"name": "lora", "rank": 4},
+    "llama_pro": {"name": "llama_pro", "added_layers": 5},
+}
+LAYOUTS = {
+    "preserve": (3, 2),
+    "adapt": (2, 2),
+    "route": (1, 2),
+    "fft": (3, 1),
+    "freeze": (2, 1),
+    "lora": (3, 2),
+    "llama_pro": (1, 1),
+}
+"""ZeRO stage and tensor-parallel size, on two ranks."""
+MOVED = ("preserve", "fft")
+"""Stopped in their first step, and resumed at another layout."""
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("vocabulary") / "korean"
+    new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
+    write_extension(learn_extension(STORIES, new[:20], old, add=NEW, min_uses=5), folder, lambda _: None)
+    return folder
+
+
+def settings(method: str, vocabulary: Path) -> dict[str, Any]:
+    return {
+        "method": METHODS[method],
+        "vocabulary": {"folder": str(vocabulary)},
+        "schedule__steps": STEPS,
+        "schedule__learning_rate": 1e-3,
+        "data__replay_loss": "kl" if method in ("adapt", "fft") else "nll",
+    }
+
+
+@pytest.fixture(scope="module")
+def extended_tokens(vocabulary, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("extended")
+    config = load_config(write_config(folder / "run", folder, **settings("fft", vocabulary)))
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, config.tokenizer):
+            preprocess(job, workers)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(vocabulary, extended_tokens, tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each method's run on one rank: its folder, and what the rank holds at its end."""
+    folder = tmp_path_factory.mktemp("alone")
+    configs = {name: make_run(folder / name, extended_tokens, zero=1, **settings(name, vocabulary)) for name in METHODS}
+    [ranks] = run_ranks(in_turn, 1, [partial(train_and_look, config) for config in configs.values()])
+    return {name: (folder / name, held) for name, held in zip(METHODS, ranks, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def split(vocabulary, extended_tokens, tmp_path_factory) -> dict[str, tuple[Path, tuple[dict[str, Any], ...]]]:
+    """The same at another layout; Preserve and fft are stopped in their first step and resume at a third."""
+    folder = tmp_path_factory.mktemp("split")
+    jobs: list[Any] = []
+    for name, (zero, tp_size) in LAYOUTS.items():
+
+        def make(make: Any, tp_size: int, name: str = name, **more: Any) -> Path:
+            return make(folder / name, extended_tokens, parallel__tp_size=tp_size, **more, **settings(name, vocabulary))
+
+        config = make(make_run, tp_size, zero=zero)
+        if name in MOVED:
+            jobs.append(partial(train, config, stop=True))
+            config = make(write_config, 3 - tp_size, zero=1)
+        jobs.append(partial(train_and_look, config))
+    by_job = [ranks for ranks in zip(*run_ranks(in_turn, 2, jobs), strict=True) if ranks != (RESUME_LATER,) * 2]
+    return {name: (folder / name, ranks) for name, ranks in zip(LAYOUTS, by_job, strict=True)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_split_or_moved_run_equals_one_process(alone, split, method):
+    folder, ranks = split[method]
+    reference_folder, reference = alone[method]
+    assert losses(folder) == pytest.approx(losses(reference_folder), rel=1e-5)
+    for key in ("gradient_norm", "perplexity/korean", "bits_per_byte/english"):
+        expected = [line[key] for line in metrics(reference_folder) if key in line]
+        assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(expected, rel=1e-4)
+    tp_size = 3 - LAYOUTS[method][1] if method in MOVED else LAYOUTS[method][1]
+    for name in ("embedding.new_rows.weight", "output.new_rows"):
+        shards = [rank["parameters"][name] for rank in ranks[:tp_size]]
+        whole = merge(shards, ranks[0]["partitions"][name], NEW)
+        wanted = reference["parameters"][name]
+        torch.testing.assert_close(whole, wanted, rtol=0, atol=2e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["preserve", "adapt", "route", "lora", "llama_pro"])
+def test_the_base_and_its_old_rows_stay_bit_identical_and_have_no_optimizer_state(alone, method):
+    _, held = alone[method]
+    base, frozen = open_base(STORIES), 0
+    for name, parameter in held["parameters"].items():
+        if is_base(name) and not name.startswith("layers."):
+            assert torch.equal(parameter, base.read(name)), name
+            frozen += parameter.numel()
+    assert held["optimizer_state_elements"] == 2 * held["trainable_parameters"]
+    assert held["step0_max_abs_logit_difference"] == 0.0 and frozen > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_out_text_is_learned(alone, method):
+    found = [line["bits_per_byte/korean"] for line in metrics(alone[method][0]) if "bits_per_byte/korean" in line]
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "freeze"])
+def test_an_export_is_one_larger_vocabulary(split, vocabulary, tmp_path, method):
+    written = "scale" if method in ("adapt", "route") else "stock"
+    folder, _ = split[method]
+    checkpoint = folder / "checkpoints" / f"step_{STEPS:08d}"
+    output = tmp_path / "hf"
+    # `convert` publishes only what gives the training model's logits.
+    probe = probe_maker({"korean": [str(REVIEWS_HELDOUT)]})
+    assert convert(Conversion(checkpoint, STORIES, output), probe)
+    assert json.loads((output / "conversion.json").read_text())["written_format"] == written
+    assert (output / "tokenizer.json").read_bytes() == (vocabulary / "tokenizer.json").read_bytes()
+    assert load_tokenizer(output).fingerprint == load_tokenizer(vocabulary).fingerprint
+    model = load_hf_model(output, trust_remote_code=True)
+    assert model.config.vocab_size == 512 + NEW and not model.config.tie_word_embeddings
+    embedding = model.state_dict()["model.embed_tokens.weight" if written == "stock" else "embedding.base.weight"]
+    if method != "fft":
+        assert torch.equal(embedding[:512, :64], open_base(STORIES).read("embedding.base.weight"))
+
+
+def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tokens, tmp_path):
+    lora, adapt = (split[name][0] / "checkpoints" / f"step_{STEPS:08d}" for name in ("lora", "adapt"))
+    with pytest.raises(ConversionError, match="lack the rows of its new pieces"):
+        convert(Conversion(lora, STORIES, tmp_path / "peft", format="peft"), probe_maker({}))
+    assert convert(Conversion(adapt, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({}))
+    changes = {**settings("adapt", vocabulary), "upscaled": str(tmp_path / "expansion")}
+    config = write_config(tmp_path / "second", extended_tokens, zero=1, **changes)
+    assert run_ranks(train, 1, config) == [0]
+    first, second = (losses(run) for run in (split["adapt"][0], tmp_path / "second"))
+    assert second[0] < first[0]
+
+
+def test_a_checkpoint_is_described(split):
+    facts = describe_checkpoint(split["lora"][0] / "checkpoints" / f"step_{STEPS:08d}")
+    assert facts["trainable_parameters"] > 2 * NEW * 64
+    model = open_trained(split["lora"][0] / "checkpoints" / f"step_{STEPS:08d}", STORIES)
+    assert model.shapes["output.base"] == (512 + NEW, 64)
+
+
+def test_a_vocabulary_of_another_base_is_refused(vocabulary, extended_tokens, tmp_path):
+    path = write_config(tmp_path, extended_tokens, zero=1, **settings("fft", vocabulary))
+    record = json.loads((vocabulary / "vocabulary.json").read_text())
+    (tmp_path / "changed").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "changed" / name).write_bytes((vocabulary / name).read_bytes())
+    (tmp_path / "changed" / "vocabulary.json").write_text(json.dumps({**record, "base_rows": 500}))
+    path.write_text(path.read_text().replace(str(vocabulary), str(tmp_path / "changed")))
+    with pytest.raises(DataError, match="checksum"):
+        read_inputs(load_config(path), 1)
+    path.write_text(path.read_text().replace(str(tmp_path / "changed"), str(tmp_path)))
+    with pytest.raises(DataError, match="found none"):
+        read_inputs(load_config(path), 1)

@@ -1,0 +1,105 @@
+"""Adds pieces for a new language to a base's tokenizer, so that it cuts that language into fewer tokens.
+
+    python tools/extend_vocabulary.py --base data/models/stories260K --corpus data/ko/reviews.jsonl.zst \
+        --old-texts data/en/stories.jsonl.zst --add 2000 --output runs/korean_vocabulary
+
+A text without a letter of the new language is cut exactly as before; this is checked on all texts that are read. The
+folder that is written holds the tokenizer, and the record that a run's setting `vocabulary` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.command_line import positive, run
+from pipeline.data.merges import ROW_BITS
+from pipeline.data.tokenizer_training import texts
+from pipeline.data.unit_work import is_heldout
+from pipeline.data.vocabulary import Comparison, Cuts, Extension, learn_extension, write_extension
+
+_HELDOUT_FRACTION = 0.02
+
+
+def main() -> None:
+    options = _options()
+    read = {"text_key": options.text_key, "max_bytes": int(options.max_mib * 2**20), "seed": options.seed}
+    learned: list[str] = []
+    heldout: list[str] = []
+    for text in texts(options.corpus, **read):
+        (heldout if is_heldout(text, _HELDOUT_FRACTION) else learned).append(text)
+    old = list(texts(options.old_texts, **read))
+    extension = learn_extension(options.base, learned, old, add=options.add, min_uses=options.min_uses)
+    reports = dict(report.split("=", 1) if "=" in report else (report, report) for report in options.report_on)
+    found: dict[str, Cuts] = {}
+
+    def check(folder: Path) -> None:
+        comparison = Comparison(extension, folder)
+        found["new, held out"] = comparison.of(heldout)
+        found["old"] = comparison.of(old)
+        for name, file in reports.items():
+            found[name] = comparison.of(texts([file], text_key=options.text_key))
+
+    record = write_extension(extension, options.output, check)
+    print(f"{options.output}: {record.kind}, {len(record.pieces)} new pieces from id {record.base_rows} on")
+    print(f"learned from {record.learned_from:,} characters, seed {options.seed}; every new piece holds one of")
+    print(f"  {_ranges(extension)}")
+    print(f"{'text':24} {'documents':>9} {'characters':>11} {'tokens/character':>23} {'cut as before':>13}")
+    for name, cuts in found.items():
+        if cuts.documents:
+            rates = f"{cuts.tokens_before / cuts.characters:.4f} -> {cuts.tokens_after / cuts.characters:.4f}"
+            print(f"{name:24} {cuts.documents:9,} {cuts.characters:11,} {rates:>23} {cuts.cut_as_before:13,}")
+
+
+def _ranges(extension: Extension) -> str:
+    """The rows of characters as ranges of code points."""
+    ranges: list[list[int]] = []
+    for row in extension.rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1][1] = row + 1
+        else:
+            ranges.append([row, row + 1])
+    return ", ".join(f"U+{first << ROW_BITS:04X}-{(stop << ROW_BITS) - 1:04X}" for first, stop in ranges)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--base", type=Path, required=True, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add("--corpus", nargs="+", required=True, metavar="FILE", help="new texts, as for tools/preprocess_data.py")
+    add(
+        "--old-texts",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts of what the base knows: their letters stay out of the new pieces",
+    )
+    add("--add", type=positive, required=True, metavar="N", help="new pieces, at most")
+    add("--output", type=Path, required=True, help="the folder to write")
+    add(
+        "--min-uses",
+        type=positive,
+        default=10,
+        help="drop pieces that occur less often in the sample (default: 10)",
+    )
+    add(
+        "--max-mib",
+        type=float,
+        default=64,
+        help="read about this much of either texts, drawn at random (default: 64); a Korean sample of 12 MiB needs "
+        "1 GiB of memory",
+    )
+    add("--seed", type=int, default=0, help="of that sample (default: 0)")
+    add("--text-key", default="text", help="the key or column that holds the document (default: text)")
+    add(
+        "--report-on",
+        nargs="*",
+        default=[],
+        metavar="NAME=FILE",
+        help="further texts for the table, e.g. korean=reviews.jsonl.zst",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -148,7 +148,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         probe = make_probe(model)
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
-        costs = _costs_of_precisions(conversion, folder, probe, export.dtype)
+        base_probe = make_probe(model.with_tokenizer_of_base) if model.manifest.run.vocabulary else probe
+        costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), export.dtype)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_json(folder / RECORD, {**record, **written})
     _logger.info(
@@ -159,14 +160,14 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
 
 
 def _costs_of_precisions(
-    conversion: Conversion, folder: Path, probe: Probe, dtype: torch.dtype
+    conversion: Conversion, export: tuple[Path, Probe], base: tuple[Path, Probe], dtype: torch.dtype
 ) -> dict[ServedPrecision, precisions.Loss]:
     """What the 16-bit types and the precisions asked for cost the export.
 
     Raises:
         ConversionError: it loses more than its base in one that was asked for.
     """
-    found = precisions.losses(folder, conversion.base, probe, dtype, ("bf16", "fp16", *conversion.precisions))
+    found = precisions.losses(export, base, dtype, ("bf16", "fp16", *conversion.precisions))
     for name, loss in found.items():
         if not loss.is_acceptable:
             message = f"{conversion.output}: {precisions.describe(name, loss)}"

@@ -169,17 +169,16 @@ class Loss:
 
 
 def losses(
-    folder: Path,
-    base: Path,
-    probe: Probe,
-    dtype: torch.dtype,
-    wanted: Sequence[ServedPrecision],
+    export: tuple[Path, Probe], base: tuple[Path, Probe], dtype: torch.dtype, wanted: Sequence[ServedPrecision]
 ) -> dict[ServedPrecision, Loss]:
-    """What each precision costs the export in `folder`, whose files are in `dtype`."""
+    """What each precision costs the export, whose files are in `dtype`, and its base.
+
+    Each is a folder, and the text in the tokens of its own vocabulary.
+    """
     nll: list[dict[ServedPrecision, dict[str, float]]] = []
     own: ServedPrecision = next(name for name, its in TYPES.items() if its == dtype)
-    for path in (folder, base):
-        model = load_exported(path, base, dtype)
+    for path, probe in (export, base):
+        model = load_exported(path, base[0], dtype)
         nll.append({name: nll_in(model, probe, name) for name in dict.fromkeys((own, *wanted))})
     of_export, of_base = nll
     best = [min(its[own], key=its[own].__getitem__) for its in nll]

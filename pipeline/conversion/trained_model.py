@@ -80,6 +80,12 @@ class TrainedModel:
         """The folder of the tokenizer: the base's, or the extended one."""
         return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
 
+    @property
+    def with_tokenizer_of_base(self) -> TrainedModel:
+        """The same, but for `tokenizer`."""
+        run = self.manifest.run.model_copy(update={"vocabulary": None})
+        return replace(self, manifest=self.manifest.model_copy(update={"run": run}))
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's whole shape. A tied output projection is not a parameter of its own."""

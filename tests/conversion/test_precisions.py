@@ -113,7 +113,7 @@ def test_a_stock_export_survives_every_precision(widened, tmp_path):
     assert convert(asked, PROBE) and not convert(asked, PROBE)
     rows = json.loads((tmp_path / "hf" / "verification.json").read_text())["precisions"]
     assert set(rows) == {"bf16", "fp16", "q8_0", "fp8"} and rows["bf16"]["export_factor"] == 1.0
-    found = losses(tmp_path / "hf", STORIES, PROBE(widened), torch.bfloat16, ALL)
+    found = losses((tmp_path / "hf", PROBE(widened)), (STORIES, PROBE(widened)), torch.bfloat16, ALL)
     # A model of a few steps predicts hardly anything: eight bits for a whole matrix move it by some percent.
     assert {name for name, loss in found.items() if not loss.is_acceptable} <= {"fp8_tensor"}
     assert found["fp8_tensor"].export_factor < 1.1

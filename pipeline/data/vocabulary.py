@@ -2,7 +2,7 @@
 
 The guarantee, for every text: one without a character of `new_rows` (after the tokenizer's normalizer) is cut exactly
 as before. With BPE, any other is cut as before, but for runs of old pieces that became one new piece each.
-docs/adr/0021-old-cuts-stay.md proves it.
+docs/adr/0023-old-cuts-stay.md proves it.
 """
 
 from __future__ import annotations

@@ -128,3 +128,21 @@ def test_a_scale_that_does_not_survive_is_refused(widened, tmp_path, monkeypatch
     with pytest.raises(ConversionError, match=r"in q8_0 its perplexity grows .* the base's .*leave q8_0 out"):
         convert(asked, PROBE)
     assert not (tmp_path / "hf").exists()
+
+
+def test_other_tools_can_fine_tune_a_16_bit_folder(widened, tmp_path):
+    """AdamW moves a weight by the learning rate, however small it is: 2^-20 made the loss explode in a step."""
+    asked = Conversion(widened.checkpoint, widened.base.path, tmp_path / "hf", "stock", torch.bfloat16)
+    assert convert(asked, PROBE)
+    model = load_hf_model(tmp_path / "hf", torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.stack([window[:128] for window in PROBE(widened)["stories"]])
+    losses_of_steps = []
+    for _ in range(8):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses_of_steps.append(loss.item())
+    assert losses_of_steps == sorted(losses_of_steps, reverse=True)
+    assert losses_of_steps[-1] < 0.95 * losses_of_steps[0]

@@ -1,6 +1,6 @@
 """A stock export in llama.cpp: its own converter reads the folder, and its log-probabilities are those of transformers.
 
-Needs the package llama-cpp-python, and the environment variable LLAMA_CPP: a folder with the sources of llama.cpp, which
+Needs the package llama-cpp-python, and the environment variable LLAMA_CPP: a folder with its sources, which
 hold convert_hf_to_gguf.py (those that llama-cpp-python is built from will do).
 """
 

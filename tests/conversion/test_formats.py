@@ -21,7 +21,7 @@ from tests.conversion.checkpoints import FFT, save_many, scale, trained, trainin
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
-FAMILIES = [name for name in CONFIGS if "eight" not in name and "wide" not in name]
+FAMILIES = [name for name in CONFIGS if "eight" not in name]
 FEW = ["llama tied", "llama biases", "qwen2", "neox", "neox tied", "neox unbiased attention"]
 LLAMA_FAMILIES = [name for name in FAMILIES if not name.startswith("neox")]
 COMPARED = ("freeze", "lora", "llama_pro")

@@ -120,7 +120,9 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "neox tied": GPTNeoXConfig(**{**_NEOX, "tie_word_embeddings": True}, rope_parameters=_QUARTER_ROPE),
     "neox unbiased attention": GPTNeoXConfig(**_NEOX, attention_bias=False, rope_parameters=_QUARTER_ROPE),
     # On two ranks each shard has whole blocks of nf4.
-    "llama wide": LlamaConfig(**{**_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}),
+    "llama eight heads, wide": LlamaConfig(
+        **{**_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2}
+    ),
     # For tensor parallelism: as many heads as ranks, and more.
     "llama eight heads": LlamaConfig(**{**_LLAMA, "num_attention_heads": 8, "num_hidden_layers": 2}),
     "neox eight heads": GPTNeoXConfig(

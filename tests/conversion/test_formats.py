@@ -21,7 +21,7 @@ from tests.conversion.checkpoints import FFT, save_many, scale, trained, trainin
 from tests.distributed import run_ranks
 from tests.widened import some_tokens, unwidened
 
-FAMILIES = [name for name in CONFIGS if "eight" not in name and "wide" not in name]
+FAMILIES = [name for name in CONFIGS if "eight" not in name]
 FEW = ["llama tied", "llama biases", "smollm3", "phi3", "exaone4", "gemma3", "neox", "neox unbiased attention"]
 NOT_STOCK = {
     "neox": "LayerNorm takes one mean",

@@ -195,8 +195,8 @@ CASES = {
         Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
         Case("llama biases", "lora", {"rank": 4}, sequence_parallel=True),
         Case("llama biases", "adapt", BOTH, "all", rehearses=True, precision="fp8"),
-        Case("llama wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
-        Case("llama wide", "lora", {"rank": 4}, precision="nf4"),
+        Case("llama eight heads, wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
+        Case("llama eight heads, wide", "lora", {"rank": 4}, precision="nf4"),
     ],
     4: [
         *EVERY_METHOD,

@@ -201,7 +201,8 @@ def _subjects() -> Iterator[Subject]:
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "llama in several files": ("llama", {"max_shard_size": "40KB"}),
         "llama": ("llama3 rope", {}),
-        "qwen2": ("qwen2", {}),
+        "phi3": ("phi3", {}),
+        "gemma3": ("gemma3", {}),
         "neox": ("neox", {}),
     }
     for name, (kind, options) in kinds.items():

@@ -81,12 +81,18 @@ def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
     """
     if config.vocabulary is None:
         return base
-    new_rows = open_new_rows(config.vocabulary, config.base, base.spec)
+    new_rows = _open_new_rows(config.vocabulary, config.base, base.spec)
     return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
 
 
-def open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
-    """The rows of an extended vocabulary for the base of architecture `spec`. Raises as `with_new_rows`."""
+def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
+    """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
+    if config.vocabulary is None:
+        return spec
+    return replace(spec, new_rows=len(_open_new_rows(config.vocabulary, config.base, spec)))
+
+
+def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
     record = read_vocabulary(settings.folder)
     again = "make it again with tools/extend_vocabulary.py"
     if load_tokenizer(settings.folder).fingerprint != record.tokenizer:

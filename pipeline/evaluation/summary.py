@@ -149,7 +149,8 @@ class RunSummary:
             "Hugging Face folder": self.run.hf_folder,
             "this summary": self.run.folder / SUMMARY,
         }
-        return "\n".join([table(header, rows), "", *(f"{name:<20} {path}" for name, path in paths.items())])
+        note = [] if self.config.vocabulary is None else ["Two tokenizers: only bits per byte can be compared.", ""]
+        return "\n".join([table(header, rows), "", *note, *(f"{name:<20} {path}" for name, path in paths.items())])
 
     def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> list[str]:
         cells = [label, f"{run.trained_fraction:.1%}" if run else ""]
@@ -162,11 +163,14 @@ def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary
     """Scores the base and the exported model on the run's held-out texts, and writes `summary.json` into its folder.
 
     A run in `<folder>-fft` is scored for comparison. `max_tokens` limits what is scored of each corpus: None takes
-    twice what validation during the run takes, 0 everything.
+    twice what validation during the run takes, 0 everything. With an extended vocabulary everything is scored: as many
+    tokens of either tokenizer would not be the same text.
     """
     run = open_run(config.folder)
     if max_tokens is None:
-        max_tokens = 2 * config.validation.max_sequences * config.data.sequence_length
+        max_tokens = (
+            0 if config.vocabulary is not None else 2 * config.validation.max_sequences * config.data.sequence_length
+        )
 
     def scores(folder: Path) -> Scores:
         context = config.data.sequence_length

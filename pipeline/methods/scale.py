@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.log import counted
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
@@ -56,6 +56,11 @@ class Scale(TrainingMethod):
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         super().load(model, base, tp)
         expansion = open_expansion(self.expansion_folder)
+        if any(map(is_new_row, expansion.names)) and not model.spec.new_rows:
+            raise CheckpointError(
+                f"{self.expansion_folder}: holds rows of an extended vocabulary; set `vocabulary` to that of the "
+                "run that it comes from"
+            )
         for name, parameter in model.named_parameters():
             if is_new_row(name) and name in expansion.names:  # another run has trained them
                 shape, partition = full_shape_of(parameter), partition_of(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,8 +25,8 @@ from pipeline.inputs import (
     check_sampling,
     check_trackers,
     check_vocabulary,
+    extended_spec,
     open_layout,
-    open_new_rows,
     open_samples,
     with_new_rows,
 )
@@ -88,11 +88,7 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
         faults.attempt(lambda: base.file_of)  # reads every weight file's header
     spec = base.spec if base is not None else None
     if spec is None and base_config is not None:
-        spec = faults.attempt(lambda: read_spec(base_config))
-        if spec is not None and config.vocabulary is not None:
-            vocabulary, without = config.vocabulary, spec
-            rows = faults.attempt(lambda: open_new_rows(vocabulary, config.base, without))
-            spec = replace(without, new_rows=len(rows or ()))
+        spec = faults.attempt(lambda: extended_spec(config, read_spec(base_config)))
     fits = False
     if spec is not None:
         faults.attempt(lambda: check_context(config, spec))

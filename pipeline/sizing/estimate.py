@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product, starmap
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeline import log
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
 from pipeline.errors import BaseModelError, ConfigError, UserError
-from pipeline.inputs import check_stage, why_not_zero3
+from pipeline.inputs import check_stage, extended_spec, why_not_zero3
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.decoder import Decoder
@@ -99,7 +99,7 @@ class Estimator:
         """The parameter counts of the run's model."""
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            return count_parameters(model, Decoder(self.spec))
+            return count_parameters(model, Decoder(replace(self.spec, new_rows=0)))
 
     @cached_property
     def _whole_model(self) -> Decoder:
@@ -222,17 +222,18 @@ def open_estimator(
 
 
 def read_architecture(config: RunConfig, base_config: Path | None = None) -> DecoderSpec:
-    """The architecture of the run's base, from its folder or from the file `base_config`.
+    """The architecture of the run's base, from its folder or from the file `base_config`, with the run's new rows.
 
     Raises:
         BaseModelError: neither exists.
+        DataError: the extended vocabulary is missing, or of another base.
     """
     source = base_config or config.base
     if not source.exists():
         raise BaseModelError(
             f"{source}: no such file or folder; the base's config.json is enough: name it with --base-config"
         )
-    return read_spec(source)
+    return extended_spec(config, read_spec(source))
 
 
 def check_cluster(cluster: Cluster) -> None:

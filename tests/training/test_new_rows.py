@@ -21,14 +21,19 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
-from pipeline.errors import RESUME_LATER, ConversionError, DataError
+from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
 from pipeline.inputs import read_inputs
+from pipeline.methods import method_for
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.parallel.sharding import merge
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import open_estimator
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
+from tests.widened import SEED
 
 STEPS = 3
 NEW = 61  # prime
@@ -175,6 +180,16 @@ def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tok
     assert run_ranks(train, 1, config) == [0]
     first, second = (losses(run) for run in (split["adapt"][0], tmp_path / "second"))
     assert second[0] < first[0]
+    with pytest.raises(CheckpointError, match="set `vocabulary`"):
+        method = method_for(load_config(config).method, tmp_path / "expansion", SEED)
+        method.load(method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE)
+
+
+def test_the_estimate_counts_new_rows(alone, vocabulary, extended_tokens, tmp_path):
+    _, held = alone["adapt"]
+    config = load_config(write_config(tmp_path, extended_tokens, zero=1, **settings("adapt", vocabulary)))
+    cluster = Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80, peak_tflops=100)
+    assert open_estimator(config, cluster).parameters.trained == held["trainable_parameters"]
 
 
 def test_a_checkpoint_is_described(split):

@@ -141,7 +141,9 @@ def _check_spec(spec: DecoderSpec, file: Path) -> None:
     if spec.attention_scale is not None:
         numbers["attention_scale"] = spec.attention_scale
     for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}:
-        numbers |= {"attention_factor": rotary.attention_factor, "rope_theta": rotary.theta or 1.0}
+        numbers["attention_factor"] = rotary.attention_factor
+        if rotary.theta is not None and rotary.factor is not None:
+            numbers |= {"rope_theta": rotary.theta, "factor": rotary.factor}
     for name, number in numbers.items():
         if not isinstance(number, (int, float)) or not 0 < number < math.inf:
             raise BaseModelError(f"{file}: {name}: expected a number above 0, found {number!r:.80}")

@@ -88,6 +88,12 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def longest_text(self) -> int:
+        """How many tokens a text may have: rope_type dynamic stretches the context that the config names."""
+        factors = (layer.rotary.factor or 1.0 for layer in self.layers if layer.rotary is not None)
+        return int(self.max_position_embeddings * max(1.0, 1.0, *factors))
+
+    @property
     def normed_size(self) -> int | None:
         """How many channels of the residual stream the norms' statistics are computed from; None: all."""
         return None if self.residual is None else self.residual.normed_size

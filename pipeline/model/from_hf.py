@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from pipeline.errors import BaseModelError, in_one_line
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, UnsupportedError
+from pipeline.model.families.family import head_dim_of
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
@@ -129,6 +130,11 @@ def _check_sizes(config: PretrainedConfig, file: Path) -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise BaseModelError(f"{file}: {name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
+    if head_dim_of(config) > _LARGEST["head_dim"]:
+        raise BaseModelError(
+            f"{file}: hidden_size: {config.hidden_size} makes heads of {head_dim_of(config)} channels, expected "
+            f"at most {_LARGEST['head_dim']}"
+        )
 
 
 def _check_spec(spec: DecoderSpec, file: Path) -> None:

@@ -157,7 +157,7 @@ def check_trackers(config: RunConfig) -> None:
 
 def check_context(config: RunConfig, spec: DecoderSpec) -> None:
     """Raises ConfigError where samples are longer than the base's context."""
-    longest = spec.max_position_embeddings
+    longest = spec.longest_text
     if config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
@@ -189,10 +189,10 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
             f"{tokenizer.path}: puts no token before a text, so the base has nothing to begin with; give `openings`, "
             "files of documents that it continues"
         )
-    if max_tokens > spec.max_position_embeddings:
+    if max_tokens > spec.longest_text:
         raise ConfigError(
-            f"max_tokens: {max_tokens} is beyond the base's context of {spec.max_position_embeddings} tokens; use at "
-            f"most {spec.max_position_embeddings}"
+            f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
+            f"most {spec.longest_text}"
         )
     frame = len(tokenizer.document_start) + len(tokenizer.document_end)
     least = frame + (sampling.opening_tokens or 0) + 1

@@ -126,7 +126,8 @@ class BaseFolder:
         """
         source, file = self._source(name)
         with self._slice(file, source.name) as view:
-            stored = read_shard(_Part.of(view, source.part), partition, tp_rank, tp_size, rows)
+            held = view if source.part is None else _Part(view, source.part)
+            stored = read_shard(held, partition, tp_rank, tp_size, rows)
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
         return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
 
@@ -179,10 +180,6 @@ class _Part:
 
     view: StoredTensor
     part: FusedPart
-
-    @staticmethod
-    def of(view: StoredTensor, part: FusedPart | None) -> StoredTensor:
-        return view if part is None else _Part(view, part)
 
     def get_shape(self) -> list[int]:
         return [self.part.groups * self.part.rows, *self.view.get_shape()[1:]]

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from pipeline.errors import BaseModelError, in_one_line
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, UnsupportedError
+from pipeline.model.families.family import head_dim_of
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
@@ -130,6 +131,11 @@ def _check_sizes(config: PretrainedConfig, file: Path) -> None:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise BaseModelError(f"{file}: {name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
+    if head_dim_of(config) > _LARGEST["head_dim"]:
+        raise BaseModelError(
+            f"{file}: hidden_size: {config.hidden_size} makes heads of {head_dim_of(config)} channels, expected "
+            f"at most {_LARGEST['head_dim']}"
+        )
 
 
 def _check_spec(spec: DecoderSpec, file: Path) -> None:
@@ -142,7 +148,9 @@ def _check_spec(spec: DecoderSpec, file: Path) -> None:
     if spec.attention_scale is not None:
         numbers["attention_scale"] = spec.attention_scale
     for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}:
-        numbers |= {"attention_factor": rotary.attention_factor, "rope_theta": rotary.theta or 1.0}
+        numbers["attention_factor"] = rotary.attention_factor
+        if rotary.theta is not None and rotary.factor is not None:
+            numbers |= {"rope_theta": rotary.theta, "factor": rotary.factor}
     for name, number in numbers.items():
         if not isinstance(number, (int, float)) or not 0 < number < math.inf:
             raise BaseModelError(f"{file}: {name}: expected a number above 0, found {number!r:.80}")

@@ -89,6 +89,12 @@ class DecoderSpec:
         """How many layers there are."""
         return len(self.layers)
 
+    @property
+    def longest_text(self) -> int:
+        """How many tokens a text may have: rope_type dynamic stretches the context that the config names."""
+        factors = (layer.rotary.factor or 1.0 for layer in self.layers if layer.rotary is not None)
+        return int(self.max_position_embeddings * max(1.0, 1.0, *factors))
+
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     """Raises LayoutError where a base cannot be split over `tp_size` ranks; names the sizes that fit.

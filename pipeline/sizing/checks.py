@@ -110,7 +110,7 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
 
 def _check_sampling(config: RunConfig, sample: Sampling, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     # A sequence length beyond the context is a fault of its own.
-    longest = min(config.data.sequence_length, spec.max_position_embeddings)
+    longest = min(config.data.sequence_length, spec.longest_text)
     check_sampling(sample, sample.max_tokens or longest, tokenizer, spec)
 
 

@@ -138,6 +138,10 @@ CONFIG_FAULTS = {
     "architecture": ({"model_type": "gemma2"}, "model_type 'gemma2' is not among llama"),
     "no architecture": ({"model_type": None}, "model_type None is not among llama"),
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
+    "heads beyond all sizes": (
+        {"hidden_size": 2**31, "head_dim": None, "model_type": "smollm3"},
+        "heads of 536870912 channels",
+    ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
     "no heads": ({"num_attention_heads": 0}, "not a llama config"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.model.from_hf import open_base
+from tests.architectures import row
 from tests.bases import CONFIGS, STORIES, reference, save_base
 from tests.widened import some_tokens, unwidened
 
@@ -47,6 +48,17 @@ def test_sixteen_bits_equal_transformers_within_their_precision(base, name):
     epsilon = torch.finfo(torch.bfloat16).eps
     found = unwidened(base(name)).bfloat16().logits(tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=epsilon * float(expected.abs().max()))
+
+
+def test_a_text_may_be_as_long_as_the_rotary_embedding_allows(base):
+    assert base("llama dynamic").spec.longest_text == 2 * 32
+    assert base("llama yarn").spec.longest_text == base("smollm3").spec.longest_text == 128
+
+
+def test_the_table_of_bases_measures_both(base):
+    shown = row("olmo2", base("olmo2"))
+    assert shown.startswith("| olmo2 | `olmo2` | norms after, norm over all query heads |")
+    assert "| exact | no | no: an OLMo 2 base" in shown
 
 
 LEGACY_CONFIGS = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import MODEL_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec
 from pipeline.scale.plan import Widths
@@ -199,19 +200,13 @@ def rotary_of(config: Config, layer_type: str | None = None, *, partial: bool = 
     spec = RotarySpec(_numbers(frequencies), float(getattr(rotary, f"{prefix}attention_scaling")))
     if kind == "longrope":
         context = parameters["original_max_position_embeddings"]
-        longer, _ = _init_function(kind)(config, None, seq_len=context + 1, layer_type=layer_type)
+        longer, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=context + 1, layer_type=layer_type)
         return RotarySpec(spec.frequencies, spec.attention_factor, context, long_frequencies=_numbers(longer))
     if kind == "dynamic":
         context = config.max_position_embeddings
         theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
         return RotarySpec(spec.frequencies, spec.attention_factor, context, theta=theta, factor=factor)
     return spec
-
-
-def _init_function(kind: str) -> Callable[..., tuple[Tensor, float]]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    return ROPE_INIT_FUNCTIONS[kind]
 
 
 def _numbers(frequencies: Tensor) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from pipeline.conversion.stock import UNPADDED
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
 from pipeline.data.records import Keys
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json
 from pipeline.methods.scale import origin_of
@@ -140,6 +141,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
                 "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
             )
         return True
+    if model.manifest.run.vocabulary is not None:
+        _check_tokenizer(model)
     export = choose_export(model, conversion.format, conversion.dtype or model.base.dtype, conversion.padding)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
@@ -192,6 +195,15 @@ def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
         )
     gate.check_fits(model.plan, model.spec.widths.hidden_size, str(folder))
     return replace(model, gate=gate)
+
+
+def _check_tokenizer(model: TrainedModel) -> None:
+    run = model.manifest.run
+    if load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
+        raise ConversionError(
+            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
+            "that one back"
+        )
 
 
 def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) -> None:

@@ -185,6 +185,22 @@ def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tok
         method.load(method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE)
 
 
+def test_an_export_without_its_tokenizer_is_refused(split, tmp_path):
+    checkpoint = split["lora"][0] / "checkpoints" / f"step_{STEPS:08d}"
+    manifest = checkpoint / "manifest.json"
+    original, probe = manifest.read_text(), probe_maker({})
+    try:
+        for folder, error in ((tmp_path / "gone", DataError), (STORIES, ConversionError)):
+            values = json.loads(original)
+            values["run"]["vocabulary"] = str(folder)
+            manifest.write_text(json.dumps(values))
+            with pytest.raises(error, match="tokenizer"):
+                convert(Conversion(checkpoint, STORIES, tmp_path / "hf"), probe)
+            assert not (tmp_path / "hf").exists()
+    finally:
+        manifest.write_text(original)
+
+
 def test_the_estimate_counts_new_rows(alone, vocabulary, extended_tokens, tmp_path):
     _, held = alone["adapt"]
     config = load_config(write_config(tmp_path, extended_tokens, zero=1, **settings("adapt", vocabulary)))

@@ -56,6 +56,7 @@ setup(
             *SEARCH,
             *WANDB,
             *MLFLOW,
+            "gguf>=0.17,<1",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -109,23 +109,26 @@ def stored_as(weight: Tensor, precision: ServedPrecision, *, in_linear_map: bool
 
 @contextmanager
 def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[None]:
-    """Makes `model` compute with weights of `precision`, which one module has at a time: the model may be mapped."""
-    handles, kept, dtype = [], {}, model.dtype
+    """Makes `model` compute with weights of `precision`, which one module has at a time: the model may be mapped.
+
+    A gate and PEFT's adapters keep their type, as servers keep it.
+    """
+    handles, kept, as_they_are = [], {}, ("lora_", *(model._keep_in_fp32_modules_strict or ()))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
 
     def convert(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
         kept[module] = [parameter.data for parameter in module.parameters(recurse=False)]
         for parameter in module.parameters(recurse=False):
-            if parameter.dtype == dtype:  # others keep theirs in any precision
-                is_linear = isinstance(module, nn.Linear) and module is not output
-                parameter.data = stored_as(parameter.data, precision, in_linear_map=is_linear)
+            is_linear = isinstance(module, nn.Linear) and module is not output
+            parameter.data = stored_as(parameter.data, precision, in_linear_map=is_linear)
 
     def restore(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
         for parameter, values in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
             parameter.data = values
 
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
+    for name, module in model.named_modules():
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        if has_weights and not any(part in name for part in as_they_are):
             # Where the embedding is tied, the output projection may read its matrix.
             during = model if module is embedding and model.config.tie_word_embeddings else module
             handles.append(during.register_forward_pre_hook(partial(convert, module)))

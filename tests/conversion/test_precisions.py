@@ -75,6 +75,21 @@ def test_a_model_computes_with_the_rounded_weights_and_is_left_as_it_was(precisi
     assert found != nll_in(model, a_probe(), "fp32")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "q8_0"])
+def test_adapters_keep_their_type(precision):
+    """PEFT looks at it before the adapter itself runs."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(load_hf_model(STORIES, torch.float32), settings).eval()
+    seen: set[torch.dtype] = set()
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda module, *_: seen.add(module.weight.dtype))
+    found, plain = nll_in(model, a_probe(), precision)["a"], nll_in(model, a_probe(), "fp32")["a"]
+    assert seen == {torch.float32} and found != plain and abs(found - plain) < 0.2
+
+
 def test_a_fault_leaves_the_weights_as_they_were():
     model = load_hf_model(STORIES, torch.float32)
     with pytest.raises(IndexError), served_in(model, "fp16"):

@@ -107,6 +107,10 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         ConversionError: the format cannot express the model, what was written differs from it, or the output holds
             something else.
     """
+    if conversion.format == "expansion" and (conversion.precisions or conversion.padding != UNPADDED):
+        raise ConversionError(
+            f"{conversion.output}: --format expansion is no model to serve; leave --precisions and --pad-for out"
+        )
     model = open_trained(conversion.checkpoint, conversion.base)
     gate = None if conversion.format == "expansion" else conversion.gate
     if gate is not None:

@@ -30,13 +30,11 @@ def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, paddi
     Raises:
         ConversionError: `format` cannot express the model.
     """
-    if format == "peft":
-        return peft_export(model, dtype)
     if format == "stock" or (format == "auto" and why_not_stock(model) is None):
         return stock_export(model, dtype, padding)
     if padding != UNPADDED:
         raise ConversionError(f"{model.checkpoint}: --pad-for is for an export in the format stock; leave it out")
-    return scale_export(model, dtype)
+    return peft_export(model, dtype) if format == "peft" else scale_export(model, dtype)
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,11 @@ def test_a_padded_export_computes_the_same(tmp_path):
     assert plain.config.num_key_value_heads == 6 and plain.config.intermediate_size == 180
     assert padded.config.num_key_value_heads % 8 == 0 and padded.config.hidden_size % 256 == 0
     assert padded.config.intermediate_size == 256 and padded.num_parameters() > plain.num_parameters()
+
+    asked = Conversion(model.checkpoint, STORIES, tmp_path / "no", padding=Padding(8))
+    for refused in (replace(asked, format="expansion"), replace(asked, format="scale"), replace(asked, format="peft")):
+        with pytest.raises(ConversionError, match=r"leave (it|--precisions and --pad-for) out"):
+            convert(refused, probe_maker({}))
 
     unwidened = trained(STORIES, tmp_path / "fft")
     with pytest.raises(ConversionError, match="--pad-for: nothing was added"):

@@ -104,7 +104,7 @@ def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) 
             f"vocabulary.folder: {settings.folder} extends another tokenizer than that of {base}, or its first new id, "
             f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
         )
-    return NewRows([piece.replaces for piece in record.pieces], settings.initial)
+    return NewRows([piece.replaces for piece in record.pieces], settings.initial, record.tokenizer)
 
 
 def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:

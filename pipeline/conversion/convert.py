@@ -26,7 +26,7 @@ from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json
-from pipeline.methods.scale import origin_of
+from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
@@ -219,6 +219,7 @@ def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) 
         "base_hashes": model.base.hashes(),
         "method": origin_of(model.settings),
         "seed": model.manifest.run.seed,
+        TOKENIZER: model.manifest.run.tokenizer_fingerprint,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     write_expansion(output, ((name, model.read_stored(name)) for name in names), origin)

@@ -46,7 +46,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """The base's sizes under their usual names, and what was added to each as `expansion_…`.
 
-    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
+    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none). The
+    router compares the logits of the first `router_vocab_size` tokens (None: all): the base's, as in training.
     """
 
     model_type = "scale"
@@ -68,6 +69,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     collaborative_modules: list[str] | tuple[str, ...] = ()
     routed: bool = False
     router_threshold: float = 0.5
+    router_vocab_size: int | None = None
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     norm_statistics: str = "separate"
@@ -484,7 +486,7 @@ class ScaleOutput(nn.Module):
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.threshold = config.router_threshold
+        self.threshold, self.compared = config.router_threshold, slice(config.router_vocab_size)
         tied = config.tie_word_embeddings
         self.base = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
@@ -495,8 +497,9 @@ class ScaleOutput(nn.Module):
         z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
         if len(paths) == 2:
             z_p = F.linear(paths[0].x, base).float()
-            preserved = (z_p * z).sum(-1, keepdim=True) > self.threshold * (
-                z_p.square().sum(-1, keepdim=True) * z.square().sum(-1, keepdim=True)
+            old_p, old = z_p[..., self.compared], z[..., self.compared]
+            preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
+                old_p.square().sum(-1, keepdim=True) * old.square().sum(-1, keepdim=True)
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)

@@ -18,7 +18,7 @@ from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
-from pipeline.model.new_rows import is_new_row
+from pipeline.model.new_rows import NewRows, is_new_row
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -54,13 +54,9 @@ class Scale(TrainingMethod):
                 fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        super().load(model, base, tp)
         expansion = open_expansion(self.expansion_folder)
-        if any(map(is_new_row, expansion.names)) and not model.spec.new_rows:
-            raise CheckpointError(
-                f"{self.expansion_folder}: holds rows of an extended vocabulary; set `vocabulary` to that of the "
-                "run that it comes from"
-            )
+        _check_new_rows(expansion, base.new_rows)
+        super().load(model, base, tp)
         for name, parameter in model.named_parameters():
             if is_new_row(name) and name in expansion.names:  # another run has trained them
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
@@ -74,6 +70,21 @@ class Scale(TrainingMethod):
 
     def starts_at_base(self) -> bool:
         return not open_expansion(self.expansion_folder).is_trained
+
+
+TOKENIZER = "tokenizer"
+"""The entry of a trained expansion's manifest with the fingerprint of the tokenizer that it was trained with."""
+
+
+def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> None:
+    """Raises CheckpointError where an expansion holds rows of pieces that the run does not have."""
+    if any(map(is_new_row, expansion.names)) and (
+        new_rows is None or new_rows.tokenizer != expansion.manifest.get(TOKENIZER)
+    ):
+        raise CheckpointError(
+            f"{expansion.path}: holds rows of {'an' if new_rows is None else 'another'} extended vocabulary; set "
+            "`vocabulary` to that of the run that it comes from"
+        )
 
 
 def origin_of(settings: ScaleMethod) -> dict[str, Any]:
@@ -105,6 +116,8 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
         return None
     expansion = open_expansion(config.upscaled_folder)
     expansion.check_origin(base.hashes(), origin_of(config.method), config.seed)
+    if base.new_rows is not None or config.vocabulary is None:
+        _check_new_rows(expansion, base.new_rows)
     return expansion
 
 

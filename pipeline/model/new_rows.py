@@ -29,10 +29,12 @@ class NewRows:
     Attributes:
         initial: a new row starts as the mean of the old pieces' rows, as the mean with weights 1, 2, 3, … (the last
             piece counts most, because it is the one from which the next token was predicted), or as zero.
+        tokenizer: the fingerprint of the extended tokenizer, which says what piece each row is of.
     """
 
     replaces: Sequence[Sequence[int]]
     initial: Initial = "mean"
+    tokenizer: str = ""
 
     def __len__(self) -> int:
         return len(self.replaces)

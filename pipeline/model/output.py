@@ -93,6 +93,7 @@ class OutputProjection(nn.Module):
 
     `new_rows`: [n, D + U] are those of tokens from `vocab_size` on, for both streams. They are split over the ranks
     like the others: the logits of a rank are its columns of the base's vocabulary, then its columns of the new one.
+    `router_columns`: of how many of this rank's columns the router compares the logits: never those of new rows.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class OutputProjection(nn.Module):
         self.reference: nn.Parameter | None = None
         self.kl_coefficient = 1.0
         self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
-        self.columns = max(0, min(stop, vocab_size) - self.first)
+        self.columns = self.router_columns = max(0, min(stop, vocab_size) - self.first)
         first_new, stop_new = VOCABULARY.bounds(new_rows, tp.rank, tp.size)
         self._new_columns = max(0, min(stop_new, new_rows) - first_new)
         self._widths = stop - self.first, stop_new - first_new
@@ -148,7 +149,8 @@ class OutputProjection(nn.Module):
         x, x_up, preserved = hidden.x, hidden.x_up, None
         if hidden.preserved_x is not None and hidden.preserved_x_up is not None:
             z_p = F.linear(hidden.preserved_x, self.base).float()
-            preserved = preserved_tokens(z_p[:, : self.columns], z[:, : self.columns], self.threshold, self.tp)
+            compared = z_p[:, : self.router_columns], z[:, : self.router_columns]
+            preserved = preserved_tokens(*compared, self.threshold, self.tp)
             column = preserved.unsqueeze(1)
             z = z.lerp_(z_p, column * 0.5)
             # Each token takes one path, so one product with W_out^up serves both.

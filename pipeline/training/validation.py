@@ -22,6 +22,7 @@ from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import PreservationError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
+from pipeline.model.new_rows import is_new_row
 from pipeline.model.output import Losses, perplexity
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
@@ -136,7 +137,13 @@ def _published(engine: Engine, base: BaseFolder, device: torch.device) -> Callab
     with torch.device("meta"):
         decoder = Decoder(base.spec, tp=tp).requires_grad_(False)
     partitions = {name: partition_of(parameter) for name, parameter in decoder.named_parameters()}
-    stream_weights(decoder, lambda name: base.read(name, partitions[name], tp.rank, tp.size), dtype, device)
+
+    def read(name: str) -> Tensor:
+        if is_new_row(name):  # no base has them: both models take those that the run starts from
+            return engine.model.get_parameter(name).detach()[:, : base.spec.widths.hidden_size]
+        return base.read(name, partitions[name], tp.rank, tp.size)
+
+    stream_weights(decoder, read, dtype, device)
     return lambda batch: Losses(*decoder(*batch))
 
 

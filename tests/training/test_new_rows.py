@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.formats import scale_export
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.modeling_scale import ScaleConfig, ScaleOutput, StreamPath
 from pipeline.conversion.trained_model import describe_checkpoint, open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import corpus_jobs
@@ -22,8 +25,9 @@ from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.inputs import read_inputs
+from pipeline.inputs import read_inputs, with_new_rows
 from pipeline.methods import method_for
+from pipeline.methods.scale import made_expansion
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.parallel.sharding import merge
 from pipeline.parallel.topology import SINGLE
@@ -33,7 +37,7 @@ from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
-from tests.widened import SEED
+from tests.widened import SEED, balance_router
 
 STEPS = 3
 NEW = 61  # prime
@@ -53,7 +57,7 @@ LAYOUTS = {
     "route": (1, 2),
     "fft": (3, 1),
     "freeze": (2, 1),
-    "lora": (3, 2),
+    "lora": (2, 2),
     "llama_pro": (1, 1),
 }
 """ZeRO stage and tensor-parallel size, on two ranks."""
@@ -73,6 +77,7 @@ def settings(method: str, vocabulary: Path) -> dict[str, Any]:
     return {
         "method": METHODS[method],
         "vocabulary": {"folder": str(vocabulary)},
+        "base_precision": "fp8" if method == "lora" else "bf16",
         "schedule__steps": STEPS,
         "schedule__learning_rate": 1e-3,
         "data__replay_loss": "kl" if method in ("adapt", "fft") else "nll",
@@ -170,6 +175,37 @@ def test_an_export_is_one_larger_vocabulary(split, vocabulary, tmp_path, method)
         assert torch.equal(embedding[:512, :64], open_base(STORIES).read("embedding.base.weight"))
 
 
+def test_the_cost_of_a_quantised_base_counts_the_new_rows(alone):
+    manifest = json.loads((alone["lora"][0] / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").read_text())
+    cost = manifest["position"]["quantization_cost"]
+    assert 0 < abs(cost["korean"]) < 0.1 and 0 < abs(cost["english"]) < 0.1
+
+
+@torch.no_grad()
+def test_an_exported_router_does_not_see_new_pieces(split):
+    """As in training; verification cannot tell, since it compares an export with one larger vocabulary."""
+    model = open_trained(split["route"][0] / "checkpoints" / f"step_{STEPS:08d}", STORIES)
+    trained = model.method.build(model.stored.spec, SINGLE, "none")
+    for name, parameter in trained.named_parameters():
+        parameter.copy_(model.read_stored(name))
+    tokens = torch.randint(0, 512 + NEW, (1, 200), generator=torch.Generator().manual_seed(0))
+    balance_router(trained, tokens)
+    exported, fill_output = model.streamed(torch.float32)
+    hidden = exported.hidden_states(tokens)
+    fill_output()
+    exported.output.threshold = threshold = trained.output.threshold
+    expected, found = trained.output.route(trained.hidden_states(tokens)), exported.output.route(hidden)
+    assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
+    assert (found.logits - expected.logits).abs().max() < 1e-4
+
+    config = ScaleConfig(**scale_export(model, torch.float32).config | {"router_threshold": threshold})
+    output = ScaleOutput(config)
+    output.load_state_dict({name: model.read(f"output.{name}") for name, _ in output.named_parameters()})
+    preserved, adapted = (hidden.preserved_x, hidden.preserved_x_up), (hidden.x, hidden.x_up)
+    logits = output([StreamPath(*preserved), StreamPath(*adapted)], model.read("embedding.base.weight"))
+    assert (logits - expected.logits).abs().max() < 1e-4
+
+
 def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tokens, tmp_path):
     lora, adapt = (split[name][0] / "checkpoints" / f"step_{STEPS:08d}" for name in ("lora", "adapt"))
     with pytest.raises(ConversionError, match="lack the rows of its new pieces"):
@@ -183,6 +219,11 @@ def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tok
     with pytest.raises(CheckpointError, match="set `vocabulary`"):
         method = method_for(load_config(config).method, tmp_path / "expansion", SEED)
         method.load(method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE)
+    base = with_new_rows(load_config(config), open_base(STORIES))
+    assert made_expansion(load_config(config), base) is not None
+    other = replace(base, new_rows=replace(base.new_rows, tokenizer="of as many other pieces"))
+    with pytest.raises(CheckpointError, match="another extended vocabulary"):
+        made_expansion(load_config(config), other)
 
 
 def test_an_export_without_its_tokenizer_is_refused(split, tmp_path):

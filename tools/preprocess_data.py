@@ -3,7 +3,7 @@
     python tools/preprocess_data.py --config configs/demo.yaml
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
 
-Give the input, or a run configuration: then every corpus that it names is made, with its base's own tokenizer.
+Give the input, or a run configuration: then every corpus that it names is made, with the run's tokenizer.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def named_inputs(data: Data) -> Iterator[Sequence[str]]:
 
 
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
-    """The jobs that tokenize the corpora of a run, with the base model's own tokenizer."""
+    """The jobs that tokenize the corpora of a run, with the run's tokenizer."""
     for name, corpus in data.corpora.items():
         if corpus.sample is not None:
             continue

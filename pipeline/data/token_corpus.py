@@ -181,8 +181,8 @@ class TokenCorpus:
         found = self.manifest.tokenizer.fingerprint
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
-                f"{folder}: was tokenized with another tokenizer than the base model's: expected "
-                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the base's own tokenizer"
+                f"{folder}: was tokenized with another tokenizer: expected "
+                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the run's tokenizer"
             )
         self.tokens = self.manifest.tokens
         if self.tokens == 0:

@@ -26,9 +26,11 @@ from pipeline.experiments.results import has_diverged, read_outcome
 from pipeline.experiments.study_runs import StudyRuns, Trial, measured_corpora
 from pipeline.files import write_json
 from pipeline.gating.effect import heldout_perplexities
+from pipeline.inputs import extended_spec
 from pipeline.methods import training_method
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
+from pipeline.model.new_rows import is_new_row
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
@@ -151,11 +153,16 @@ def _perplexities(figures: Figures) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AveragedModel(TrainedModel):
-    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones."""
+    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones.
+
+    The base has no rows of an extended vocabulary: they stay what they became.
+    """
 
     share: float = 0.5
 
-    def read(self, name: str) -> Tensor:
+    def read_stored(self, name: str) -> Tensor:
+        if is_new_row(name):
+            return super().read_stored(name)
         base = self.base.read(self.method.base_name(name, self.base.spec)).float()
         return torch.lerp(base, self.reader.read(name), self.share) if name in self.trained else base
 
@@ -176,7 +183,7 @@ def relative_cost(config: RunConfig) -> Cost:
     """The cost of inference with the model of a run; a gate decides by one product of vectors, which does not count."""
     spec, length = read_spec(config.base), config.data.sequence_length
     with torch.device("meta"):
-        model, base = training_method(config).build(spec, SINGLE, "none"), Decoder(spec)
+        model, base = training_method(config).build(extended_spec(config, spec), SINGLE, "none"), Decoder(spec)
     sizes = [sum(parameter.numel() for parameter in decoder.parameters()) for decoder in (model, base)]
     flops = [count_inference_flops(decoder, length).total for decoder in (model, base)]
     return Cost(flops[0] / flops[1], sizes[0] / sizes[1])

@@ -146,9 +146,7 @@ def test_budgets(module_folder: Path, data: Data):
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(data: Data):
-    with pytest.raises(
-        DataError, match=r"was tokenized with another tokenizer than the base model's: expected .*, found"
-    ) as error:
+    with pytest.raises(DataError, match=r"was tokenized with another tokenizer: expected .*, found") as error:
         TrainingSamples(data, seed=1, tokenizer_fingerprint="tokenizers:0123")
     assert "\n" not in str(error.value)
     with pytest.raises(DataError, match="another tokenizer"):

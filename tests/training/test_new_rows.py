@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
+from pipeline.experiments.frontier import AveragedModel
 from pipeline.inputs import read_inputs, with_new_rows
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
@@ -179,6 +180,16 @@ def test_the_cost_of_a_quantised_base_counts_the_new_rows(alone):
     manifest = json.loads((alone["lora"][0] / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json").read_text())
     cost = manifest["position"]["quantization_cost"]
     assert 0 < abs(cost["korean"]) < 0.1 and 0 < abs(cost["english"]) < 0.1
+
+
+def test_a_model_averaged_with_its_base_keeps_its_new_rows(alone):
+    model = open_trained(alone["fft"][0] / "checkpoints" / f"step_{STEPS:08d}", STORIES)
+    own = {field.name: getattr(model, field.name) for field in fields(model)}
+    nothing, half = (AveragedModel(**own, share=share) for share in (0.0, 0.5))
+    assert torch.equal(nothing.read("embedding.base.weight")[:512], model.base.read("embedding.base.weight"))
+    assert torch.equal(nothing.read("output.base")[512:], model.read("output.base")[512:])
+    [logits] = half.logits([torch.arange(500, 560)], torch.float32)
+    assert logits.shape == (60, 512 + NEW) and not torch.equal(half.read("output.base"), model.read("output.base"))
 
 
 @torch.no_grad()

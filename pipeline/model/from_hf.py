@@ -107,7 +107,8 @@ def _residual(values: object, hidden_size: int, file: Path) -> StoredResidual | 
         return None
     try:
         residual = StoredResidual(**values)  # type: ignore[arg-type]  # whatever config.json holds
-        if 0 < residual.normed_size <= hidden_size and math.frexp(residual.scale)[0] == 0.5:
+        has_types = (type(residual.normed_size), type(residual.read_unnormed)) == (int, bool)
+        if has_types and 0 < residual.normed_size <= hidden_size and math.frexp(residual.scale)[0] == 0.5:
             return residual
     except TypeError:
         pass

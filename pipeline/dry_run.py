@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.config.method import Lora, ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate, load_config
+from pipeline.conversion.formats import why_not_peft
 from pipeline.conversion.stock import why_not_stock_of
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
 from pipeline.errors import ConfigError, LayoutError
@@ -230,7 +231,8 @@ def _export(config: RunConfig, opened: Opened) -> str | None:
     if opened.spec is None or not opened.fits:
         return None
     if not isinstance(config.method, ScaleMethod):
-        return "stock: loads anywhere with no code of ours" + (", or peft" if isinstance(config.method, Lora) else "")
+        peft = isinstance(config.method, Lora) and why_not_peft(opened.spec) is None
+        return "stock: loads anywhere with no code of ours" + (", or peft" if peft else "")
     plan = plan_expansion(config.method, opened.spec.widths, opened.spec.num_layers)
     reason = why_not_stock_of(plan, opened.spec, gated=config.gate is not None)
     if reason is None:

@@ -130,16 +130,8 @@ def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             f"{model.checkpoint}: --format peft holds LoRA's adapters, and method {settings.name} has none; "
             "use --format auto"
         )
-    if model.manifest.run.new_rows:
-        raise ConversionError(
-            f"{model.checkpoint}: --format peft: adapters alone lack the rows of its new pieces; use --format stock, "
-            "which merges them"
-        )
-    if model.spec.residual is not None:
-        raise ConversionError(
-            f"{model.checkpoint}: --format peft: its base was widened before and stores the added channels scaled, but "
-            "PEFT would add the adapters unscaled; use --format stock, which merges them"
-        )
+    if reason := why_not_peft(model.stored.spec):
+        raise ConversionError(f"{model.checkpoint}: --format peft: {reason}; use --format stock, which merges them")
     if find_spec("peft") is None:
         raise ConversionError("--format peft: its result is verified with the package peft: pip install peft")
     maps: PeftMaps = {}
@@ -148,6 +140,15 @@ def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         maps.setdefault(target.name.removesuffix(".weight"), {})[target.part] = path
     tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
     return Export("peft", _peft_config(model, settings, maps), tensors, dtype)
+
+
+def why_not_peft(spec: DecoderSpec) -> str | None:
+    """Why adapters of a base of that architecture are no adapters for PEFT; None if they are."""
+    if spec.new_rows:
+        return "adapters alone lack the rows of its new pieces"
+    if spec.residual is not None:
+        return "its base was widened before and stores the added channels scaled, but PEFT would add adapters unscaled"
+    return None
 
 
 def _peft_config(model: TrainedModel, settings: Lora, maps: PeftMaps) -> dict[str, Any]:

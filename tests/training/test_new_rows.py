@@ -24,6 +24,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
+from pipeline.dry_run import make_plan
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
 from pipeline.experiments.frontier import AveragedModel
 from pipeline.inputs import read_inputs, with_new_rows
@@ -221,6 +222,8 @@ def test_another_format_is_refused_or_trained_on(split, vocabulary, extended_tok
     lora, adapt = (split[name][0] / "checkpoints" / f"step_{STEPS:08d}" for name in ("lora", "adapt"))
     with pytest.raises(ConversionError, match="lack the rows of its new pieces"):
         convert(Conversion(lora, STORIES, tmp_path / "peft", format="peft"), probe_maker({}))
+    planned = make_plan(load_config(split["lora"][0] / "run.yaml"), Cluster(2, 2)).export
+    assert planned is not None and "peft" not in planned
     assert convert(Conversion(adapt, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({}))
     changes = {**settings("adapt", vocabulary), "upscaled": str(tmp_path / "expansion")}
     config = write_config(tmp_path / "second", extended_tokens, zero=1, **changes)

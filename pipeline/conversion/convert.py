@@ -179,7 +179,8 @@ def _costs_of_precisions(
         if not loss.is_acceptable:
             message = f"{conversion.output}: {precisions.describe(name, loss)}"
             if name in conversion.precisions:
-                raise ConversionError(f"{message}; not kept: leave {name} out, or try --dtype bf16")
+                advice = f"leave {name} out" + (", or try --dtype bf16" if dtype == torch.float32 else "")
+                raise ConversionError(f"{message}; not kept: {advice}")
             _logger.warning("%s; do not serve it so", message)
     return found
 

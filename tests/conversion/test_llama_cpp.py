@@ -24,8 +24,8 @@ from tests.conversion.checkpoints import checkpoint_in, generate_greedily, save_
 from tests.distributed import run_ranks
 
 CONVERTER = Path(os.environ.get("LLAMA_CPP", "/nowhere")) / "convert_hf_to_gguf.py"
-# The mean difference of a token's log-probability: formats round weights, and llama.cpp rounds activations to 8 bits.
-FORMATS = {"f32": 1e-3, "bf16": 2e-2, "f16": 5e-3, "q8_0": 5e-2}
+# The mean difference of a token's log-probability: formats round weights; in Q8_0 llama.cpp rounds activations, too.
+FORMATS = {"f32": 1e-3, "bf16": 2e-2, "f16": 5e-3, "q8_0": 1e-1}
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not tested: pip install llama-cpp-python gguf")
 if not CONVERTER.is_file():
@@ -53,7 +53,7 @@ def test_llama_cpp_computes_what_transformers_does(exported, tmp_path, format, t
 
     tokenizer = load_tokenizer(STORIES).reference
     text = "Once upon a time there was a little girl named Lily. She liked to play"
-    tokens = torch.tensor([[1, *tokenizer.encode(text).ids]])
+    tokens = torch.tensor([[1, *tokenizer.encode([text]).ids.tolist()]])
     model = load_hf_model(exported, torch.float32)
     served = llama_cpp.Llama(str(gguf), n_ctx=256, n_threads=1, logits_all=True, verbose=False)
     served.eval(tokens[0].tolist())

@@ -6,6 +6,7 @@ And types of arguments that several tools have.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
     return number
+
+
+def mebibytes(text: str) -> int:
+    """An argument in MiB, above 0: its bytes."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return int(number * 2**20)
 
 
 def share(text: str) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 
 import pytest
 
-from pipeline.command_line import run
+from pipeline.command_line import mebibytes, run
 from pipeline.errors import (
     INTERNAL_FAULT,
     PASSING_FAULT,
@@ -67,3 +68,10 @@ def test_real_paths_that_cannot_be_written(tmp_path):
         with pytest.raises(OSError) as error:
             path.open("w")
         assert exit_code_of(error.value) == USER_ERROR and str(path) in in_one_line(error.value)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf"])
+def test_a_size_is_a_number_above_0(text):
+    assert mebibytes("0.5") == 2**19
+    with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+        mebibytes(text)

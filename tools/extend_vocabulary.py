@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import positive, run
+from pipeline.command_line import mebibytes, positive, run
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import is_heldout
@@ -23,7 +23,7 @@ _HELDOUT_FRACTION = 0.02
 
 def main() -> None:
     options = _options()
-    read = {"text_key": options.text_key, "max_bytes": int(options.max_mib * 2**20), "seed": options.seed}
+    read = {"text_key": options.text_key, "max_bytes": options.max_mib, "seed": options.seed}
     learned: list[str] = []
     heldout: list[str] = []
     for text in texts(options.corpus, **read):
@@ -84,8 +84,8 @@ def _options() -> argparse.Namespace:
     )
     add(
         "--max-mib",
-        type=float,
-        default=64,
+        type=mebibytes,
+        default="64",
         help="read about this much of either texts, drawn at random (default: 64); a Korean sample of 12 MiB needs "
         "1 GiB of memory",
     )

@@ -10,7 +10,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline.command_line import run
+from pipeline.command_line import mebibytes, run
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 
@@ -31,8 +31,8 @@ def main() -> None:
     )
     add(
         "--max-mib",
-        type=float,
-        default=256,
+        type=mebibytes,
+        default="256",
         help="learn from about this much text, equally much of each file (default: 256)",
     )
     add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
 
     train_sentencepiece(
-        texts(options.input, text_key=options.text_key, max_bytes=int(options.max_mib * 2**20)),
+        texts(options.input, text_key=options.text_key, max_bytes=options.max_mib),
         options.output,
         vocab_size=options.vocab_size,
         model_type=options.model_type,

@@ -37,7 +37,7 @@ from pipeline.files import sync, write_json
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import read_spec
-from pipeline.model.spec import DecoderSpec
+from pipeline.model.spec import DecoderSpec, LayerKind
 from pipeline.parallel.sharding import held_values
 from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.training.batches import MicroBatch
@@ -80,7 +80,9 @@ class Measurement:
             intermediate_size=spec.widths.intermediate_size // self.divisor,
         )
         head_dim, vocab_size = spec.head_dim // self.divisor, spec.vocab_size // self.divisor
-        return replace(spec, widths=widths, head_dim=head_dim, vocab_size=vocab_size)
+        # Without position embedding: its frequencies are those of whole heads.
+        layers = (LayerKind(rotary=None),) * spec.num_layers
+        return replace(spec, layers=layers, widths=widths, head_dim=head_dim, vocab_size=vocab_size)
 
     @cached_property
     def config(self) -> RunConfig:

@@ -26,9 +26,8 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
     assert {"preserve + fp8", "adapt + nf4", "lora + nf4 + compile"} <= set(rows)
-    lacking = (
-        {} if importlib.util.find_spec("triton") else {f"{name} + liger": "needs triton" for name in gpu_step.THEIRS}
-    )
+    missing = ", ".join(name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None)
+    lacking = {f"{name} + liger": f"needs {missing}" for name in gpu_step.THEIRS} if missing else {}
     assert {name: row["outcome"] for name, row in rows.items() if row["outcome"] != "measured"} == lacking
     assert all(row["tokens_per_second"] > 0 for name, row in rows.items() if name not in lacking)
     assert rows["fft"]["ratio_to_fft"] == rows["peft_lora"]["ratio_to_peft_lora"] == 1

@@ -157,7 +157,7 @@ def test_a_tokenized_corpus_is_not_taken_for_a_written_one(copied_tokens: Path, 
 def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
     base = open_base(STORIES)
     probe = run_probe(load_config(rehearsing(tmp_path, tmp_path / "tokens")))(
-        SimpleNamespace(base=base, spec=base.spec)
+        SimpleNamespace(base=base, spec=base.spec, tokenizer=base.path)
     )  # type: ignore[arg-type]
     assert set(probe) == {"korean", "english"}
 

@@ -68,10 +68,11 @@ def main() -> None:
 
 def _convert(arguments: argparse.Namespace, padding: Padding) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion.convert import DTYPES, Conversion, convert, latest_conversion, run_probe
+    from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
+    from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
 
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    dtype = TYPES[arguments.dtype] if arguments.dtype else None
     if arguments.config:
         config = load_config(arguments.config)
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)

@@ -15,11 +15,10 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, Precision, ServedPrecision, precisions
+from pipeline.conversion import Format, ServedPrecision, precisions
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
-from pipeline.conversion.padding import Padding
-from pipeline.conversion.stock import UNPADDED
+from pipeline.conversion.padding import UNPADDED, Padding
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
 from pipeline.data.records import Keys
@@ -37,7 +36,6 @@ HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
 VERIFICATION = "verification.json"
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MakeProbe = Callable[[TrainedModel], Probe]
 _logger = log.get_logger(__name__)
 

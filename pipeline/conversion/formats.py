@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeline.config.method import Lora
 from pipeline.conversion import Format, modeling_scale
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.padding import Padding
-from pipeline.conversion.stock import UNPADDED, stock_export, why_not_stock
+from pipeline.conversion.padding import UNPADDED, Padding
+from pipeline.conversion.stock import stock_export, why_not_stock
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, hf_tensor

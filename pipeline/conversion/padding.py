@@ -41,6 +41,9 @@ class Padding:
         return cls(tp, row_multiple)
 
 
+UNPADDED = Padding()
+
+
 def padded_widths(widths: Widths, head_dim: int, padding: Padding, *, derives_head_dim: bool) -> Widths:
     """The widths with the fewest parameters from `widths` on that fit `padding`.
 

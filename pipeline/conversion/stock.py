@@ -31,15 +31,14 @@ from torch import Tensor
 
 from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.padding import Padding, padded_widths
+from pipeline.conversion.padding import UNPADDED, Padding, padded_widths
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor
+from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor, map_rows
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import DecoderSpec, StoredResidual, scale_in
 from pipeline.scale.plan import ExpansionPlan, Widths
 
-UNPADDED = Padding()
 _logger = log.get_logger(__name__)
 _NORMS_OF_HEADS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
@@ -70,11 +69,8 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
     if padding != UNPADDED:
         _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan, model.spec))
     hidden_size = wider.hidden_size
-    unnormed = model.spec.norm_placement == "after"
-    residual = StoredResidual(widths.hidden_size, scale_in(dtype), unnormed)
-    if before := model.spec.residual:
-        # A smaller scale than the base's own would change what its norms compute.
-        residual = replace(before, scale=max(before.scale, residual.scale))
+    new = StoredResidual(widths.hidden_size, scale_in(dtype), model.spec.norm_placement == "after")
+    residual = _kept(model.spec.residual, dtype) or new
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
         **asdict(wider),
@@ -170,14 +166,8 @@ class _Fusion:
         """The shape of a parameter of `module` in the ordinary model."""
         if module.endswith(_NORMS_OF_HEADS):
             return base_shape
-        widths, head_dim = self.widths, self.model.spec.head_dim
-        rows = {
-            "attention.query": widths.num_attention_heads * head_dim,
-            "attention.key": widths.num_key_value_heads * head_dim,
-            "attention.value": widths.num_key_value_heads * head_dim,
-            "ffn.gate": widths.intermediate_size,
-            "ffn.up": widths.intermediate_size,
-        }
+        widths = self.widths
+        rows = map_rows(widths, self.model.spec.head_dim)
         columns = {"attention.output": rows["attention.query"], "ffn.down": widths.intermediate_size}
         vocabulary = base_shape[0] if module in ("embedding", "output") else widths.hidden_size
         shape = (rows.get(module, vocabulary), columns.get(module, widths.hidden_size))
@@ -210,9 +200,8 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     }
     if model.spec.layers != model.base.spec.layers:
         config |= family_of(model.spec).layer_entries(model.spec)
-    residual = model.spec.residual
+    residual = _kept(model.spec.residual, dtype)
     if residual is not None:
-        residual = replace(residual, scale=max(residual.scale, scale_in(dtype)))
         config[RESIDUAL_KEY] = asdict(residual)
     shapes = {name: shape for name, shape in model.shapes.items() if is_base(name)}
     tensors = (
@@ -220,6 +209,14 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         for name, shape in shapes.items()
     )
     return Export("stock", config, _stored(model, tensors), dtype)
+
+
+def _kept(residual: StoredResidual | None, dtype: torch.dtype) -> StoredResidual | None:
+    """How an export in `dtype` stores the residual stream of a base that stores it so.
+
+    A smaller scale than the base's own would change what its norms compute.
+    """
+    return None if residual is None else replace(residual, scale=max(residual.scale, scale_in(dtype)))
 
 
 def _unwidened_values(model: TrainedModel, name: str, residual: StoredResidual | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.model.families.exaone4 import EXAONE4
-from pipeline.model.families.family import Family, FusedPart, HfTensor, UnsupportedError, fuse
+from pipeline.model.families.family import Family, FusedPart, HfTensor, UnsupportedError, fuse, map_rows
 from pipeline.model.families.gemma3 import GEMMA3
 from pipeline.model.families.gpt_neox import GPT_NEOX
 from pipeline.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
@@ -29,4 +29,14 @@ def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
     return family_of(spec).tensor(name, spec)
 
 
-__all__ = ["FAMILIES", "Family", "FusedPart", "HfTensor", "UnsupportedError", "family_of", "fuse", "hf_tensor"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "FusedPart",
+    "HfTensor",
+    "UnsupportedError",
+    "family_of",
+    "fuse",
+    "hf_tensor",
+    "map_rows",
+]

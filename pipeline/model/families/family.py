@@ -63,7 +63,8 @@ class Family:
 
     def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
         groups = spec.widths.num_attention_heads if self.fused_by_head else 1
-        rows = [_rows_of(part, spec) // groups for part in parts]
+        rows_of = map_rows(spec.widths, spec.head_dim)
+        rows = [rows_of[part] // groups for part in parts]
         index = parts.index(module)
         return FusedPart(index, groups, sum(rows), sum(rows[:index]), rows[index])
 
@@ -107,15 +108,16 @@ def fuse(parts: Iterable[Tensor], groups: int) -> Tensor:
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def _rows_of(module: str, spec: DecoderSpec) -> int:
-    widths = spec.widths
+def map_rows(widths: Widths, head_dim: int) -> dict[str, int]:
+    """The rows of each linear map of a layer that does not write to the residual stream."""
+    kv_rows = widths.num_key_value_heads * head_dim
     return {
-        "attention.query": widths.num_attention_heads * spec.head_dim,
-        "attention.key": widths.num_key_value_heads * spec.head_dim,
-        "attention.value": widths.num_key_value_heads * spec.head_dim,
+        "attention.query": widths.num_attention_heads * head_dim,
+        "attention.key": kv_rows,
+        "attention.value": kv_rows,
         "ffn.gate": widths.intermediate_size,
         "ffn.up": widths.intermediate_size,
-    }[module]
+    }
 
 
 LLAMA_NAMES = {
@@ -167,6 +169,12 @@ def spec_of(config: Config, layers: Sequence[LayerKind], **features: Any) -> Dec
             **features,
         }
     )
+
+
+def all_biases(config: Config) -> dict[str, bool]:
+    """The features of configs with `attention_bias` and `mlp_bias`."""
+    attention = bool(config.attention_bias)
+    return {"query_key_value_bias": attention, "output_bias": attention, "ffn_bias": bool(config.mlp_bias)}
 
 
 def head_dim_of(config: Config) -> int:

@@ -9,6 +9,7 @@ from pipeline.model.families.family import (
     Config,
     Family,
     UnsupportedError,
+    all_biases,
     layer_types,
     rotary_of,
     spec_of,
@@ -19,15 +20,8 @@ from pipeline.model.spec import DecoderSpec, LayerKind
 
 
 def _llama(config: Config) -> DecoderSpec:
-    biased = bool(config.attention_bias)
     layers = [LayerKind(rotary_of(config))] * config.num_hidden_layers
-    return spec_of(
-        config,
-        layers,
-        query_key_value_bias=biased,
-        output_bias=biased,
-        ffn_bias=bool(config.mlp_bias),
-    )
+    return spec_of(config, layers, **all_biases(config))
 
 
 def _mistral(config: Config) -> DecoderSpec:
@@ -48,20 +42,14 @@ def _qwen3(config: Config) -> DecoderSpec:
 
 
 def _smollm3(config: Config) -> DecoderSpec:
-    rotary, biased, rotated = rotary_of(config), bool(config.attention_bias), config.no_rope_layers
+    rotary, rotated = rotary_of(config), config.no_rope_layers
     if not isinstance(rotated, list) or len(rotated) < config.num_hidden_layers:
         raise UnsupportedError(f"no_rope_layers: expected an entry for each layer, found {rotated!r:.80}")
     windows = typed_windows(config)
     if not config.use_sliding_window and any(windows):
         raise UnsupportedError("use_sliding_window: false, but layer_types names layers with a window")
     layers = [LayerKind(rotary if has else None, window) for has, window in zip(rotated, windows, strict=False)]
-    return spec_of(
-        config,
-        layers,
-        query_key_value_bias=biased,
-        output_bias=biased,
-        ffn_bias=bool(config.mlp_bias),
-    )
+    return spec_of(config, layers, **all_biases(config))
 
 
 def _smollm3_layers(spec: DecoderSpec) -> dict[str, Any]:

@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from pipeline.local_ranks import reserved_port
-from tests.slurm.daemons import NODES, PORTS, ClusterError, Daemons, why_not
+from tests.slurm.daemons import NODES, PORTS, ClusterError, Daemons, SlurmdCrashedError, why_not
 from tests.waiting import PATIENCE_S, wait_until
 
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -44,6 +45,9 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.daemons = Daemons(folder)
+        self.crashes = 0
+        """How often a slurmd ended that nobody had ended."""
+        self._revival = threading.Lock()
 
     def sbatch(
         self, script: Path, env: Mapping[str, str] | None = None, args: tuple[str, ...] = (), cwd: Path | None = None
@@ -60,9 +64,22 @@ class Cluster:
     def wait_for(
         self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = PATIENCE_S
     ) -> dict[str, str]:
-        """Waits until `condition` holds for what `job` returns, and returns that."""
-        if not wait_until(lambda: condition(self.job(job_id)), timeout):
+        """Waits until `condition` holds for what `job` returns, and returns that.
+
+        Raises:
+            ClusterError: it did not hold in time.
+            SlurmdCrashedError: a slurmd crashed meanwhile, as a node that dies; it is running again.
+        """
+        crashes = self.crashes
+
+        def over() -> bool:
+            self._revive()
+            return self.crashes > crashes or condition(self.job(job_id))
+
+        if not wait_until(over, timeout):
             raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
+        if self.crashes > crashes:
+            raise SlurmdCrashedError(f"a slurmd crashed\n{self.evidence(job_id)}")
         return self.job(job_id)
 
     def wait_for_output(self, job_id: int, text: str, count: int = 1) -> None:
@@ -114,6 +131,13 @@ class Cluster:
 
         if not wait_until(usable):
             raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
+
+    def _revive(self) -> None:
+        """Starts each slurmd that crashed, as the service manager of a real node would."""
+        with self._revival:
+            for node in self.daemons.crashed():
+                self.crashes += 1
+                self.start_slurmd(node)
 
     def stop_controller(self) -> None:
         """Ends slurmctld, as for an upgrade; the jobs run on."""

@@ -79,6 +79,10 @@ def why_not() -> str | None:
     return None
 
 
+class SlurmdCrashedError(ClusterError):
+    """A slurmd ended that nobody had ended, and was started again. Slurm 22.05's does so once in many launches."""
+
+
 class Daemons:
     """munged, slurmctld and one slurmd per node, with all files in `folder`."""
 
@@ -110,11 +114,16 @@ class Daemons:
         self._end("slurmctld.pid", signal.SIGTERM)
 
     def start_slurmd(self, node: str) -> None:
+        (self.folder / f"slurmd.{node}.pid").unlink(missing_ok=True)  # of one that crashed
         self._start("slurmd", "-N", node)
 
     def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Ends the node's daemon. Its job steps have daemons of their own, and survive."""
         self._end(f"slurmd.{node}.pid", how)
+
+    def crashed(self) -> list[str]:
+        """The nodes whose slurmd left its pid file behind: it ended neither by itself nor by `kill_slurmd`."""
+        return [node for node in NODES if (self.folder / f"slurmd.{node}.pid").exists() and not self._runs(node)]
 
     def kill(self) -> None:
         """Kills every daemon with all that it started, and what they start meanwhile."""
@@ -143,8 +152,15 @@ class Daemons:
                 if process.info["name"] in _PROGRAMS and process.environ().get("SLURM_CONF") == str(self.conf):
                     yield process
 
+    def _runs(self, node: str) -> bool:
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):
+            daemon = psutil.Process(int((self.folder / f"slurmd.{node}.pid").read_text(encoding="utf-8")))
+            return daemon.name() == "slurmd" and daemon.status() != psutil.STATUS_ZOMBIE
+        return False
+
     def _end(self, pid_file: str, how: signal.Signals) -> None:
         daemon = psutil.Process(int((self.folder / pid_file).read_text(encoding="utf-8")))
+        (self.folder / pid_file).unlink()  # first: `crashed` is about those that end without being told to
         daemon.send_signal(how)
         daemon.wait(timeout=PATIENCE_S)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import run_scenario
 from tests.slurm.jobs import script
 from tests.waiting import wait_until
 
@@ -43,6 +47,29 @@ def test_a_node_that_died_comes_back(slurm_cluster: Cluster):
     slurm_cluster.kill_slurmd("n2")
     slurm_cluster.start_slurmd("n2")
     assert slurm_cluster.srun("--nodelist=n2", "bash", "-c", "echo $SLURMD_NODENAME") == "n2\n"
+
+
+def test_a_scenario_runs_again_after_a_slurmd_crashed(slurm_cluster: Cluster, tmp_path: Path):
+    attempts = []
+
+    def scenario(cluster: Cluster, folder: Path) -> None:
+        attempts.append(folder)
+        if len(attempts) == 1:
+            pid = int((cluster.daemons.folder / "slurmd.n2.pid").read_text(encoding="utf-8"))
+            os.kill(pid, signal.SIGSEGV)
+        job = cluster.sbatch(script(folder, "sleep 3; echo ended"), args=("--nodelist=n2",), cwd=folder)
+        assert cluster.wait(job).state == "COMPLETED"
+
+    run_scenario(scenario, slurm_cluster, lambda: Path(tempfile.mkdtemp(dir=tmp_path)))
+    assert len(attempts) == 2
+    assert slurm_cluster.crashes == 1
+
+    with pytest.raises(AssertionError):
+        run_scenario(_fails, slurm_cluster, lambda: tmp_path)
+
+
+def _fails(cluster: Cluster, folder: Path) -> None:
+    raise AssertionError("of the scenario itself")
 
 
 @pytest.mark.usefixtures("slurm_installed")

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# `slurm/common.sh` acts on these codes, and docs/clusters.md lists them. A signal ends a process with 128 + its number.
+# `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process with 128 + its number.
 
 FINISHED = 0
 """Finished."""

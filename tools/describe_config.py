@@ -22,10 +22,39 @@ _INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Unknown keys are refused, and all faults are reported at once with their dotted paths.
 Relative paths count from the working directory, which is the project's root in the scripts of `slurm/`.
-`configs/demo.yaml` is a small example, `configs/cpt_korean_llama3.2_1b.yaml` a real one.
+`configs/cpt_korean_llama3.2_1b.yaml` is a real one, for GPUs.
 
 This page is printed by `python tools/describe_config.py`.
+
+## A complete file
+
+{example}: `make demo` runs it.
+
+```yaml
+{yaml}```
+
+## DeepSpeed's file
+
+The key `deepspeed` names one of these. They hold ZeRO and precision only; the batch, the optimizer and the
+clipping come from the run's file.
+
+| file | precision | what it is for |
+|---|---|---|
+{deepspeed}
+[sizing.md](sizing.md#how-to-choose) says how to choose.
 """
+_EXAMPLE = "configs/demo.yaml"
+_DEEPSPEED = {
+    "zero1.json": (
+        "bf16",
+        "a base that fits on each GPU: the default choice, since frozen weights need no optimizer state",
+    ),
+    "zero2.json": ("bf16", "the same where memory is short: gradients are sharded too"),
+    "zero3.json": ("bf16", "a base that does not fit: its weights are sharded, and gathered in each micro-batch"),
+    "zero3_offload.json": ("bf16", "the last resort: weights and optimizer states in host memory"),
+    "zero1_fp32.json": ("fp32", "CPUs, and small models whose runs are to be compared to the last digits"),
+    "zero3_fp32.json": ("fp32", "ZeRO-3 on CPUs, as in the demo"),
+}
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
 
 
@@ -36,7 +65,14 @@ def main() -> None:
 
 def as_markdown() -> str:
     """The whole page."""
-    return _INTRODUCTION + "".join(_section("", RunConfig))
+    root = Path(__file__).resolve().parent.parent
+    rows = [(path.name, *_DEEPSPEED[path.name]) for path in sorted((root / "ds_configs").glob("*.json"))]
+    introduction = _INTRODUCTION.format(
+        example=f"`{_EXAMPLE}`",
+        yaml=(root / _EXAMPLE).read_text(encoding="utf-8"),
+        deepspeed="".join(f"| `ds_configs/{name}` | {precision} | {purpose} |\n" for name, precision, purpose in rows),
+    )
+    return introduction + "".join(_section("", RunConfig))
 
 
 def _section(path: str, section: type[BaseModel]) -> Iterator[str]:

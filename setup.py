@@ -7,7 +7,6 @@ from setuptools import find_packages, setup
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
-SEARCH = ["optuna>=5,<6"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -47,13 +46,11 @@ setup(
     extras_require={
         "eval": EVAL,
         "report": REPORT,
-        "search": SEARCH,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "dev": [
             *EVAL,
             *REPORT,
-            *SEARCH,
             *WANDB,
             *MLFLOW,
             "gguf>=0.17,<1",

@@ -25,7 +25,7 @@ setup(
         "torch>=2.6,<3",
         "deepspeed>=0.19.4,<0.20",
         "transformers>=5.0,<6",
-        "datasets>=3,<6",
+        "datasets>=4,<6",  # from 4 on they run no scripts
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
         "protobuf>=4",

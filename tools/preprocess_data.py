@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.command_line import positive, run, share
+from pipeline.command_line import folder_or_hub, positive, run, share
 from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
@@ -80,8 +80,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
-    add("--input", nargs="+", metavar="FILE", help="files, patterns, or folders saved by `datasets`")
-    add("--tokenizer", type=Path, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add("--input", nargs="+", metavar="FILE", help="files, patterns, folders saved by `datasets`, hf://org/name")
+    add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")

@@ -49,7 +49,8 @@ class Corpus(Section):
 
     input: list[str] = Field(
         default=[],
-        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; or folders saved by datasets",
+        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; folders saved by datasets; or datasets "
+        "on the hub, hf://org/name[/config][@revision][/split][?documents=N]",
     )
     sample: Sampling | None = Field(
         default=None, description="instead of input, for role rehearsal: what the base is to write"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pipeline.data import tables
+from pipeline.data import hub_datasets, tables
 from pipeline.data.input_checks import input_size
 from pipeline.data.json_arrays import array_records, begins_array
 from pipeline.data.records import Document, Keys, Record, Rejected
@@ -52,7 +52,8 @@ class Unit:
 def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     """The files that `inputs` name, with their sizes in bytes.
 
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders saved by `datasets`, and datasets on the hub
+    (`hf://org/name`), which are streamed first where they are not on this machine.
 
     Raises:
         DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
@@ -68,6 +69,9 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name, without opening them. Raises as `input_files`, but for what it finds in a file."""
     found: list[Path] = []
     for name in inputs:
+        if name.startswith(hub_datasets.PREFIX):
+            found += hub_datasets.streamed_files(name)
+            continue
         # Path.glob takes no absolute pattern.
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         if not matches:
@@ -79,6 +83,11 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     if len(set(found)) < len(found):
         raise DataError(f"{Counter(found).most_common(1)[0][0]}: is named twice among the inputs")
     return found
+
+
+def is_here(inputs: Sequence[str]) -> bool:
+    """Whether all `inputs` are on this machine; False where one would be streamed from the hub first."""
+    return all(hub_datasets.is_streamed(name) for name in inputs if name.startswith(hub_datasets.PREFIX))
 
 
 def default_unit_bytes(total: int) -> int:

@@ -20,6 +20,7 @@ from pipeline.data.units import input_files
 from pipeline.errors import ConfigError
 from pipeline.experiments.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.files import write_text
+from pipeline.hub import model_folder
 from pipeline.model.from_hf import read_spec
 from pipeline.sizing.checks import check_fits
 from pipeline.sizing.matching import Matcher, MethodName
@@ -54,7 +55,7 @@ class StudyRun:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
         if not self.path.exists():
             return
-        found, wanted = _comparable(load_config(self.path)), _comparable(self.config)
+        found, wanted = _comparable(load_config(self.path, base="named")), _comparable(self.config)
         if changed := [key for key in wanted if found[key] != wanted[key]]:
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
@@ -69,7 +70,7 @@ class StudyRun:
         """
         if (self.config.folder / "checkpoints").exists():
             self.check_same()
-        if self.path.exists() and load_config(self.path) == self.config:
+        if self.path.exists() and load_config(self.path, base="named") == self.config:
             return
         self.config.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
@@ -86,7 +87,7 @@ class StudyRuns:
         self.study = study
         self.source = source
         self.stages: list[StudyRun] = []
-        self.base = study.base or study.folder / SCRATCH
+        self.base = study.folder / SCRATCH if study.base is None else model_folder(study.base)
         """of the compared runs"""
         for name, stage in study.stages.items():
             settings = _merged({"method": {"name": "fft"}}, stage.settings)

@@ -20,7 +20,6 @@ from pipeline.data.units import input_files
 from pipeline.errors import ConfigError
 from pipeline.experiments.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.files import write_text
-from pipeline.hub import model_folder
 from pipeline.model.from_hf import read_spec
 from pipeline.sizing.checks import check_fits
 from pipeline.sizing.matching import Matcher, MethodName
@@ -87,7 +86,7 @@ class StudyRuns:
         self.study = study
         self.source = source
         self.stages: list[StudyRun] = []
-        self.base = study.folder / SCRATCH if study.base is None else model_folder(study.base)
+        self.base = study.base or study.folder / SCRATCH
         """of the compared runs"""
         for name, stage in study.stages.items():
             settings = _merged({"method": {"name": "fft"}}, stage.settings)

@@ -7,7 +7,6 @@ from setuptools import find_packages, setup
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 REPORT = ["resvg_py>=0.5,<1"]
-SEARCH = ["optuna>=5,<6"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -26,7 +25,7 @@ setup(
         "torch>=2.6,<3",
         "deepspeed>=0.19.4,<0.20",
         "transformers>=5.0,<6",
-        "datasets>=3,<6",
+        "datasets>=4,<6",  # from 4 on they run no scripts
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
         "protobuf>=4",
@@ -47,13 +46,11 @@ setup(
     extras_require={
         "eval": EVAL,
         "report": REPORT,
-        "search": SEARCH,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "dev": [
             *EVAL,
             *REPORT,
-            *SEARCH,
             *WANDB,
             *MLFLOW,
             "gguf>=0.17,<1",

@@ -10,9 +10,11 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, UserError, exit_code_of, in_one_line
+from pipeline.hub import model_folder
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -30,6 +32,11 @@ def run(main: Callable[[], int | None]) -> None:
         else:
             print(f"error: {in_one_line(error)}", file=sys.stderr)
     sys.exit(code)
+
+
+def folder_or_hub(text: str) -> Path:
+    """An argument that is a path, or a model on the Hugging Face hub, which is fetched."""
+    return model_folder(Path(text))
 
 
 def positive(text: str) -> int:

@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the run's YAML file")
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
-    parser.add_argument("--base", type=Path, help="the folder of the model that was trained on")
+    parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
     parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
     parser.add_argument("--format", choices=get_args(Format), default="auto")

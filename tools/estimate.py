@@ -29,7 +29,7 @@ def main() -> int:
     from pipeline.sizing.estimate import open_estimator  # here, so that --help does not import torch
     from pipeline.sizing.table import as_text, as_values, make_report
 
-    config, cluster = load_config(arguments.config), cluster_of(arguments)
+    config, cluster = load_config(arguments.config, base="described"), cluster_of(arguments)
     report = make_report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
     print(json.dumps(as_values(report), indent=2) if arguments.json else as_text(report))
     return 0 if report.recommendation.choice else 1

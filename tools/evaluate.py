@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import run
+from pipeline.command_line import folder_or_hub, run
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
@@ -92,7 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="the YAML file of a finished run")
-    add("--model", type=Path, nargs="+", default=[], help="any Hugging Face model folders")
+    add(
+        "--model",
+        type=folder_or_hub,
+        nargs="+",
+        default=[],
+        help="Hugging Face folders, or models on the hub",
+    )
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet; or a folder of task files")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")

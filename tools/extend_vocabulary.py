@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import mebibytes, positive, run
+from pipeline.command_line import folder_or_hub, mebibytes, positive, run
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import is_heldout
@@ -65,7 +65,12 @@ def _ranges(extension: Extension) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--base", type=Path, required=True, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add(
+        "--base",
+        type=folder_or_hub,
+        required=True,
+        help="a Hugging Face folder or a model on the hub, a tokenizer.json or a SentencePiece .model",
+    )
     add("--corpus", nargs="+", required=True, metavar="FILE", help="new texts, as for tools/preprocess_data.py")
     add(
         "--old-texts",

@@ -15,7 +15,7 @@ from pipeline import command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
-    parser.add_argument("--base", type=Path, help="the path of the base, if it has moved")
+    parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     from pipeline.conversion.trained_model import as_text, describe_checkpoint  # after --help: it loads torch

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.command_line import run
+from pipeline.command_line import folder_or_hub, run
 from pipeline.data.blend import Permutation
 from pipeline.data.preprocess import QUARANTINE, check_finished
 from pipeline.data.token_corpus import SAMPLED_BLOCKS, Manifest, TokenCorpus
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("corpus", type=Path, help="the folder that tools/preprocess_data.py or tools/sample_base.py wrote")
-    add("--tokenizer", type=Path, help="decode samples with this tokenizer, the one that made the corpus")
+    add("--tokenizer", type=folder_or_hub, help="decode samples with this tokenizer, the one that made the corpus")
     add("--samples", type=int, default=3, help="how many documents to decode (default: 3)")
     add("--characters", type=int, default=400, help="show at most this many characters of each (default: 400)")
     add("--seed", type=int, default=0, help="which documents (default: 0)")

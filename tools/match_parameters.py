@@ -31,7 +31,7 @@ def main() -> None:
         value = getattr(arguments, flag)
         if value is not None and value <= 0:
             raise ConfigError(f"--{flag.replace('_', '-')}: expected a number above 0, found {value}")
-    config = load_config(arguments.config)
+    config = load_config(arguments.config, base="described")
     spec = read_architecture(config, arguments.base_config)
     matcher = Matcher(config, spec, multiple_of=arguments.multiple_of)
     print(as_yaml(matcher.match(arguments.methods, arguments.target)), end="")

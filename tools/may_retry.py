@@ -28,7 +28,7 @@ def main() -> int:
 
     arguments.config.read_bytes()  # a missing file system is no fault of the configuration
     decision = decide(
-        load_config(arguments.config).folder,
+        load_config(arguments.config, base="named").folder,
         stage=arguments.stage,
         exit_code=arguments.exit_code,
         without_progress=arguments.without_progress,

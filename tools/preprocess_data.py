@@ -1,6 +1,7 @@
 """Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any moment.
 
     python tools/preprocess_data.py --config configs/demo.yaml
+    python tools/preprocess_data.py --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
 
 Give the input, or a run configuration: then every corpus that it names is made, with the run's tokenizer.
@@ -13,13 +14,15 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from pipeline.command_line import positive, run, share
+from pipeline.command_line import folder_or_hub, positive, run, share
 from pipeline.config.run import load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
+from pipeline.data.records import DocumentUnit
 from pipeline.data.unit_work import Job
-from pipeline.data.units import named_files
+from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
@@ -60,11 +63,15 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         # cpt_korean.sh knows how many ranks will train on the tokens.
         check_before_tokenizing(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or 0) or None)
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
-    if not (options.input and options.tokenizer and options.output):
-        raise ConfigError("give --config, or all of --input, --tokenizer and --output")
+    inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
+    if not (inputs and options.tokenizer and options.output):
+        raise ConfigError("give --config, or --input or --import, with --tokenizer and --output")
     return [
         Job(
-            inputs=tuple(options.input),
+            inputs=tuple(inputs),
+            part="heldout" if options.output.name.endswith(".heldout") else "train",
+            document=options.document,
+            messages_key=options.messages_key,
             tokenizer=str(options.tokenizer),
             output=options.output,
             text_key=options.text_key,
@@ -80,10 +87,31 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
-    add("--input", nargs="+", metavar="FILE", help="files, patterns, or folders saved by `datasets`")
-    add("--tokenizer", type=Path, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="files, patterns, folders saved by `datasets`, hf://org/name",
+    )
+    add(
+        "--import",
+        nargs="+",
+        default=[],
+        dest="imported",
+        metavar="PREFIX",
+        help="instead of --input: PREFIX.bin and PREFIX.idx of Megatron-LM's preprocess_data, made with that tokenizer",
+    )
+    add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
+    add("--messages-key", help="or that of a chat, a list of {role, content}: the assistant's messages are predicted")
+    add(
+        "--document",
+        choices=get_args(DocumentUnit),
+        default="line",
+        help="what is a document in .txt files (default: line)",
+    )
     add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")
     add(
         "--heldout-fraction",

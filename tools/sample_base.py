@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import positive, run, share
+from pipeline.command_line import folder_or_hub, positive, run, share
 from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 def main() -> None:
     options = _options()
-    if options.config and not any(corpus.sample for corpus in load_config(options.config).data.corpora.values()):
+    if options.config and not any(
+        corpus.sample for corpus in load_config(options.config, base="named").data.corpora.values()
+    ):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
     with stage_of(options.config, "sample"):
         _sample(options)
@@ -99,7 +101,7 @@ def _options() -> argparse.Namespace:
         metavar="K/N",
         help="this is the K-th of N such jobs, as in a Slurm array",
     )
-    add("--base", type=Path, help="a Hugging Face folder")
+    add("--base", type=folder_or_hub, help="a Hugging Face folder")
     add("--output", type=Path, help="the corpus folder")
     add("--tokens", type=positive, help="how many are written, at least")
     add("--max-tokens", type=positive, help="of a document, its opening included")

@@ -20,6 +20,7 @@ from pipeline.config.reading import Section
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash, is_plain_name, write_json
+from pipeline.hub import source_of
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
@@ -95,10 +96,14 @@ class Position(_Record):
 
 
 class BaseRecord(_Record):
-    """The base, which the checkpoint does not hold: its path, and the SHA-256 of each weight file."""
+    """The base, which the checkpoint does not hold: its path, and the SHA-256 of each weight file.
+
+    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`.
+    """
 
     path: str
     hashes: dict[str, str]
+    hub: str | None = None
 
 
 class LayoutRecord(_Record):
@@ -157,7 +162,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
     """The record of a run, for its checkpoints."""
     return RunRecord(
         name=config.name,
-        base=BaseRecord(path=str(config.base), hashes=base.hashes()),
+        base=BaseRecord(path=str(config.base), hashes=base.hashes(), hub=source_of(config.base)),
         base_precision=config.base_precision,
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),

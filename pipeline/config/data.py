@@ -49,7 +49,8 @@ class Corpus(Section):
 
     input: list[str] = Field(
         default=[],
-        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; or folders saved by datasets",
+        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; folders saved by datasets; or datasets "
+        "on the hub, hf://org/name[/config][@revision][/split][?documents=N]",
     )
     sample: Sampling | None = Field(
         default=None, description="instead of input, for role rehearsal: what the base is to write"
@@ -66,6 +67,13 @@ class Corpus(Section):
         default=None,
         description="that of a prompt before the text, which is read but never predicted: loss on answers only",
     )
+    messages_key: str | None = Field(
+        default=None,
+        description="or that of a chat in JSON, a list of {role, content}: framed by the tokenizer's chat template, "
+        "with the loss on the assistant's messages only",
+    )
+    document: Literal["line", "file", "blank_line"] = "line"
+    """of .txt files: what is one document, up to 32 MiB"""
     role: Role = Field(
         default="new", description="replay: the base model's own domain; rehearsal: text that the base wrote itself"
     )
@@ -82,12 +90,14 @@ class Corpus(Section):
                 raise ValueError("input: name at least one file")
         elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
             raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
-        elif self.prompt_key is not None:
+        elif self.prompt_key is not None or self.messages_key is not None:
             raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
         return self
 
     @model_validator(mode="after")
     def _one_limit_one_heldout(self) -> Corpus:
+        if self.messages_key is not None and self.prompt_key is not None:
+            raise ValueError("give prompt_key or messages_key, not both: a chat has prompts of its own")
         if self.epochs is not None and self.token_budget is not None:
             raise ValueError("give epochs or token_budget, not both")
         if self.heldout_input and self.heldout_fraction:

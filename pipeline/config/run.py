@@ -24,6 +24,7 @@ from pipeline.config.reading import (
     checked,
     read_yaml,
 )
+from pipeline.hub import model_folder
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
@@ -262,7 +263,7 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
-    """a Hugging Face folder with safetensors"""
+    """a Hugging Face folder with safetensors, or a model on the hub: `meta-llama/Llama-3.2-1B`, `org/name@revision`"""
     base_precision: BasePrecision = "bf16"
     """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
     vocabulary: VocabularySettings | None = Field(
@@ -362,13 +363,22 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
-def load_config(path: Path) -> RunConfig:
+def load_config(path: Path, *, base: Literal["whole", "described", "named"] = "whole") -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
+
+    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
+        BaseModelError: a model cannot be had from the hub.
     """
-    return parse_config(read_yaml(path), source=str(path))
+    config = parse_config(read_yaml(path), source=str(path))
+    if base == "named":
+        return config
+    changes: dict[str, Any] = {"base": model_folder(config.base, weights=base == "whole")}
+    if (vocabulary := config.vocabulary) is not None:
+        changes["vocabulary"] = vocabulary.model_copy(update={"folder": model_folder(vocabulary.folder, weights=False)})
+    return config.model_copy(update=changes)
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:

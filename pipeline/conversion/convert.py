@@ -21,8 +21,9 @@ from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.padding import UNPADDED, Padding
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
-from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.unit_work import keys_of
+from pipeline.data.units import TOKENS
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json
 from pipeline.methods.scale import TOKENIZER, origin_of
@@ -85,12 +86,13 @@ def newest_checkpoint(config: RunConfig) -> Path:
 def run_probe(config: RunConfig) -> MakeProbe:
     """The text to verify a run's export on: each corpus's held-out files, or else its inputs.
 
-    Text that the base wrote has neither.
+    Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
     corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
+    texts = {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
     return probe_maker(
-        {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()},
-        {name: Keys(corpus.text_key, corpus.prompt_key) for name, corpus in corpora.items()},
+        {name: files for name, files in texts.items() if not any(file.endswith(TOKENS) for file in files)},
+        {name: keys_of(corpus, config.tokenizer) for name, corpus in corpora.items()},
     )
 
 

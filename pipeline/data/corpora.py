@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
-from pipeline.data.records import Document, Keys
+from pipeline.data.records import Document
 from pipeline.data.token_corpus import MANIFEST
-from pipeline.data.unit_work import Job, is_heldout
+from pipeline.data.unit_work import Job, is_heldout, keys_of
 from pipeline.data.units import good_documents
 from pipeline.errors import DataError
 
@@ -71,6 +71,8 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
             output=train_folder(data, name),
             text_key=corpus.text_key,
             prompt_key=corpus.prompt_key,
+            document=corpus.document,
+            messages_key=corpus.messages_key,
         )
         yield replace(job, heldout_fraction=corpus.heldout_fraction)
         if corpus.heldout_input:
@@ -93,12 +95,16 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
         DataError: no corpus has any.
     """
     check_heldout(config)
-    return {name: _documents(corpus) for name, corpus in config.data.corpora.items() if has_heldout(config.data, name)}
+    return {
+        name: _documents(corpus, config.tokenizer)
+        for name, corpus in config.data.corpora.items()
+        if has_heldout(config.data, name)
+    }
 
 
-def _documents(corpus: Corpus) -> Iterator[Document]:
-    keys = Keys(corpus.text_key, corpus.prompt_key)
+def _documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:
+    keys = keys_of(corpus, tokenizer)
     if corpus.heldout_input:
         return good_documents(corpus.heldout_input, keys)
     documents = good_documents(corpus.input, keys)
-    return (document for document in documents if is_heldout(document.whole_text, corpus.heldout_fraction))
+    return (document for document in documents if is_heldout(document.held_out_by, corpus.heldout_fraction))

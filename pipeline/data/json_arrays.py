@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Keys, Record, Rejected
-from pipeline.data.text_files import BYTE_ORDER_MARK, Line, Stream, record_of
+from pipeline.data.text_files import BYTE_ORDER_MARK, Line, Stream, records_of
 
 _BLOCK_BYTES = 256 << 10
 # Outside of strings only these matter: where a string begins, how deep it is, and where an element ends.
@@ -45,7 +45,7 @@ def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
             elif not depth:
                 content = (head + window[start : found.start()]).strip()
                 if content:
-                    yield record_of(Line(base + start - dropped, content, dropped + len(content)), keys)
+                    yield from records_of(Line(base + start - dropped, content, dropped + len(content)), keys)
                 start, dropped, head = at, 0, b""
                 is_open = found[0] == b","
             continue

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
 from pipeline.data.file_content import FileContent, check_file, content_of
+from pipeline.data.imported import BACKEND, import_shards
 from pipeline.data.job_state import (
     StateRecord,
     UnitPart,
@@ -33,7 +35,7 @@ from pipeline.data.job_state import (
     remove_state,
     sums_of,
 )
-from pipeline.data.records import BadRecordLimit
+from pipeline.data.records import BadRecordLimit, DocumentUnit, Keys
 from pipeline.data.token_corpus import (
     MANIFEST,
     SAMPLED_BLOCKS,
@@ -43,13 +45,13 @@ from pipeline.data.token_corpus import (
     TokenizerRecord,
     load_manifest,
 )
-from pipeline.data.token_shards import token_dtype
+from pipeline.data.token_shards import Shard, token_dtype
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_unit
-from pipeline.data.units import Unit, default_unit_bytes, input_files, most_records, split_file
+from pipeline.data.units import TOKENS, Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import published_file, write_json
+from pipeline.files import file_hash, in_threads, published_file, write_json
 from pipeline.log import progress_bar
 from pipeline.own_records import write_record
 from pipeline.untrusted_files import read_bytes
@@ -69,6 +71,8 @@ class Plan(BaseModel):
     document_end: list[int]
     text_key: str
     prompt_key: str | None = None
+    document: DocumentUnit = "line"
+    chat_template: str | None = None
     heldout_fraction: float
     unit_bytes: int
 
@@ -99,6 +103,8 @@ def preprocess(
     files = [Path(path) for path, _ in plan.inputs]
     if (job.output / MANIFEST).exists():
         return _finished(job, plan)
+    if any(file.suffix == TOKENS for file in files):
+        return _import(job, plan, tokenizer, workers)
     try:
         _begin(job, plan)
         if reference_only and not job.reference_only.exists():
@@ -129,6 +135,30 @@ def preprocess(
         raise DataError(f"{error.filename}: vanished during the work; start again") from None
 
 
+def _import(job: Job, plan: Plan, tokenizer: Tokenizer, workers: Workers) -> Manifest:
+    """Makes the corpus of tokens that another program wrote; nothing of it is kept after a kill but finished links."""
+    files = [Path(path) for path, _ in plan.inputs]
+    if any(file.suffix != TOKENS for file in files) or job.heldout_fraction or job.messages_key or job.prompt_key:
+        raise DataError(
+            f"{', '.join(job.inputs)}: tokens are imported as they are: name no files of text beside them, and neither "
+            "heldout_fraction nor prompts; a held-out part has inputs of its own"
+        )
+    make_folder(job.output)
+    parts = import_shards(job.output, files, Path(job.tokenizer), workers)
+    inputs = [
+        InputFile(path=path, bytes=size, sha256=digest)
+        for (path, size), digest in zip(plan.inputs, in_threads(file_hash, files), strict=True)
+    ]
+    manifest = _manifest(job, plan, inputs, tokenizer.vocab_size, BACKEND, Counter(), job.part, parts)
+    # As they are stored: another program may have chosen wider ids than needed.
+    types = {Shard(job.output / name, check=False).dtype.name for name, _ in parts}
+    if len(types) > 1:
+        raise DataError(f"{', '.join(job.inputs)}: expected ids of one type, found {', '.join(sorted(types))}")
+    manifest = manifest.model_copy(update={"token_dtype": types.pop()})
+    manifest.save(job.output)
+    return manifest
+
+
 def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
     """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
@@ -141,11 +171,16 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         fingerprint=tokenizer.fingerprint,
         document_start=list(tokenizer.document_start),
         document_end=list(tokenizer.document_end),
-        text_key=job.text_key,
-        prompt_key=job.prompt_key,
+        **_reading(job.keys),
         heldout_fraction=job.heldout_fraction,
         unit_bytes=job.unit_bytes or default_unit_bytes(sum(files.values())),
     )
+
+
+def _reading(keys: Keys) -> dict[str, Any]:
+    """The fields of a plan and of a manifest that say where documents were in the inputs."""
+    template = None if keys.chat is None else keys.chat.fingerprint
+    return {"text_key": keys.text, "prompt_key": keys.prompt, "document": keys.document, "chat_template": template}
 
 
 def check_folder(job: Job, tokenizer: Tokenizer) -> None:
@@ -183,6 +218,8 @@ def _check_finished(job: Job, plan: Plan) -> Manifest:
         document_end=manifest.tokenizer.document_end,
         text_key=manifest.text_key,
         prompt_key=manifest.prompt_key,
+        document=manifest.document,
+        chat_template=manifest.chat_template,
         heldout_fraction=manifest.heldout_fraction,
         unit_bytes=plan.unit_bytes,
     )
@@ -336,8 +373,7 @@ def _manifest(
             backend=backend,
         ),
         token_dtype=token_dtype(vocab_size).name,
-        text_key=job.text_key,
-        prompt_key=job.prompt_key,
+        **_reading(job.keys),
         heldout_fraction=job.heldout_fraction,
         **sums_of(shards),
         rejected=dict(sorted(rejected.items())),

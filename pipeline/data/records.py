@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Union
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Union
 
 import orjson
 
@@ -26,10 +26,14 @@ Reason = Literal[
     "nul_character",
     "no_prompt_key",
     "prompt_not_usable",
+    "messages_not_usable",
+    "no_answer",
     "too_large",
     "truncated_file",
     "corrupt_file",
 ]
+
+DocumentUnit = Literal["line", "file", "blank_line"]
 
 EXCERPT_BYTES = 200
 # Every worker must have room for one record of this size.
@@ -43,11 +47,30 @@ _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 60
 
 
+class Chat(Protocol):
+    """Makes documents of a chat; see `data.chats`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides how a chat is rendered."""
+        ...
+
+    def records(self, offset: int, messages: object) -> Iterator[Record]:
+        """The documents of one."""
+        ...
+
+
 class Keys(NamedTuple):
-    """The keys, or columns, of a record's text and of the prompt before it; None: records have no prompt."""
+    """Where documents are in the inputs.
+
+    The keys, or columns, of a record's text and of the prompt before it; None: records have no prompt. With `chat` both
+    are the key of a chat's messages. `document` is what a document is in a text file.
+    """
 
     text: str = "text"
     prompt: str | None = None
+    document: DocumentUnit = "line"
+    chat: Chat | None = None
 
     @property
     def all(self) -> list[str]:
@@ -56,17 +79,26 @@ class Keys(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A usable record. If it has a prompt, `text` is the answer. `..._bytes` are lengths in UTF-8."""
+    """A usable record. If it has a prompt, `text` is the answer. `..._bytes` are lengths in UTF-8.
+
+    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone.
+    """
 
     text: str
     utf8_bytes: int
     prompt: str | None = None
     prompt_utf8_bytes: int = 0
+    group: str = ""
 
     @property
     def whole_text(self) -> str:
         """The prompt, if there is one, and the text."""
         return (self.prompt or "") + self.text
+
+    @property
+    def held_out_by(self) -> str:
+        """The text whose hash decides whether it is held out."""
+        return self.group or self.whole_text
 
 
 class Rejected(NamedTuple):
@@ -193,6 +225,11 @@ def _advice(rejected: Counter[str]) -> str:
     if reason in ("no_text_key", "no_prompt_key"):
         key = reason.removeprefix("no_")
         return f"set {key} (--{key.replace('_', '-')}) to one of the keys, and remove the output folder"
+    if reason == "too_large":
+        return (
+            f"a document has at most {MAX_RECORD_BYTES >> 20} MiB: split them (a .txt by `document: blank_line`), and "
+            "remove the output folder"
+        )
     return (
         "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the output "
         "folder"

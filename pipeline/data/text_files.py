@@ -158,7 +158,7 @@ def lines(stream: Stream, start: int, stop: int, *, skip_blank: bool = False) ->
 
     `skip_blank`: most lines of white space are left out, and quickly.
     """
-    offset = position = _first_line_start(stream, start, stop)
+    offset = position = first_line_start(stream, start, stop)
     pieces: list[bytes] = []  # of the line at `offset`, whose end has not been read
     size = 0
     while offset < stop:
@@ -192,7 +192,7 @@ def lines(stream: Stream, start: int, stop: int, *, skip_blank: bool = False) ->
         yield Line(offset, b"".join(pieces), size)
 
 
-def _first_line_start(stream: Stream, start: int, stop: int) -> int:
+def first_line_start(stream: Stream, start: int, stop: int) -> int:
     """Where the first line that begins in [start, stop) begins; `stop` if none does."""
     if start == 0:
         return 0
@@ -217,12 +217,28 @@ def line_records(stream: Stream, start: int, stop: int, *, keys: Keys | None) ->
         # A file that others were appended to has a byte-order mark in its middle, too.
         content = line.content.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r")
         if content and not content.isspace():
-            yield record_of(Line(line.offset, content, line.size), keys)
+            yield from records_of(Line(line.offset, content, line.size), keys)
     if not stream.read_at(stop, 1) and stream.fault:
         if incomplete is None:
             yield Rejected(stop, stream.fault, b"")
         else:
             yield Rejected(incomplete.offset, stream.fault, incomplete.content[:EXCERPT_BYTES])
+
+
+def records_of(line: Line, keys: Keys | None) -> Iterator[Record]:
+    """The records in a line: one, or of a chat one for each answer."""
+    if keys is None or keys.chat is None or line.size > MAX_RECORD_BYTES:
+        yield record_of(line, keys)
+        return
+    try:
+        value = orjson.loads(line.content)
+    except orjson.JSONDecodeError:
+        yield record_of(line, keys)
+        return
+    if isinstance(value, dict) and keys.text in value:
+        yield from keys.chat.records(line.offset, value[keys.text])
+    else:
+        yield record_of(line, keys)
 
 
 def record_of(line: Line, keys: Keys | None) -> Record:

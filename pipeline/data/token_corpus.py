@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline.data.file_content import FileContent, check_file
+from pipeline.data.records import DocumentUnit
 from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
 from pipeline.files import in_threads, is_plain_name
@@ -89,7 +90,7 @@ class Manifest(_Strict):
     `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
     None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`. In a corpus that a base
     model wrote (`sampling`), `inputs` are the files of its openings, and the text includes them. `quarantine` is the
-    file of the rejected records, if there is one.
+    file of the rejected records, if there is one. `chat_template` is the hash of the template that framed chats.
     """
 
     format: Literal["scale-cpt token corpus 1", "scale-cpt token corpus 2"] = "scale-cpt token corpus 2"
@@ -98,6 +99,8 @@ class Manifest(_Strict):
     token_dtype: str
     text_key: str
     prompt_key: str | None = None
+    document: DocumentUnit = "line"
+    chat_template: str | None = None
     heldout_fraction: float
     documents: NonNegativeInt
     tokens: NonNegativeInt

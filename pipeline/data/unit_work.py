@@ -10,15 +10,16 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline import log
+from pipeline.data.chats import chat_template
 from pipeline.data.file_content import content_of
 from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
-from pipeline.data.records import Document, Keys, Quarantine, Rejected
+from pipeline.data.records import Document, DocumentUnit, Keys, Quarantine, Rejected
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
@@ -48,11 +49,13 @@ class Job:
     heldout_fraction: float = 0.0
     end_of_document: str | None = None
     unit_bytes: int | None = None
+    document: DocumentUnit = "line"
+    messages_key: str | None = None
 
     @property
     def keys(self) -> Keys:
-        """The keys of a record's text and prompt."""
-        return Keys(self.text_key, self.prompt_key)
+        """Where documents are in the inputs."""
+        return keys_of(self, Path(self.tokenizer))
 
     @property
     def heldout(self) -> Path:
@@ -68,6 +71,30 @@ class Job:
     def reference_only(self) -> Path:
         """Exists once the fast encoder has made an error: the reference library then encodes everything."""
         return self.state / "reference_only.json"
+
+
+class Described(Protocol):
+    """A job, or the corpus of a configuration."""
+
+    @property
+    def text_key(self) -> str: ...
+    @property
+    def prompt_key(self) -> str | None: ...
+    @property
+    def document(self) -> DocumentUnit: ...
+    @property
+    def messages_key(self) -> str | None: ...
+
+
+def keys_of(described: Described, tokenizer: Path) -> Keys:
+    """Where documents are in the inputs of a corpus.
+
+    Raises:
+        DataError: they are chats, and the tokenizer has no chat template.
+    """
+    if described.messages_key is not None:
+        return Keys(described.messages_key, described.messages_key, described.document, chat_template(tokenizer))
+    return Keys(described.text_key, described.prompt_key, described.document)
 
 
 def state_of(job: Job, plan: str, unit: Unit) -> UnitState:
@@ -134,7 +161,7 @@ def _tokenize_with(
         for record in unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 quarantine.add(record)
-            elif heldout is not None and is_heldout(record.whole_text, job.heldout_fraction):
+            elif heldout is not None and is_heldout(record.held_out_by, job.heldout_fraction):
                 heldout.add(record)
             else:
                 train.add(record)

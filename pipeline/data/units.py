@@ -16,19 +16,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pipeline.data import tables
+from pipeline.data import hub_datasets, tables
 from pipeline.data.input_checks import input_size
 from pipeline.data.json_arrays import array_records, begins_array
+from pipeline.data.paragraphs import file_record, paragraph_records
 from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.text_files import Stream, line_records, open_stream, text_length
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
-Kind = Literal["jsonl", "json_array", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "json_array", "text", "parquet", "arrow", "tokens"]
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
+    ".bin": "tokens",
 }  # fmt: skip
+TOKENS = ".bin"
+"""Of tokens that Megatron-LM made, with an index beside them."""
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
@@ -52,7 +56,8 @@ class Unit:
 def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     """The files that `inputs` name, with their sizes in bytes.
 
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), and folders saved by `datasets`.
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders saved by `datasets`, and datasets on the hub
+    (`hf://org/name`), which are streamed first where they are not on this machine.
 
     Raises:
         DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
@@ -68,6 +73,9 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name, without opening them. Raises as `input_files`, but for what it finds in a file."""
     found: list[Path] = []
     for name in inputs:
+        if name.startswith(hub_datasets.PREFIX):
+            found += hub_datasets.streamed_files(name)
+            continue
         # Path.glob takes no absolute pattern.
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         if not matches:
@@ -79,6 +87,11 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     if len(set(found)) < len(found):
         raise DataError(f"{Counter(found).most_common(1)[0][0]}: is named twice among the inputs")
     return found
+
+
+def is_here(inputs: Sequence[str]) -> bool:
+    """Whether all `inputs` are on this machine; False where one would be streamed from the hub first."""
+    return all(hub_datasets.is_streamed(name) for name in inputs if name.startswith(hub_datasets.PREFIX))
 
 
 def default_unit_bytes(total: int) -> int:
@@ -93,6 +106,12 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         DataError: a Parquet or Arrow file is damaged or lacks a column of `keys`, or plain text would need prompts.
     """
     kind = _kind(path)
+    if kind == "tokens":
+        raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
+    if keys.document != "line" and kind != "text":
+        raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
+    if keys.chat is not None and kind in ("parquet", "arrow"):
+        raise DataError(f"{path}: chats are read from JSON; write the table as JSONL, a chat a line")
     if kind == "parquet":
         ranges = tables.parquet_ranges(path, keys, unit_bytes)
     elif kind == "arrow":
@@ -106,6 +125,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         ranges = [(0, length, length)]
     else:
         length = text_length(path)
+        unit_bytes = max(length, 1) if keys.document == "file" else unit_bytes
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
     return [
@@ -123,6 +143,10 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
         return tables.arrow_records(path, unit.start, unit.stop, keys)
     if unit.kind == "json_array":
         return array_records(_cached_stream(path), keys)
+    if keys.document == "file":
+        return file_record(_cached_stream(path))
+    if keys.document == "blank_line":
+        return paragraph_records(_cached_stream(path), unit.start, unit.stop)
     return line_records(_cached_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
 
 
@@ -183,7 +207,7 @@ def _kind(path: Path) -> Kind:
     compressed = bool(suffixes) and suffixes[-1] in _COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
     kind = _KINDS.get(suffix)
-    if kind is None or (compressed and kind in ("parquet", "arrow")):
+    if kind is None or (compressed and kind in ("parquet", "arrow", "tokens")):
         raise DataError(
             f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats may also end in .gz, "
             ".zst or .xz"

@@ -23,6 +23,7 @@ from pipeline.experiments.random_base import make_random_base
 from pipeline.experiments.results import has_diverged
 from pipeline.experiments.study import SCRATCH, load_study
 from pipeline.experiments.study_runs import StudyRuns
+from pipeline.hub import model_folder
 from pipeline.run_folder.status import read_status
 
 LOG = "log.txt"
@@ -40,6 +41,8 @@ def open_study(path: Path, data: Path) -> StudyRuns:
         DataError, BaseModelError: the base cannot be made.
     """
     study = load_study(path, data)
+    if study.base is not None:
+        study = study.model_copy(update={"base": model_folder(study.base)})
     runs = StudyRuns(study, str(path))
     if study.scratch is not None:
         make_random_base(study.scratch, study.folder / SCRATCH)

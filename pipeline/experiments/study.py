@@ -108,7 +108,9 @@ class Study(Section):
     """of letters, digits, dashes, underscores"""
     folder: Path
     """everything that the study writes: one folder per run, and summary.json"""
-    base: Path | None = Field(default=None, description="a Hugging Face folder; or else `scratch`")
+    base: Path | None = Field(
+        default=None, description="a Hugging Face folder or a model on the hub; or else `scratch`"
+    )
     scratch: RandomBase | None = Field(default=None, description="the base starts from random weights")
     stages: dict[Name, Stage] = Field(default={}, description="runs that train the base, in this order, by name")
     settings: RunSettings

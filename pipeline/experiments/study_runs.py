@@ -54,7 +54,7 @@ class StudyRun:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
         if not self.path.exists():
             return
-        found, wanted = _comparable(load_config(self.path)), _comparable(self.config)
+        found, wanted = _comparable(load_config(self.path, base="named")), _comparable(self.config)
         if changed := [key for key in wanted if found[key] != wanted[key]]:
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
@@ -69,7 +69,7 @@ class StudyRun:
         """
         if (self.config.folder / "checkpoints").exists():
             self.check_same()
-        if self.path.exists() and load_config(self.path) == self.config:
+        if self.path.exists() and load_config(self.path, base="named") == self.config:
             return
         self.config.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))

@@ -28,15 +28,11 @@ class ForgettingBudget(Observer):
 
 
 def forgetting_figures(scores: Mapping[str, HeldoutScore], position: Position, config: RunConfig) -> dict[str, float]:
-    """The relative growth of each corpus's perplexity since step 0; for corpora of role replay also as forgetting."""
-    growth = {
-        name: _growth(scores[name].nll_per_token - initial)
+    """The relative growth of the perplexity of each corpus of role replay since step 0."""
+    return {
+        f"forgetting/{name}": _growth(scores[name].nll_per_token - initial)
         for name, initial in position.initial_nll_per_token.items()
-        if name in scores
-    }
-    replayed = [name for name in growth if config.data.corpora[name].role == "replay"]
-    return {f"perplexity_growth/{name}": value for name, value in growth.items()} | {
-        f"forgetting/{name}": growth[name] for name in replayed
+        if name in scores and config.data.corpora[name].role == "replay"
     }
 
 

@@ -345,7 +345,7 @@ def stage_of(config: Path | None, stage: str, *, alone: bool = False) -> Iterato
     if config is None:
         yield
         return
-    folder = load_config(config).folder
+    folder = load_config(config, base="named").folder
     recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
     with recorded, RunLock(folder, stage) if alone else nullcontext():
         yield

@@ -16,7 +16,7 @@ from pipeline.untrusted_files import open_regular
 
 METRICS = "metrics.jsonl"
 # Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
-_NOT_OF_A_CORPUS = ("perplexity_growth", "forgetting", "seconds", "kl_from_base", "base_stream_cosine")
+_NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base", "base_stream_cosine")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 

@@ -14,7 +14,7 @@ from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs, train_folder
 from pipeline.data.token_corpus import load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.units import input_files
+from pipeline.data.units import input_files, is_here
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.inputs import (
@@ -183,10 +183,12 @@ def plan_corpora(config: RunConfig, tokenizer: Tokenizer | None, faults: Faults)
         faults.attempt(lambda: check_folder(config.data.folder))
     if tokenizer is not None:
         for job in corpus_jobs(config.data, config.tokenizer):
-            faults.attempt(lambda job=job: preprocess.check_folder(job, tokenizer))  # type: ignore[misc]
+            if faults.attempt(lambda job=job: is_here(job.inputs)):  # type: ignore[misc]
+                faults.attempt(lambda job=job: preprocess.check_folder(job, tokenizer))  # type: ignore[misc]
     else:
         for files in named_inputs(config.data):
-            faults.attempt(lambda files=files: input_files(files))  # type: ignore[misc]
+            if faults.attempt(lambda files=files: is_here(files)):  # type: ignore[misc]
+                faults.attempt(lambda files=files: input_files(files))  # type: ignore[misc]
     samples_read = config.schedule.steps * config.schedule.global_batch_size
     epochs = samples.training.epochs_after(samples_read) if samples else {}
     plans = []

@@ -415,7 +415,7 @@ def test_faults_that_would_stop_training_are_reported_before_tokenizing(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "x.jsonl"], "give --config, or all of --input, --tokenizer and --output"),
+        (["--input", "x.jsonl"], "give --config, or --input or --import, with --tokenizer and --output"),
         (["--config", "missing.yaml"], "missing.yaml: cannot read this configuration: No such file or directory"),
     ],
 )

@@ -34,9 +34,8 @@ def test_the_figure_and_the_lowered_rate_survive_resuming(tokens, tmp_path):
     for line in found[1:]:
         increase = line["perplexity/english"] / found[0]["perplexity/english"] - 1
         assert line["forgetting/english"] == pytest.approx(increase, rel=1e-9)
-        assert line["perplexity_growth/english"] == line["forgetting/english"]
         assert "forgetting/korean" not in line
-    assert found[-1]["perplexity_growth/korean"] < -0.1  # learnt
+    assert found[-1]["perplexity/korean"] < 0.9 * found[0]["perplexity/korean"]  # learnt
     assert found[-1]["forgetting/english"] > 1e-4
 
     assert found == metrics(tmp_path / "undisturbed")

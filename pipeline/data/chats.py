@@ -1,0 +1,121 @@
+"""Chats, lists of messages, as prompts and answers: framed by the tokenizer's chat template.
+
+Each message of the assistant becomes a document of its own, with everything before it as the prompt: the loss is on
+answers only, and each is learned once. The template is a stranger's program; transformers renders it in a sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, checked_text, with_prompt
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from pipeline.errors import DataError, faults_of_library, in_one_line
+from pipeline.own_records import checksum
+from pipeline.untrusted_files import read_object, read_text
+
+_ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer at `path`; two of the same template are equal.
+
+    Raises:
+        DataError: it has none, or its library does not see special tokens in a text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = tokenizer_file(path)
+        if file.suffix == ".model":
+            raise DataError(f"{file}: it would read the markers of chats as text, expected a tokenizer.json; {_ADVICE}")
+        described = _described(file)
+        self.source = _template_of(file, described)
+        self._special = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in described.items()
+            if name.endswith("_token") and isinstance(token, (str, dict))
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides how a chat is rendered."""
+        return checksum([self.source, self._special])
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """What every document gets before and after it, as text: a template that writes them is cut there."""
+        tokenizer: Tokenizer = load_tokenizer(self.path)
+        return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
+
+    def records(self, offset: int, messages: object) -> Iterator[Record]:
+        """A document for each message of the assistant in `messages`, or why there is none."""
+        excerpt = orjson.dumps(messages, default=str)[:EXCERPT_BYTES]
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            yield Rejected(offset, "messages_not_usable", excerpt)
+            return
+        conversation = orjson.dumps(messages).decode()
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
+        if not answers:
+            yield Rejected(offset, "no_answer", excerpt)
+        for at in answers:
+            try:
+                prompt = self._rendered(messages[:at], is_open=True)
+                whole = self._rendered(messages[: at + 1], is_open=False)
+            except DataError as fault:  # templates refuse what their model never saw, such as two users in a row
+                yield Rejected(offset, "messages_not_usable", in_one_line(fault)[-EXCERPT_BYTES:].encode())
+                return
+            if not whole.startswith(prompt):
+                yield Rejected(offset, "messages_not_usable", b"the template changes what precedes an answer")
+                return
+            start, end = self._frame
+            answer = checked_text(offset, whole[len(prompt) :].rstrip().removesuffix(end))
+            document = with_prompt(offset, answer, prompt.removeprefix(start))
+            yield document._replace(group=conversation) if isinstance(document, Document) else document
+
+    def _rendered(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
+        from transformers.utils.chat_template_utils import (
+            render_jinja_template,  # takes a second, and only chats need it
+        )
+
+        with faults_of_library(f"{self.path}: its chat template", DataError):
+            texts, _ = render_jinja_template(
+                conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._special
+            )
+        return str(texts[0])
+
+
+@lru_cache(maxsize=4)
+def chat_template(path: Path) -> ChatTemplate:
+    """The chat template of the tokenizer at `path`, read once. Raises as `ChatTemplate`."""
+    return ChatTemplate(path)
+
+
+def _described(file: Path) -> dict[str, Any]:
+    try:
+        return read_object(file.with_name("tokenizer_config.json"), DataError)
+    except FileNotFoundError:
+        return {}
+
+
+def _template_of(file: Path, described: dict[str, Any]) -> str:
+    try:
+        return read_text(file.with_name("chat_template.jinja"), DataError)
+    except FileNotFoundError:
+        found = described.get("chat_template")
+    if isinstance(found, list):  # several, by their names
+        found = next(
+            (own.get("template") for own in found if isinstance(own, dict) and own.get("name") == "default"), None
+        )
+    if not isinstance(found, str) or not found:
+        raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
+    return found
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,216 @@
+"""Datasets named on the Hugging Face hub: `hf://org/name[/config][@revision][/split][?documents=N]`.
+
+One is streamed once, into shards of JSONL in HF_HOME, and read from there ever after: its revision stays the commit of
+that day. Killed, the next call continues after the last whole shard. Only text comes along: strings, and lists and
+objects of strings, such as the messages of a chat.
+
+Nothing of a dataset is run: `datasets` 4 and later have no scripts, and only readers of plain formats are accepted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import zstandard
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from pipeline import log
+from pipeline.errors import DataError, faults_of_library
+from pipeline.files import published_file
+from pipeline.hub import hub_faults
+from pipeline.log import progress_bar
+from pipeline.own_records import checksum, read_record, write_record
+
+PREFIX = "hf://"
+SOURCE = "source.json"
+SHARD_BYTES = 256 * 2**20
+_NAME = re.compile(
+    r"hf://(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>\w[\w.-]*))?(/(?P<split>\w[\w.-]*))?"
+    r"(\?documents=(?P<documents>[1-9]\d*))?"
+)
+_FORMATS = ("json", "parquet", "csv", "text", "arrow")
+_logger = log.get_logger(__name__)
+
+
+class Source(BaseModel):
+    """What a folder of shards holds, and where streaming continues: `state` is that of `datasets`, None at the end.
+
+    `revision` is the commit; None of a dataset that is a folder on this machine.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    revision: str | None
+    documents: NonNegativeInt = 0
+    shards: NonNegativeInt = 0
+    state: dict[str, Any] | None = None
+    finished: bool = False
+
+
+class _Named(NamedTuple):
+    name: str
+    repo: str
+    config: str | None
+    revision: str | None
+    split: str
+    documents: float
+
+    @property
+    def folder(self) -> Path:
+        """Where its shards lie. A folder on this machine, which goes before the hub, is another dataset."""
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        local = f"-{checksum(str(Path(self.repo).resolve()))[:8]}" if Path(self.repo).is_dir() else ""
+        return home / "scale-cpt" / (re.sub(r"[/?]", "--", self.name.removeprefix(PREFIX)) + local)
+
+
+def streamed_files(name: str) -> list[Path]:
+    """The shards of the dataset `name`, which are streamed first where that has not been done.
+
+    Raises:
+        DataError: it does not exist, is of a format that is not read, holds no text, or cannot be reached.
+    """
+    named = _parsed(name)
+    if (found := _finished(named)) is not None:
+        return found
+    from filelock import FileLock  # of huggingface_hub
+
+    named.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(named.folder / ".lock"):  # jobs that share the work start at the same time
+        if (found := _finished(named)) is None:
+            _stream(named)
+    return _finished(named) or []
+
+
+def is_streamed(name: str) -> bool:
+    """Whether the dataset `name` is on this machine. Raises DataError where that is no name of one."""
+    return _finished(_parsed(name)) is not None
+
+
+def _parsed(name: str) -> _Named:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise DataError(
+            f"{name}: expected hf://org/name[/config][@revision][/split][?documents=N], such as "
+            "hf://HuggingFaceFW/fineweb-2/kor_Hang@main/train?documents=100000"
+        )
+    documents = math.inf if found["documents"] is None else int(found["documents"])
+    return _Named(name, found["repo"], found["config"], found["revision"], found["split"] or "train", documents)
+
+
+def _finished(named: _Named) -> list[Path] | None:
+    record = _record(named)
+    if record is None or not record.finished:
+        return None
+    files = [named.folder / _shard_name(number) for number in range(record.shards)]
+    return files if all(file.exists() for file in files) else None
+
+
+def _record(named: _Named) -> Source | None:
+    try:
+        return read_record(named.folder / SOURCE, Source, DataError, f"remove {named.folder} to stream it again")
+    except FileNotFoundError:
+        return None
+
+
+def _shard_name(number: int) -> str:
+    return f"part-{number:05d}.jsonl.zst"
+
+
+def _stream(named: _Named) -> None:
+    """Streams the rest of a dataset; a shard and the record of it are published together with where it ended."""
+    record = _record(named)
+    if record is None or record.finished:  # or its shards were removed
+        with _faults(named):
+            record = Source(name=named.name, revision=_commit(named))
+    with _faults(named):
+        dataset = _opened(named, record.revision)
+        if record.state is not None:
+            dataset.load_state_dict(record.state)
+        rows = iter(dataset)
+    _logger.info("%s: streams it, at commit %s, into %s", named.name, record.revision, named.folder)
+    with progress_bar(f"streaming {named.name}", named.documents, " documents", done=record.documents) as bar:
+        while (first := _next(named, rows) if record.documents < named.documents else None) is not None:
+            documents, size = record.documents, 0
+            with (
+                published_file(named.folder / _shard_name(record.shards)) as file,
+                zstandard.ZstdCompressor().stream_writer(file, closefd=False) as text,
+            ):
+                for row in itertools.chain([first], iter(partial(_next, named, rows), None)):
+                    line = _line(row)
+                    text.write(line)
+                    size += len(line)
+                    documents += 1
+                    bar.update(1)
+                    if size >= SHARD_BYTES or documents >= named.documents:
+                        break
+            changes = {"documents": documents, "shards": record.shards + 1, "state": dataset.state_dict()}
+            record = record.model_copy(update=changes)
+            write_record(named.folder / SOURCE, record)
+    if record.documents == 0:
+        raise DataError(f"{named.name}: holds no documents; name another split")
+    write_record(named.folder / SOURCE, record.model_copy(update={"state": None, "finished": True}))
+
+
+@contextmanager
+def _faults(named: _Named) -> Iterator[None]:
+    what = f"{named.name}: cannot be streamed"
+    with faults_of_library(what, DataError), hub_faults(what, DataError):
+        yield
+
+
+def _commit(named: _Named) -> str | None:
+    """The commit that the revision of a dataset is now; None of a folder on this machine."""
+    if Path(named.repo).is_dir():
+        return None
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(named.repo, revision=named.revision).sha
+
+
+def _opened(named: _Named, commit: str | None) -> Any:  # noqa: ANN401  # an IterableDataset
+    from datasets import load_dataset_builder  # takes seconds to import
+
+    builder = load_dataset_builder(named.repo, named.config, revision=commit)
+    kind = type(builder).__module__.rsplit(".", 1)[-1]
+    if kind not in _FORMATS:
+        raise DataError(f"{named.name}: its files are of format {kind}; expected one of {', '.join(_FORMATS)}")
+    dataset = builder.as_streaming_dataset(split=named.split)
+    if dataset.features is None:  # they are found while streaming
+        return dataset
+    texts = [name for name, feature in dataset.features.items() if _is_text(feature)]
+    if not texts:
+        raise DataError(f"{named.name}: has no column of text among {', '.join(dataset.features)}")
+    return dataset.select_columns(texts)
+
+
+def _is_text(feature: Any) -> bool:  # noqa: ANN401  # a type of `datasets`
+    """Whether every leaf of a column's type is a string."""
+    if isinstance(feature, dict):
+        return all(map(_is_text, feature.values()))
+    if isinstance(feature, list):
+        return all(map(_is_text, feature))
+    inner = getattr(feature, "feature", None)  # of a List
+    return _is_text(inner) if inner is not None else getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _next(named: _Named, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    with _faults(named):
+        return next(rows, None)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row, default=str, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # half of a surrogate pair: the reader of records rejects it
+        return (json.dumps(row, default=str) + "\n").encode()

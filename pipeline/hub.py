@@ -1,0 +1,86 @@
+"""Models named on the Hugging Face hub, `org/name` or `org/name@revision`: fetched into the hub's cache.
+
+Only safetensors, JSON and tokenizers are fetched, never Python. The cache names a folder after the commit, so that
+every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN work as everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline import log
+from pipeline.errors import BaseModelError, UserError, in_one_line
+
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
+_DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "spiece.model")
+_WEIGHTS = "*.safetensors"
+# Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
+_IGNORED = ("*/*", "consolidated*")
+_logger = log.get_logger(__name__)
+
+
+def model_folder(path: Path, *, weights: bool = True) -> Path:
+    """The folder of a model on this machine: `path` itself where it exists or is no name on the hub.
+
+    `weights`: without them a few small files are fetched, which describe the architecture and the tokenizer.
+
+    Raises:
+        BaseModelError: the hub has no such model or revision, does not let this user read it, or cannot be reached
+            while the cache lacks it.
+    """
+    named = _NAME.fullmatch(str(path))
+    if path.exists() or named is None:
+        return path
+    from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
+
+    with hub_faults(f"{path}: no such folder here, and not to be had from the Hugging Face hub", BaseModelError):
+        found = snapshot_download(
+            named["repo"],
+            revision=named["revision"],
+            allow_patterns=[*_DESCRIPTION, *([_WEIGHTS] if weights else [])],
+            ignore_patterns=list(_IGNORED),
+        )
+    _logger.info("%s: %s on the hub, in %s", path, source_of(Path(found)), found)
+    return Path(found)
+
+
+def source_of(folder: Path) -> str | None:
+    """`org/name@commit` of a folder in the hub's cache; None for another."""
+    cached = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not cached.startswith("models--"):
+        return None
+    return f"{cached.removeprefix('models--').replace('--', '/', 1)}@{folder.name}"
+
+
+@contextmanager
+def hub_faults(what: str, kind: type[UserError]) -> Iterator[None]:
+    """Turns what the libraries of the hub raise into an error of one line, of the type `kind`."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise kind(f"{what}: its owner grants access; accept the terms on its page, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise kind(f"{what}: it does not exist, or is private; check the name, or `hf auth login`") from None
+    except RevisionNotFoundError:
+        raise kind(f"{what}: it has no such revision; name a branch, tag or commit of it") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
+        raise kind(
+            f"{what}: the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it "
+            "where there is a network, with the same HF_HOME, or name a folder"
+        ) from None
+    except (HFValidationError, HfHubHTTPError, EntryNotFoundError) as error:
+        raise kind(f"{what}: {in_one_line(error):.300}") from None

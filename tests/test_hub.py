@@ -1,0 +1,190 @@
+"""Models and datasets named on the hub, from a cache folder on this machine; no test needs a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+import zstandard
+
+from pipeline.config.run import load_config
+from pipeline.data import hub_datasets
+from pipeline.data.hub_datasets import streamed_files
+from pipeline.data.preprocess import preprocess
+from pipeline.data.records import Keys
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.unit_work import Job
+from pipeline.data.units import good_documents
+from pipeline.data.workers import local_workers
+from pipeline.errors import BaseModelError, DataError
+from pipeline.hub import model_folder, source_of
+from pipeline.inputs import read_inputs
+from pipeline.sizing.checks import Faults, plan_corpora
+from tests.bases import STORIES
+from tests.training.runs import make_run
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A hub cache that holds a model as org/stories at COMMIT, its branch `main`; the hub itself is out of reach."""
+    folder = tmp_path / "hub"
+    model = folder / "models--org--stories"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    (model / "snapshots" / COMMIT).mkdir(parents=True)
+    for file in STORIES.iterdir():  # the cache holds links into its folder of blobs
+        (model / "snapshots" / COMMIT / file.name).symlink_to(file)
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return model / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("name", ["org/stories", "org/stories@main", f"org/stories@{COMMIT}"])
+def test_a_model_is_found_in_the_cache_by_branch_and_by_commit(name, cache):
+    assert model_folder(Path(name)) == cache
+    assert source_of(cache) == f"org/stories@{COMMIT}"
+
+
+def test_a_folder_of_that_name_wins(cache, tmp_path, monkeypatch):
+    (tmp_path / "org" / "stories").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_folder(Path("org/stories")) == Path("org/stories")
+    assert source_of(Path("org/stories")) is None
+
+
+@pytest.mark.parametrize("path", ["stories", "/org/stories", "a/b/c", "../stories", "~/stories"])
+def test_other_paths_are_left_alone(path, tmp_path, monkeypatch):
+    def no_network(*_: object, **__: object) -> None:
+        raise AssertionError("asked the hub")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    assert model_folder(Path(path)) == Path(path)
+
+
+@pytest.mark.parametrize("name", ["org/other", "org/stories@v9", "org/stories@" + "f" * 40])
+def test_what_the_cache_lacks_is_refused_in_one_line(name, cache):
+    with pytest.raises(BaseModelError, match=f"{name}: no such folder here.*HF_HUB_OFFLINE") as fault:
+        model_folder(Path(name))
+    assert "\n" not in str(fault.value)
+
+
+def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
+    path = make_run(tmp_path / "run", tokens)
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/stories"}))
+    assert load_config(path, base="named").base == Path("org/stories")
+    config = load_config(path)
+    assert config.base == config.tokenizer == cache
+    inputs = read_inputs(config, 1)
+    assert inputs.base.path == cache
+
+
+# --- Datasets --------------------------------------------------------------------------------------------------------
+
+DATASET = "hf://org/reviews/default/train"
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch) -> Path:
+    """A dataset that lies as the folder org/reviews below the working directory, and an empty HF_HOME."""
+    folder = tmp_path / "org" / "reviews"
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "text": f"문서 {number} " + "x" * (number % 7),
+            "stars": number,
+            "messages": [{"role": "user", "content": "?"}],
+        }
+        for number in range(1000)
+    ]
+    for split, own in (("train", rows), ("test", rows[:10])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def _texts(files: list[Path]) -> list[str]:
+    return [document.text for document in good_documents(list(map(str, files)), Keys())]
+
+
+def test_a_dataset_is_streamed_once_in_order_and_its_text_only(dataset):
+    files = streamed_files(DATASET)
+    assert _texts(files) == [json.loads(line)["text"] for line in (dataset / "train.jsonl").read_text().splitlines()]
+    with zstandard.open(files[0], "rt") as lines:
+        assert set(json.loads(lines.readline())) == {"text", "messages"}
+    before = files[0].stat().st_mtime_ns
+    (dataset / "train.jsonl").unlink()
+    assert streamed_files(DATASET) == files
+    assert files[0].stat().st_mtime_ns == before
+
+
+def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
+    monkeypatch.setattr(hub_datasets, "SHARD_BYTES", 5000)
+    whole = {file.name: file.read_bytes() for file in streamed_files(DATASET)}
+    assert len(whole) > 5
+    shutil.rmtree(dataset.parents[1] / "home")
+    real, calls = hub_datasets._line, iter(range(10**6))
+
+    def killed(row: dict[str, object]) -> bytes:
+        if next(calls) == 400:
+            raise KeyboardInterrupt
+        return real(row)
+
+    monkeypatch.setattr(hub_datasets, "_line", killed)
+    with pytest.raises(KeyboardInterrupt):
+        streamed_files(DATASET)
+    assert not hub_datasets.is_streamed(DATASET)
+    assert {file.name: file.read_bytes() for file in streamed_files(DATASET)} == whole
+    assert next(calls) < 400 + 1 + 1000 - 300  # whole shards were kept
+
+
+def test_a_corpus_is_made_from_a_dataset_and_a_limit(dataset, tmp_path):
+    name = f"{DATASET}?documents=100"
+    job = Job(inputs=(name,), tokenizer=str(STORIES), output=tmp_path / "tokens")
+    with local_workers(1) as workers:
+        manifest = preprocess(job, workers)
+    assert manifest.documents == 100
+    assert manifest.inputs[0].path.startswith(str(tmp_path / "home"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf://org", "expected hf://org/name"),
+        ("hf://org/reviews/default/train?rows=3", "expected hf://org/name"),
+        ("hf://org/other", "hub cannot be reached"),
+        ("hf://org/reviews/default/dev", "dev"),
+        ("hf://org/reviews/large", "large"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_refused_in_one_line(name, message, dataset):
+    with pytest.raises(DataError, match=message) as fault:
+        streamed_files(name)
+    assert "\n" not in str(fault.value)
+
+
+def test_nothing_of_a_dataset_is_run(dataset, tmp_path):
+    for name, file in (("script", "script.py"), ("pickled", "rows.tar")):
+        folder = tmp_path / "org" / name
+        folder.mkdir()
+        (folder / file).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        with pytest.raises(DataError, match=f"hf://org/{name}: "):
+            streamed_files(f"hf://org/{name}")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_dry_run_streams_nothing(dataset, tokens, tmp_path):
+    path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?documents=7"])
+    faults = Faults()
+    plan_corpora(load_config(path), load_tokenizer(STORIES), faults)
+    assert faults.errors == []
+    assert not (tmp_path / "home").exists()

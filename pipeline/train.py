@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 
 from pipeline import command_line, log
+from pipeline.run_folder.changes import add_set_option
 from pipeline.sizing.cluster import add_cluster_options
 from pipeline.training import launch
 
@@ -25,6 +26,7 @@ from pipeline.training import launch
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="the run's YAML file, e.g. configs/demo.yaml")
+    add_set_option(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
     add_cluster_options(planned)
@@ -37,7 +39,7 @@ def main() -> int:
         from pipeline.dry_run import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
-    if arguments != parser.parse_args([str(arguments.config)]):
+    if arguments != parser.parse_args([str(arguments.config), *(f"--set={change}" for change in arguments.set)]):
         parser.error("only --dry-run takes options: training gets its ranks from the launcher")
 
     device = launch.initialise(launch.read_launch(os.environ))
@@ -45,7 +47,7 @@ def main() -> int:
     from pipeline.observers import make_observers
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
-    code = run_training(arguments.config, device, make_observers)
+    code = run_training(arguments.config, device, make_observers, arguments.set)
     launch.finish()  # not after a fault: it waits for ranks that may hang in a collective
     return code
 

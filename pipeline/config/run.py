@@ -6,7 +6,7 @@ Unknown keys are refused, and all faults are reported together with their dotted
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,8 +22,8 @@ from pipeline.config.reading import (
     PositiveInt,
     Section,
     checked,
-    read_yaml,
 )
+from pipeline.config.sources import combined, layer_of, parse_changes, read_layers
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
@@ -362,13 +362,17 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
-def load_config(path: Path) -> RunConfig:
+def load_config(path: Path, changes: Iterable[str] = ()) -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
+
+    `changes` are settings such as `schedule.steps=20`, which take precedence over the file's. The commands of a run
+    read it through `pipeline.run_folder.changes`, which also knows the changes of earlier commands.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
     """
-    return parse_config(read_yaml(path), source=str(path))
+    layers = [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
+    return parse_config(combined(layers), source=str(path))
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import shtab
-
 from pipeline import __version__, command_line
 from pipeline.cli import PROGRAM, PROGRAMS, load
 
@@ -22,11 +20,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shell", choices=["bash", "zsh"])
     shell = parser.parse_args().shell
+    import shtab  # here, so that the help needs no package
+
     print(shtab.complete(whole_parser(), shell))
 
 
 def whole_parser() -> argparse.ArgumentParser:
     """A parser of the front with those of all commands."""
+    import shtab
+
     front = argparse.ArgumentParser(prog=PROGRAM)
     front.add_argument("--version", action="version", version=__version__)
     commands = front.add_subparsers()

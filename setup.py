@@ -1,8 +1,35 @@
 """Installs the package `pipeline` of the distribution scale-cpt; constraints.txt pins what CI tests with."""
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+VERSION = re.search(r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8"))[1]
+# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for pipeline/shipped.py: all but the
+# texts that only studies and tests read.
+SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
+SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
+
+
+class BuildWithShippedFiles(build_py):
+    """Also copies the shipped files, unless the installation is editable."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "pipeline", "shipped")
+        shutil.rmtree(target, ignore_errors=True)
+        for folder in SHIPPED:
+            shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", "gpu_check.py"))
+        for pattern in SHIPPED_DATA:
+            for file in filter(Path.is_file, Path("data").glob(pattern)):
+                (target / file.parent).mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, target / file)
+
 
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
@@ -13,13 +40,15 @@ MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 
 setup(
     name="scale-cpt",
-    version="0.1.0",
+    version=VERSION,
     description="Teach a language model a new language or domain by widening it, without making it forget (SCALE)",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
     package_data={"pipeline": ["py.typed"], "pipeline.experiments.report": ["templates/*", "fonts/*"]},
+    cmdclass={"build_py": BuildWithShippedFiles},
+    entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",
@@ -42,6 +71,7 @@ setup(
         "tqdm>=4.66",
         "jinja2>=3.1",
         "ninja>=1.11",
+        "shtab>=1.7,<2",
     ],
     extras_require={
         "eval": EVAL,

@@ -21,6 +21,7 @@ import yaml
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
+from pipeline.config.sources import combined, read_layers
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     arguments = parser.parse_args()
 
-    values = yaml.safe_load(arguments.config.read_text(encoding="utf-8"))
+    values = combined(read_layers(arguments.config))
     if arguments.steps:
         values["schedule"]["steps"] = arguments.steps
     rows: list[dict[str, Any]] = []

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from pipeline.config.run import Schedule
-from pipeline.errors import ConfigError, LayoutError
+from pipeline.errors import ConfigError, LayoutError, nearest
 from pipeline.parallel.topology import Layout
+from pipeline.shipped import shipped
 from pipeline.untrusted_files import read_object
 
 _OWNED = {
@@ -98,22 +99,23 @@ def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
     batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
     if batch % at_once:
         below = batch // at_once * at_once
-        nearest = ", ".join(str(size) for size in (below, below + at_once) if size)
+        sizes = ", ".join(str(size) for size in (below, below + at_once) if size)
         raise LayoutError(
             f"schedule.global_batch_size: {batch} does not divide by micro_batch_size {schedule.micro_batch_size} x "
-            f"{dp_size} data-parallel ranks = {at_once}; nearest that do: {nearest}"
+            f"{dp_size} data-parallel ranks = {at_once}; nearest that do: {sizes}"
         )
     return batch // at_once
 
 
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
-    """Reads and checks the JSON file at `path` for a run on `layout`.
+    """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one of the package's own.
 
     Raises:
         ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
     """
     try:
-        values = read_object(path, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
+        found = path if path.exists() else shipped() / path
+        values = read_object(found, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
     except FileNotFoundError:
         raise ConfigError(f"deepspeed: {path}: no such file; the project's own are in ds_configs/") from None
     faults = _faults(values, layout)
@@ -129,7 +131,7 @@ def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
         return misshapen
     faults = [f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED]
     unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
-    faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}" for name in unknown]
+    faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}{nearest(name, _ALLOWED)}" for name in unknown]
     faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in _autos(values)]
     faults += [
         f"{name}: a gradient that is not finite would reach the weights; remove it" for name in _unguarded(values)

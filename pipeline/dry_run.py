@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.method import Lora, ScaleMethod
-from pipeline.config.run import RunConfig, learning_rate, load_config
+from pipeline.config.run import RunConfig, learning_rate
 from pipeline.conversion.formats import why_not_peft
 from pipeline.conversion.stock import why_not_stock_of
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import free_bytes
 from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
 from pipeline.rehearsal.corpus import plan_of, sampling_jobs
+from pipeline.run_folder.changes import read_run
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
@@ -354,7 +355,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
     """
     if "gpus" not in arguments:
         raise ConfigError("--dry-run: give the number of ranks with --gpus")
-    config = load_config(arguments.config)
+    config = read_run(arguments.config, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
     now = datetime.now().astimezone()
     text = json.dumps(as_values(plan, now), indent=2) if arguments.json else as_text(plan, now)

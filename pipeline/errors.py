@@ -6,8 +6,9 @@ always means a bug.
 
 from __future__ import annotations
 
+import difflib
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 # `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process with 128 + its number.
@@ -165,6 +166,12 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno in _PASSING:
         return PASSING_FAULT
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint, for the end of a message that refuses `name`; empty if none of the `known` names is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def in_one_line(error: BaseException) -> str:

@@ -34,6 +34,11 @@ def reserved_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
+def exit_grace_s() -> float:
+    """How long the other ranks may take to end after the first: EXIT_GRACE_S of the environment, or 15 seconds."""
+    return float(os.environ.get("EXIT_GRACE_S", "15"))
+
+
 def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
     """Runs `command` as `count` ranks and returns their highest exit code, as srun does.
 

@@ -2,7 +2,8 @@
 # Functions of all scripts in this folder, which source it from the project's root. It runs nothing by itself.
 #
 #   load_site                   settings of the site, modules, virtual environment
-#   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `arguments` to the others
+#   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `changes` to every --set
+#                               KEY=VALUE, as options of a stage, and `arguments` to the others
 #   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
 #   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
@@ -68,8 +69,20 @@ choose_config() {
         CONFIG=$1
         shift
     fi
-    # shellcheck disable=SC2034  # the scripts read it
-    arguments=("$@")
+    # shellcheck disable=SC2034  # the scripts read them
+    arguments=() changes=()
+    while (($#)); do
+        case "$1" in
+            --set=*) changes+=("$1") ;;
+            --set)
+                (($# > 1)) || die "--set: expected KEY=VALUE after it"
+                changes+=("--set=$2")
+                shift
+                ;;
+            *) arguments+=("$1") ;;
+        esac
+        shift
+    done
     export CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
     [[ -f "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file; the runs that come with the project are in configs/"
 }

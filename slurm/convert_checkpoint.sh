@@ -15,4 +15,4 @@ set -euo pipefail
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 [[ -f slurm/cpt_korean.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 export PROJECT=$PWD STAGES=convert
-exec bash slurm/cpt_korean.sh "${@:1:1}"
+exec bash slurm/cpt_korean.sh "$@"

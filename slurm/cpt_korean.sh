@@ -14,6 +14,7 @@
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine
 #   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml    another run, as with CONFIG=configs/demo.yaml
+#   sbatch slurm/cpt_korean.sh configs/demo.yaml --set schedule.steps=20        with other settings than the file's
 #   STAGES="convert evaluate" bash slurm/cpt_korean.sh        these stages only, as with their names after the run's
 #   bash slurm/cpt_korean.sh --dry-run                        print the plan and what would stop the run; --gpus
 #                                                             and other options of `python -m pipeline.train` may follow
@@ -31,7 +32,7 @@ choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
     read -ra cluster < <(planned_cluster "$0")
-    here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${arguments[@]:1}"
+    here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
@@ -43,13 +44,13 @@ export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do
     case "$stage" in
-        tokenize) run_stage tokenize here python tools/preprocess_data.py --config "$CONFIG" ;;
-        sample) run_stage sample here python tools/sample_base.py --config "$CONFIG" ;;
-        upscale) run_stage upscale here python tools/upscale.py --config "$CONFIG" ;;
-        train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" ;;
-        gate) run_stage gate here python tools/fit_gate.py --config "$CONFIG" ;;
-        convert) run_stage convert here python tools/convert_checkpoint.py --config "$CONFIG" ;;
-        evaluate) run_stage evaluate here python tools/evaluate.py --config "$CONFIG" ;;
+        tokenize) run_stage tokenize here python tools/preprocess_data.py --config "$CONFIG" "${changes[@]}" ;;
+        sample) run_stage sample here python tools/sample_base.py --config "$CONFIG" "${changes[@]}" ;;
+        upscale) run_stage upscale here python tools/upscale.py --config "$CONFIG" "${changes[@]}" ;;
+        train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}" ;;
+        gate) run_stage gate here python tools/fit_gate.py --config "$CONFIG" "${changes[@]}" ;;
+        convert) run_stage convert here python tools/convert_checkpoint.py --config "$CONFIG" "${changes[@]}" ;;
+        evaluate) run_stage evaluate here python tools/evaluate.py --config "$CONFIG" "${changes[@]}" ;;
         *) die "STAGES: there is no stage \"$stage\"; choose from tokenize sample upscale train gate convert evaluate" ;;
     esac
 done

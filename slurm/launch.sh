@@ -11,6 +11,10 @@ read -ra container <<<"${CONTAINER:-}"
 ((RANK == 0)) || exec "${container[@]}" "$@"
 
 source slurm/common.sh
+changes=() # may_go_on reads them
+for argument; do
+    [[ "$argument" != --set=* ]] || changes+=("$argument")
+done
 
 # shellcheck disable=SC2317  # the trap reaches it
 batch_script_was_killed() {

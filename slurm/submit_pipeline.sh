@@ -19,8 +19,8 @@ choose_config "$@"
 
 if ! command -v sbatch >/dev/null; then
     say "no sbatch here: the stages run on this machine"
-    bash slurm/tokenize_korean.sh "$CONFIG"
-    exec bash slurm/cpt_korean.sh "$CONFIG" sample upscale train gate convert evaluate
+    bash slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
+    exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate convert evaluate
 fi
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
@@ -34,7 +34,7 @@ submit() {
     echo "$name: job $job${after:+, after job $after}"
 }
 
-submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG"
-submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" sample upscale train gate
-submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG"
-submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG"
+submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
+submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
+submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG" "${changes[@]}"
+submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG" "${changes[@]}"

@@ -26,7 +26,7 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-command=(python tools/preprocess_data.py --config "$CONFIG" "${arguments[@]}")
+command=(python tools/preprocess_data.py --config "$CONFIG" "${changes[@]}" "${arguments[@]}")
 if [[ -n "${MPI:-}" ]]; then
     # srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun where it was not.
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"

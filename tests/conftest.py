@@ -43,6 +43,7 @@ SLOW = (
     "experiments/test_search.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
+    "packaging/test_wheel.py",
 )
 """Files and folders whose tests `make test-quick` leaves out. `make test` starts with them, in this order: the workers
 then end together."""

@@ -1,14 +1,16 @@
-"""Mistakes in a configuration's YAML that a lenient reader would pass over."""
+"""Mistakes in a configuration's YAML that a lenient reader would pass over; files that extend others; --set."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline.config.reading import read_yaml
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig, load_config
+from pipeline.config.sources import combined, layer_of, read_layers, source_of
 from pipeline.errors import ConfigError
 from tests.training.runs import write_config
 
@@ -57,3 +59,128 @@ def test_what_is_no_regular_file_ends_in_one_line(tmp_path):
         with pytest.raises(ConfigError) as error:
             load_config(tmp_path / name)
         assert "\n" not in str(error.value)
+
+
+def extending(path: Path, parent: str, **values: object) -> Path:
+    path.write_text(yaml.safe_dump({"extends": parent, **values}))
+    return path
+
+
+def test_a_file_extends_others_key_by_key(tmp_path):
+    base = write_config(tmp_path, tmp_path, name="base.yaml", gate={}, stability={"window": 7})
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    middle = {"schedule": {"steps": 9}, "gate": None, "stability": {"loss_increase": None}}
+    extending(inner / "middle.yaml", "../base.yaml", **middle)
+    data = {"corpora": {"english": None}, "replay_fraction": 0}
+    top = extending(inner / "top.yaml", "middle.yaml", schedule={"learning_rate": 1.0}, data=data)
+    top.write_text(top.read_text().replace("learning_rate: 1.0", "learning_rate: 1e-3"))  # YAML reads a text
+    first, last = load_config(base), load_config(top)
+    assert last.schedule == first.schedule.model_copy(update={"steps": 9, "learning_rate": 1e-3})
+    assert (last.stability.window, last.stability.loss_increase) == (7, None)  # null is a value of this setting
+    assert (first.gate is not None, last.gate) == (True, None)
+    assert list(last.data.corpora) == ["korean"] and last.method == first.method
+    layers = read_layers(top)
+    assert [Path(layer.source).name for layer in layers] == ["base.yaml", "middle.yaml", "top.yaml"]
+    for keys, name in {("schedule", "steps"): "middle.yaml", ("schedule", "micro_batch_size"): "base.yaml"}.items():
+        assert Path(source_of(layers, keys) or "").name == name
+    assert source_of(layers, ("seed",)) is None
+
+
+def test_a_section_of_another_name_replaces_the_extended_one(tmp_path):
+    write_config(tmp_path, tmp_path, name="base.yaml")
+    fft = extending(tmp_path / "fft.yaml", "base.yaml", method={"name": "fft"})
+    assert combined(read_layers(fft))["method"] == {"name": "fft"}
+    route = extending(tmp_path / "route.yaml", "base.yaml", method={"name": "scale", "variant": "route"})
+    assert combined(read_layers(route))["method"]["l_fp"] == 3
+
+
+def test_files_that_cannot_be_extended_are_named(tmp_path):
+    extending(tmp_path / "a.yaml", "b.yaml")
+    extending(tmp_path / "b.yaml", str(tmp_path / "a.yaml"))
+    extending(tmp_path / "self.yaml", "self.yaml")
+    for name, fault in {
+        "a.yaml": r"b\.yaml: extends: .*a\.yaml: this file is extended already",
+        "self.yaml": "this file is extended already",
+        "missing.yaml": r"missing\.yaml: extends: .*none\.yaml: cannot read this configuration",
+        "list.yaml": "expected the path of one YAML file, found \\['a.yaml'\\]",
+    }.items():
+        if name == "missing.yaml":
+            extending(tmp_path / name, "none.yaml")
+        if name == "list.yaml":
+            extending(tmp_path / name, ["a.yaml"])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=fault) as error:
+            load_config(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path):
+    changes = [
+        "schedule.steps=1_000",
+        "schedule.learning_rate=2e-4",
+        "schedule.betas=[0.8, 0.9]",
+        "name=20",  # a text, whatever YAML takes it for
+        "base=no",
+        "compile=true",
+        "data.corpora.korean.input=a.jsonl",
+        "data.corpora.korean.heldout_input=[b.jsonl, 'c, d.jsonl']",
+        "data.corpora.english=null",
+        "data.replay_fraction=0",
+        "method.variant=route",
+        "method.expansion.hidden_size=32",
+        "upscaled=null",
+        "stability.loss_increase=null",
+        "schedule.steps=11",  # the last one holds
+    ]
+    config = load_config(write_config(tmp_path, tmp_path), changes)
+    assert (config.schedule.steps, config.schedule.learning_rate, config.schedule.betas) == (11, 2e-4, (0.8, 0.9))
+    assert (config.name, config.base, config.compile, config.upscaled) == ("20", Path("no"), True, None)
+    assert config.stability.loss_increase is None
+    assert list(config.data.corpora) == ["korean"]
+    assert config.data.corpora["korean"].input == ["a.jsonl"]
+    assert config.data.corpora["korean"].heldout_input == ["b.jsonl", "c, d.jsonl"]
+    assert (config.method.variant, config.method.expansion.hidden_size, config.method.l_fp) == ("route", 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("schedule.stps=20", r"--set schedule\.stps: schedule\.stps: unknown key \(did you mean steps\?\)"),
+        ("shedule.steps=20", r"shedule: unknown key \(did you mean schedule\?\)"),
+        ("method.expansion.hiden_size=8", r"method\.expansion\.hiden_size: unknown key \(did you mean hidden_size\?\)"),
+        ("schedule.steps.more=1", r"schedule\.steps\.more: unknown key;"),
+        ("method.rank=8", "rank: unknown key"),  # of LoRA, which this run is not
+        ("schedule.steps", "expected KEY=VALUE"),
+        ("=3", "expected KEY=VALUE"),
+        ("schedule.steps=many", r"schedule\.steps: .*found 'many'"),
+        ("schedule.steps=", r"schedule\.steps: "),
+        ("schedule.betas=[0.9", "expected a value in YAML"),
+        ("compile=perhaps", "compile: "),
+    ],
+)
+def test_a_change_that_fits_no_setting_is_refused_by_its_name(tmp_path, change, fault):
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(write_config(tmp_path, tmp_path), [change])
+    assert "\n" not in str(error.value)
+
+
+def test_a_whole_section_and_a_key_in_it_are_not_set_together():
+    with pytest.raises(ConfigError, match="gate is set as a whole too"):
+        layer_of(RunConfig, {"gate": "[1]", "gate.layer": "2"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"schedule__stepz": 3}, r"schedule\.stepz: unknown key \(did you mean steps\?\)"),
+        ({"metod": {}}, r"metod: unknown key \(did you mean method\?\)"),
+        ({"method__expansion__hidden": 3}, r"method\.expansion\.hidden: unknown key \(did you mean hidden_size\?\)"),
+        ({"method__lfp": 3}, r"method\.lfp: unknown key \(did you mean l_fp\?\)"),
+        ({"data__corpora__korean__inputs": []}, r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)"),
+        ({"observers__wandb": {"projekt": "x"}}, r"wandb\.projekt: unknown key \(did you mean project\?\)"),
+        ({"qqqq": 3}, "qqqq: unknown key;"),
+    ],
+)
+def test_a_misspelt_key_gets_the_nearest_one(tmp_path, changes, fault):
+    with pytest.raises(ConfigError, match=fault):
+        load_config(write_config(tmp_path, tmp_path, **changes))

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, ServedPrecision
 from pipeline.conversion.padding import Padding
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 
 logger = log.get_logger(__name__)
 
@@ -30,6 +31,7 @@ logger = log.get_logger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the run's YAML file")
+    add_set_option(parser)
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
@@ -62,19 +64,19 @@ def main() -> None:
         parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
     if any(named) if arguments.config else not all((*named, arguments.output)):
         parser.error("give --config, or --checkpoint with --base and --output")
-    with stage_of(arguments.config, "convert", alone=True):
-        _convert(arguments, padding)
+    config = read_run(arguments.config, arguments.set) if arguments.config else None
+    with stage_of(config, "convert", changes=arguments.set, alone=True):
+        _convert(config, arguments, padding)
 
 
-def _convert(arguments: argparse.Namespace, padding: Padding) -> None:
+def _convert(config: RunConfig | None, arguments: argparse.Namespace, padding: Padding) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
 
     dtype = TYPES[arguments.dtype] if arguments.dtype else None
-    if arguments.config:
-        config = load_config(arguments.config)
+    if config is not None:
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
         make_probe = run_probe(config)
     else:

@@ -15,10 +15,10 @@ import argparse
 from pathlib import Path
 
 from pipeline.command_line import folder_or_hub, run
-from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 
 
 def main() -> None:
@@ -27,10 +27,11 @@ def main() -> None:
     given = {name for name in ("config", "model", "tasks", "data") if getattr(options, name)}
     # Each branch imports what it needs, so that --help needs no torch.
     if given == {"config"}:
-        with stage_of(options.config, "evaluate"):
+        config = read_run(options.config, options.set)
+        with stage_of(config, "evaluate", changes=options.set):
             from pipeline.evaluation.summary import summarise
 
-            print(summarise(load_config(options.config), max_tokens=options.max_tokens).as_text())
+            print(summarise(config, max_tokens=options.max_tokens).as_text())
     elif {"model", "tasks"} <= given and "config" not in given and len(options.data) <= 1:
         _run_benchmarks(options)
     elif given == {"model", "data"}:
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="the YAML file of a finished run")
+    add_set_option(parser)
     add(
         "--model",
         type=folder_or_hub,

@@ -13,8 +13,9 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line, log
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import RunConfig
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 
 logger = log.get_logger(__name__)
 
@@ -22,13 +23,14 @@ logger = log.get_logger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    add_set_option(parser)
     arguments = parser.parse_args()
 
-    config = load_config(arguments.config)
+    config = read_run(arguments.config, arguments.set)
     if config.gate is None:
         logger.info("the configuration has no section gate: nothing to fit")
         return
-    with stage_of(arguments.config, "gate", alone=True):
+    with stage_of(config, "gate", changes=arguments.set, alone=True):
         _fit(config)
 
 

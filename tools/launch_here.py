@@ -9,11 +9,10 @@ session of its own, where it survives when torchrun is killed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from pipeline import command_line
-from pipeline.local_ranks import run_ranks
+from pipeline.local_ranks import exit_grace_s, run_ranks
 
 
 def main() -> int:
@@ -27,7 +26,7 @@ def main() -> int:
         parser.error(f"--ranks: expected 1 or more, found {arguments.ranks}")
 
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.program, *arguments.arguments]
-    return run_ranks(command, arguments.ranks, grace_s=float(os.environ.get("EXIT_GRACE_S", "15")))
+    return run_ranks(command, arguments.ranks, exit_grace_s())
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line
-from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
+from pipeline.run_folder.changes import add_set_option, read_run
 from pipeline.sizing.estimate import read_architecture
 from pipeline.sizing.matching import Matcher, MethodName, as_yaml
 
@@ -22,6 +22,7 @@ from pipeline.sizing.matching import Matcher, MethodName, as_yaml
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
+    add_set_option(parser)
     parser.add_argument("--methods", nargs="+", choices=get_args(MethodName), default=get_args(MethodName))
     parser.add_argument("--target", type=int, help="trained parameters; default: those of the run's own method")
     parser.add_argument("--multiple-of", type=int, default=8, help="of added hidden and FFN widths; default 8")
@@ -31,7 +32,7 @@ def main() -> None:
         value = getattr(arguments, flag)
         if value is not None and value <= 0:
             raise ConfigError(f"--{flag.replace('_', '-')}: expected a number above 0, found {value}")
-    config = load_config(arguments.config, base="described")
+    config = read_run(arguments.config, arguments.set, base="described")
     spec = read_architecture(config, arguments.base_config)
     matcher = Matcher(config, spec, multiple_of=arguments.multiple_of)
     print(as_yaml(matcher.match(arguments.methods, arguments.target)), end="")

@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.config.run import load_config
 from pipeline.run_folder.attempts import decide
+from pipeline.run_folder.changes import add_set_option, read_run
 
 NO = 3
 
@@ -20,6 +20,7 @@ NO = 3
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
+    add_set_option(parser)
     parser.add_argument("--stage", required=True, help="the stage that ended")
     parser.add_argument("--exit-code", type=int, required=True, help="its exit code")
     parser.add_argument("--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint")
@@ -28,7 +29,7 @@ def main() -> int:
 
     arguments.config.read_bytes()  # a missing file system is no fault of the configuration
     decision = decide(
-        load_config(arguments.config, base="named").folder,
+        read_run(arguments.config, arguments.set, base="named").folder,
         stage=arguments.stage,
         exit_code=arguments.exit_code,
         without_progress=arguments.without_progress,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.command_line import folder_or_hub, positive, run, share
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
@@ -26,6 +26,7 @@ from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def main() -> None:
     with pool as workers:
         if workers is None:  # an MPI rank that has done its tasks
             return
-        with stage_of(options.config, "tokenize"):
-            jobs = _jobs(options)
+        config = read_run(options.config, options.set) if options.config else None
+        with stage_of(config, "tokenize", changes=options.set):
+            jobs = _jobs(config, options)
             for job in jobs:  # a missing file is found before hours of work
                 named_files(job.inputs)
             for job in jobs:
@@ -54,12 +56,11 @@ def main() -> None:
                 )
 
 
-def _jobs(options: argparse.Namespace) -> list[Job]:
+def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
     unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
-    if options.config:
+    if config is not None:
         from pipeline.sizing.checks import check_before_tokenizing  # only a run has a base to check
 
-        config = load_config(options.config)
         # cpt_korean.sh knows how many ranks will train on the tokens.
         check_before_tokenizing(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or 0) or None)
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
@@ -87,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
+    add_set_option(parser)
     add(
         "--input",
         nargs="+",

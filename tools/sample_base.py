@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from pipeline.command_line import folder_or_hub, positive, run, share
 from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig, with_models
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 
 if TYPE_CHECKING:
     from pipeline.rehearsal.corpus import SamplingJob
@@ -27,21 +28,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     options = _options()
-    if options.config and not any(
-        corpus.sample for corpus in load_config(options.config, base="named").data.corpora.values()
-    ):
+    config = read_run(options.config, options.set, base="named") if options.config else None
+    if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
-    with stage_of(options.config, "sample"):
-        _sample(options)
+    with stage_of(config, "sample", changes=options.set):
+        _sample(config, options)
 
 
-def _sample(options: argparse.Namespace) -> None:
+def _sample(config: RunConfig | None, options: argparse.Namespace) -> None:
     import torch
 
     from pipeline.data.workers import local_workers
     from pipeline.rehearsal.corpus import device_kind, finished, plan_of, sample_corpus
 
-    planned = [(job, plan_of(job)) for job in _jobs(options)]
+    planned = [(job, plan_of(job)) for job in _jobs(config, options)]
     unfinished = [(job, plan) for job, plan in planned if finished(job, plan) is None]
     if not unfinished:
         return
@@ -62,11 +62,11 @@ def _workers_in_memory(base: Path) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
-def _jobs(options: argparse.Namespace) -> list[SamplingJob]:
+def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[SamplingJob]:
     from pipeline.rehearsal.corpus import SamplingJob, sampling_jobs
 
-    if options.config:
-        return list(sampling_jobs(load_config(options.config), options.batch_size))
+    if config is not None:
+        return list(sampling_jobs(with_models(config, "whole"), options.batch_size))
     if not (options.base and options.output and options.tokens and options.max_tokens):
         raise ConfigError("give --config, or all of --base, --output, --tokens and --max-tokens")
     given = {name: getattr(options, name) for name in Sampling.model_fields}
@@ -87,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a run configuration, instead of --base, --output and the settings")
+    add_set_option(parser)
     add(
         "--workers",
         type=positive,

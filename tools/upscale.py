@@ -14,11 +14,12 @@ from pathlib import Path
 
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import RunConfig
 from pipeline.conversion.parity import check_against_transformers
 from pipeline.methods.scale import made_expansion, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.changes import add_set_option, read_run
 from pipeline.scale.plan import plan_expansion
 
 logger = log.get_logger(__name__)
@@ -27,10 +28,12 @@ logger = log.get_logger(__name__)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
+    add_set_option(parser)
     arguments = parser.parse_args()
 
-    with stage_of(arguments.config, "upscale", alone=True):
-        _upscale(load_config(arguments.config))
+    config = read_run(arguments.config, arguments.set)
+    with stage_of(config, "upscale", changes=arguments.set, alone=True):
+        _upscale(config)
 
 
 def _upscale(config: RunConfig) -> None:

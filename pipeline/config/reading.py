@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline import untrusted_files
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, nearest
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -59,14 +60,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         text = untrusted_files.read_text(path, ConfigError, "name a YAML file", limit=_MAX_BYTES)
-        values = yaml.load(text, _UniqueKeys)  # a SafeLoader
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    values = parse_yaml(text, f"{path}: not a YAML file")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
     return values
+
+
+def parse_yaml(text: str, fault: str) -> Any:  # noqa: ANN401
+    """The value that `text` is in YAML; raises ConfigError, which begins with `fault`, for what is no YAML."""
+    try:
+        return yaml.load(text, _UniqueKeys)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{fault}: {' '.join(str(error).split())}") from None
 
 
 def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in: str) -> S:
@@ -79,10 +86,52 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{_dotted(fault['loc'])}: {_plain(fault)}" for fault in error.errors())
+        faults = "; ".join(f"{_dotted(fault['loc'])}: {_plain(kind, fault)}" for fault in error.errors())
         raise ConfigError(
             f"{source}: {error.error_count()} fault(s): {faults}; {listed_in} lists every setting"
         ) from None
+
+
+def types_of(annotation: Any) -> list[Any]:  # noqa: ANN401
+    """The types that a value of this annotation may have, without None and without limits."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return types_of(parts[0])
+    if origin in (Union, types.UnionType):
+        return [kind for part in parts if part is not types.NoneType for kind in types_of(part)]
+    return [annotation]
+
+
+def types_at(kinds: Iterable[Any], location: Iterable[int | str]) -> list[Any]:
+    """The types that the value at `location` may have in a value of one of the types `kinds`; none: an unknown key.
+
+    A location may hold the tag of a section that has several forms, such as `method.scale.l_fp`.
+    """
+    found = list(kinds)
+    for key in location:
+        inner = []
+        for kind in found:
+            if is_section(kind) and key in kind.model_fields:
+                inner += types_of(kind.model_fields[key].annotation)
+            elif get_origin(kind) in (dict, list, tuple):
+                inner += types_of(get_args(kind)[-1])
+        found = inner or [kind for kind in found if is_section(kind) and _tag(kind) == key]
+    return found
+
+
+def known_keys(kinds: Iterable[Any]) -> list[str]:
+    """The keys of the sections among the types `kinds`."""
+    return [name for kind in kinds if is_section(kind) for name in kind.model_fields]
+
+
+def is_section(kind: Any) -> bool:  # noqa: ANN401
+    """Whether a type is that of a section."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _tag(kind: type[BaseModel]) -> object:
+    name = kind.model_fields.get("name")
+    return get_args(name.annotation)[0] if name is not None and get_args(name.annotation) else None
 
 
 _LONGEST_VALUE = 120  # in a message
@@ -95,9 +144,10 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(parts) or "the configuration"
 
 
-def _plain(fault: Mapping[str, Any]) -> str:
+def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
-        return "unknown key"
+        *section, key = fault["loc"]
+        return f"unknown key{nearest(str(key), known_keys(types_at([kind], section)))}"
     if fault["type"] == "missing":
         return "missing"
     message = str(fault["msg"]).removeprefix("Value error, ")

@@ -6,7 +6,7 @@ Unknown keys are refused, and all faults are reported together with their dotted
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,12 +22,14 @@ from pipeline.config.reading import (
     PositiveInt,
     Section,
     checked,
-    read_yaml,
 )
+from pipeline.config.sources import combined, layer_of, parse_changes, read_layers
 from pipeline.hub import model_folder
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
+HubModels = Literal["whole", "described", "named"]
+"""Of models that a configuration names on the hub: fetch them whole, or without weights, or not at all."""
 
 
 class GateSettings(Section):
@@ -363,16 +365,26 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
-def load_config(path: Path, *, base: Literal["whole", "described", "named"] = "whole") -> RunConfig:
+def load_config(path: Path, changes: Iterable[str] = (), *, base: HubModels = "whole") -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
 
-    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all.
+    `changes` are settings such as `schedule.steps=20`, which take precedence over the file's. The commands of a run
+    read it through `pipeline.run_folder.changes`, which also knows the changes of earlier commands.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
         BaseModelError: a model cannot be had from the hub.
     """
-    config = parse_config(read_yaml(path), source=str(path))
+    layers = [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
+    return with_models(parse_config(combined(layers), source=str(path)), base)
+
+
+def with_models(config: RunConfig, base: HubModels) -> RunConfig:
+    """`config` with folders of this machine in place of models on the hub, which are fetched.
+
+    Raises:
+        BaseModelError: a model cannot be had from the hub.
+    """
     if base == "named":
         return config
     changes: dict[str, Any] = {"base": model_folder(config.base, weights=base == "whole")}

@@ -25,9 +25,10 @@ from pipeline.experiments.study import SCRATCH, load_study
 from pipeline.experiments.study_runs import StudyRuns
 from pipeline.hub import model_folder
 from pipeline.run_folder.status import read_status
+from pipeline.shipped import shipped
 
 LOG = "log.txt"
-_SCRIPT = Path(__file__).parents[2] / "slurm" / "cpt_korean.sh"
+_SCRIPT = shipped() / "slurm" / "cpt_korean.sh"
 _POLL_EVERY_S = 0.2
 _logger = log.get_logger(__name__)
 

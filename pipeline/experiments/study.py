@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from pipeline.config.method import Method
-from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked, read_yaml
+from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
+from pipeline.config.sources import combined, read_layers
 from pipeline.errors import ConfigError
 from pipeline.sizing.matching import MethodName
 
@@ -152,7 +153,7 @@ def load_study(path: Path, data: Path) -> Study:
     Raises:
         ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
     """
-    values = read_yaml(path)
+    values = combined(read_layers(path))
     placed = _substituted(values, {"data": str(data)}, path)
     if placed != values and not data.is_dir():
         raise ConfigError(

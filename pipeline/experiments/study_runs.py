@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from pipeline import log
 from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method
 from pipeline.config.run import RunConfig, load_config, parse_config
+from pipeline.config.sources import merged
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs
 from pipeline.data.units import input_files
@@ -89,7 +89,7 @@ class StudyRuns:
         self.base = study.base or study.folder / SCRATCH
         """of the compared runs"""
         for name, stage in study.stages.items():
-            settings = _merged({"method": {"name": "fft"}}, stage.settings)
+            settings = merged({"method": {"name": "fft"}}, stage.settings)
             self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
             self.base = self.stages[-1].config.folder / HF_FOLDER
         for name, compared in study.methods.items():
@@ -169,13 +169,13 @@ class StudyRuns:
             "seed": trial.seed,
             "schedule": {"learning_rate": trial.learning_rate},
         }
-        settings = _merged(self.study.settings, self.study.methods[trial.method].settings)
-        return self._run(str(trial), _merged(settings, varied), f"settings, for {trial.method}")
+        settings = merged(self.study.settings, self.study.methods[trial.method].settings)
+        return self._run(str(trial), merged(settings, varied), f"settings, for {trial.method}")
 
     def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
         own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
         shared = {"data": {"folder": str(self.study.folder / TOKENS)}}
-        values = _merged(own, _merged(shared, settings))
+        values = merged(own, merged(shared, settings))
         return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"))
 
 
@@ -196,15 +196,3 @@ def _comparable(config: RunConfig) -> dict[str, Any]:
             if part in section:
                 section[part] = [str(Path(path).resolve()) for path in section[part]]
     return values
-
-
-def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> RunSettings:
-    """`settings` with `changes`, section by section; a section `method` is replaced as a whole."""
-    merged = dict(settings)
-    for key, value in changes.items():
-        inner = merged.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping) and key != "method":
-            merged[key] = _merged(inner, value)
-        else:
-            merged[key] = value
-    return merged

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
@@ -19,12 +19,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import RunConfig
 from pipeline.errors import (
     FINISHED,
     FOLDER_TAKEN,
     RESUME_LATER,
     USER_ERROR,
+    ConfigError,
     RunFolderError,
     UserError,
     exit_code_of,
@@ -32,6 +33,7 @@ from pipeline.errors import (
     worth_another_attempt,
 )
 from pipeline.log import node
+from pipeline.run_folder.changes import changes_on_record
 from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 from pipeline.run_folder.lock import LockOwner, RunLock
 from pipeline.untrusted_files import read_bytes
@@ -333,21 +335,27 @@ def idle_attempts(attempts: list[Attempt], newest: int) -> int:
 
 
 @contextmanager
-def stage_of(config: Path | None, stage: str, *, alone: bool = False) -> Iterator[None]:
-    """Runs the block as a serial stage of the run that `config` describes; without `config` it is of no run.
+def stage_of(
+    config: RunConfig | None, stage: str, *, changes: Sequence[str] = (), alone: bool = False
+) -> Iterator[None]:
+    """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
-    Its start and end are recorded if a script, which sets ATTEMPT, started it. `alone`: takes the lock of the stage.
+    Its start and end are recorded if a script, which sets ATTEMPT, started it; `changes`, the command's `--set`, are in
+    any case. `alone`: takes the lock of the stage.
 
     Raises:
-        ConfigError: the configuration does not describe a run.
+        ConfigError: there are `changes`, but no run.
         FolderTakenError: another process owns the lock.
     """
     if config is None:
+        if changes:
+            raise ConfigError("--set changes a run's configuration; name it with --config")
         yield
         return
-    folder = load_config(config, base="named").folder
+    folder = config.folder
     recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
-    with recorded, RunLock(folder, stage) if alone else nullcontext():
+    alone_in_it = RunLock(folder, stage) if alone else nullcontext()
+    with recorded, alone_in_it, changes_on_record(folder, changes):
         yield
 
 

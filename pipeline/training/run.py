@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline import log, methods
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import RunConfig
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
 from pipeline.health.liveness import Phases, Verdict
@@ -26,6 +26,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
 from pipeline.run_folder.attempts import record_end, record_start
+from pipeline.run_folder.changes import changes_on_record, read_run
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.batches import TrainingBatches
@@ -41,17 +42,19 @@ STACKS = "stacks"
 _logger = log.get_logger(__name__)
 
 
-def run_training(config_path: Path, device: torch.device, make_observers: ObserverFactory) -> int:
-    """Trains the run that `config_path` describes; every rank must call it. Returns the exit code.
+def run_training(
+    config_path: Path, device: torch.device, make_observers: ObserverFactory, changes: Sequence[str] = ()
+) -> int:
+    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code.
 
     Raises:
         UserError: on the rank that found the fault, or rank 0; SystemExit on the others.
     """
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
-        config = broadcast_from_rank0(lambda: load_config(config_path))
+        config = broadcast_from_rank0(lambda: read_run(config_path, changes))
         set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
-        inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
+        inputs = broadcast_from_rank0(lambda: begin_attempt(config, changes, phases, lock))
         folder = config.folder
         with _faults_on_record(folder, phases):
             code = FINISHED if inputs.finished else attempt(inputs, device, phases, signals, make_observers)
@@ -60,10 +63,10 @@ def run_training(config_path: Path, device: torch.device, make_observers: Observ
         return code
 
 
-def begin_attempt(config: RunConfig, phases: Phases, lock: ExitStack) -> Inputs:
+def begin_attempt(config: RunConfig, changes: Sequence[str], phases: Phases, lock: ExitStack) -> Inputs:
     """On rank 0: locks the run folder until `lock` is closed, and reads and checks all files that the run names."""
     lock.enter_context(RunLock(config.folder))
-    with _faults_on_record(config.folder, phases):
+    with _faults_on_record(config.folder, phases), changes_on_record(config.folder, changes):
         return read_inputs(config, dist.get_world_size())
 
 

@@ -125,9 +125,9 @@ def _subjects() -> Iterator[Subject]:
     for name, read in uses.items():
         yield Subject("run folders", name, _make_run, read)
     yield Subject("run folders", "report of a study", _make_study, _report)
-    configs = ("configs/demo.yaml", "configs/cpt_korean_llama3.2_1b.yaml", "configs/fineweb2_korean.yaml")
+    configs = ("configs/demo.yaml", "configs/cpt_korean_llama3.2_1b.yaml")
     readers = [(source, _config) for source in configs]
-    readers += [("configs/studies/korean_quick.yaml", _study), ("configs/studies/biography.yaml", _study)]
+    readers += [("configs/studies/korean.yaml", _study), ("configs/studies/biography.yaml", _study)]
     readers += [
         (str(path.relative_to(_PROJECT)), _deepspeed) for path in sorted(_PROJECT.glob("ds_configs/*.json"))[:2]
     ]

@@ -239,7 +239,7 @@ def described(tmp_path, monkeypatch):
     text = (PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8")
     path = tmp_path / "run.yaml"
     path.write_text(re.sub("(?m)^folder: .*", f"folder: {tmp_path / 'run'}", text), encoding="utf-8")
-    return path, tmp_path / "run"
+    return load_config(path), tmp_path / "run"
 
 
 def test_a_serial_stage_is_recorded_while_it_runs_and_after(described):

@@ -122,8 +122,8 @@ def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> int:
-    """Trains on all ranks; returns the exit code.
+def train(config: Path, *, stop: bool = False, kill_at: str | None = None, changes: Sequence[str] = ()) -> int:
+    """Trains on all ranks, with `changes` of settings; returns the exit code.
 
     stop: the last rank gets SIGUSR1 during its first step.
     kill_at: rank 0 is killed (SIGKILL) when its second save reaches that point.
@@ -143,7 +143,7 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None) -> in
 
     stopped = stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     with patch.object(loop, "learning_rate", signalled if stopped else original):
-        return run_training(config, torch.device("cpu"), make_observers)
+        return run_training(config, torch.device("cpu"), make_observers, changes)
 
 
 def train_each(configs: Sequence[Path], *, stop_first: bool = False) -> list[int]:

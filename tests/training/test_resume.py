@@ -22,13 +22,17 @@ ZERO_STAGES = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def runs(tokens, tmp_path_factory) -> dict[str, Path]:
-    """Folders of runs: of each ZeRO stage one undisturbed, and one that a signal stopped in its first step."""
+    """Folders of runs: of each ZeRO stage one undisturbed, and one that a signal stopped in its first step.
+
+    The latter have another number of steps in their file, which --set changes.
+    """
     folder = tmp_path_factory.mktemp("runs")
     made = {f"{kind} {zero}": folder / f"{kind}{zero}" for zero in ZERO_STAGES for kind in ("undisturbed", "stopped")}
-    jobs = [
-        partial(train, make_run(path, tokens, zero=int(name[-1]), schedule__steps=STEPS), stop="stopped" in name)
-        for name, path in made.items()
-    ]
+    jobs = []
+    for name, path in made.items():
+        stop = "stopped" in name
+        config = make_run(path, tokens, zero=int(name[-1]), schedule__steps=STEPS + stop)
+        jobs.append(partial(train, config, stop=stop, changes=[f"schedule.steps={STEPS}"] if stop else []))
     assert run_ranks(in_turn, 2, jobs) == [[0, RESUME_LATER] * len(ZERO_STAGES)] * 2
     return made
 

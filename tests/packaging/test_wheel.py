@@ -1,0 +1,115 @@
+"""The package as `pip install` gives it: built, installed without the checkout, and used from an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline import __version__
+
+PROJECT = Path(__file__).parents[2]
+SMALL = [
+    "schedule.steps=2",
+    "schedule.global_batch_size=2",
+    "schedule.micro_batch_size=1",
+    "data.sequence_length=64",
+    "data.corpora.korean.input=data/ko/reviews.heldout.jsonl.zst",
+    "data.corpora.own_text.sample.tokens=1000",
+    "validation.max_sequences=2",
+    "preflight.enabled=false",
+    "gate=null",
+]
+
+
+def pip(*arguments: object) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the tracked files: a build writes beside them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=PROJECT, capture_output=True, check=True).stdout
+    command = ["tar", "--null", "--files-from=-", "--ignore-failed-read", "--create"]
+    packed = subprocess.run(command, cwd=PROJECT, input=names, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "--extract"], cwd=source, input=packed, check=True)
+    pip("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, source)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The folder `bin` of an environment with the wheel. Its dependencies are this environment's, through a .pth file.
+
+    Such a file's folders are searched, but their own .pth files, which name the checkout, are not read.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    pip("--python", folder / "bin" / "python", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    own = next(folder.glob("lib/python*/site-packages"))
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture
+def run(installed, monkeypatch):
+    """Calls `scale-cpt` in a folder; returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+    def call(folder: Path, *arguments: object) -> str:
+        command = [installed / "scale-cpt", *map(str, arguments)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (arguments, done.stdout[-1000:], done.stderr[-3000:])
+        return done.stdout
+
+    return call
+
+
+def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("tools/upscale.py", "configs/demo.yaml", "ds_configs/zero1.json", "slurm/cpt_korean.sh"):
+        assert f"pipeline/shipped/{name}" in names
+    assert "pipeline/shipped/data/models/stories260K/config.json" in names
+    assert not [name for name in names if name.startswith(("tests/", "tools/", "benchmarks/")) or ".pyc" in name]
+    assert wheel.stat().st_size < 8e6  # without the texts of studies
+
+
+def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, installed, tmp_path):
+    where = subprocess.run(
+        [installed / "python", "-I", "-c", "import pipeline; print(pipeline.__file__)"], capture_output=True, text=True
+    )
+    assert Path(where.stdout.strip()).is_relative_to(installed.parent)
+    assert run(tmp_path, "--version") == f"scale-cpt {__version__}\n"
+    assert "tokenize" in run(tmp_path, "--help")
+    run(tmp_path, "new", "work")
+    work = tmp_path / "work"
+    config = "configs/demo.yaml"
+    run(work, "tokenize", "--config", config, "--workers", 1, *(f"--set={change}" for change in SMALL))
+    run(work, "sample", "--config", config, "--workers", 1)  # the changes are remembered
+    run(work, "upscale", "--config", config)
+    run(work, "train", config)
+    run(work, "convert", "--config", config)
+    assert json.loads((work / "runs/demo/training.json").read_text())["steps"] == 2
+    assert (work / "runs/demo/hf/verification.json").exists()
+    assert "step" in run(work, "status", "runs/demo")
+    assert not any(tmp_path.glob("runs"))
+
+
+def test_settings_of_deepspeed_are_found_from_any_folder(run, tmp_path):
+    run(tmp_path, "new", "work")
+    text = (tmp_path / "work" / "configs" / "demo.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("data/", f"{tmp_path}/work/data/"))
+    plan = run(tmp_path, "train", "--dry-run", "--gpus", 2, "--gpu-memory-gib", 4, "run.yaml")
+    assert "none found" in plan

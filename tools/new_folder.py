@@ -1,0 +1,34 @@
+"""Makes a folder to work in: the project's configurations, scripts and programs, and the demo's model and texts.
+
+    scale-cpt new my_runs && cd my_runs
+    bash slurm/cpt_korean.sh configs/demo.yaml
+
+For an installed package; a checkout of the project is such a folder itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.errors import UserError
+from pipeline.files import published_folder
+from pipeline.shipped import FOLDERS, shipped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder to make")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        raise UserError(f"{folder}: expected no such file or folder yet; give another name")
+    with published_folder(folder.absolute()) as unfinished:
+        for name in FOLDERS:
+            shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"{folder}: {', '.join(FOLDERS)}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -13,10 +13,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.method import Lora, ScaleMethod
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate
-from pipeline.conversion.formats import why_not_peft
-from pipeline.conversion.stock import why_not_stock_of
+from pipeline.conversion.formats import describe_formats, why_not
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import free_bytes
@@ -231,14 +230,10 @@ def _export(config: RunConfig, opened: Opened) -> str | None:
     """The formats in which the trained model can leave; None where that is unknown."""
     if opened.spec is None or not opened.fits:
         return None
-    if not isinstance(config.method, ScaleMethod):
-        peft = isinstance(config.method, Lora) and why_not_peft(opened.spec) is None
-        return "stock: loads anywhere with no code of ours" + (", or peft" if peft else "")
-    plan = plan_expansion(config.method, opened.spec.widths, opened.spec.num_layers)
-    reason = why_not_stock_of(plan, opened.spec, gated=config.gate is not None)
-    if reason is None:
-        return "stock: loads anywhere with no code of ours; or scale, expansion"
-    return f"scale: carries one file of code (trust_remote_code), or expansion; not stock because of {reason}"
+    plan = None
+    if isinstance(config.method, ScaleMethod):
+        plan = plan_expansion(config.method, opened.spec.widths, opened.spec.num_layers)
+    return describe_formats(why_not(config.method, plan, opened.spec, gated=config.gate is not None))
 
 
 def _to_make(config: RunConfig) -> Iterator[str]:

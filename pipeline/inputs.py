@@ -255,7 +255,7 @@ def is_finished(config: RunConfig, base: BaseFolder) -> bool:
     """Whether an earlier attempt finished the run; logs it if so.
 
     Raises:
-        CheckpointError: it did, but with another base or method than the configuration has now.
+        CheckpointError: it did, but with another base, base_precision or method than the configuration has now.
     """
     found = candidates(config.folder / "checkpoints") if (config.folder / TRAINING).exists() else []
     if not found:
@@ -266,7 +266,7 @@ def is_finished(config: RunConfig, base: BaseFolder) -> bool:
         return False  # resuming reports it, and takes the one before
     if manifest.position.step < config.schedule.steps:
         return False
-    check_same_model(manifest, found[0], base.hashes(), config.method)
+    check_same_model(manifest, found[0], base.hashes(), config)
     _logger.info(
         "%s is already at step %d of %d: nothing to train", config.folder, manifest.position.step, config.schedule.steps
     )

@@ -75,6 +75,21 @@ def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again"
     return content
 
 
+def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
+    """The content of the file `name` of `folder`, which someone else made, to be passed on. Raises as `read_bytes`.
+
+    Raises:
+        UserError: of the type `error`: it is a link to a file elsewhere. A link to the blobs of a download by
+            huggingface_hub, whose snapshots consist of such links, is followed.
+    """
+    path = folder / name
+    found, home = (Path(os.path.realpath(place)) for place in (path, folder))
+    allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    if not any(found.is_relative_to(place) for place in allowed):
+        raise error(f"{path}: links to {found}, outside its folder; put a copy of the file there")
+    return read_bytes(path, error)
+
+
 def read_text(path: Path, error: type[UserError], advice: str = "copy it again", *, limit: int = MAX_BYTES) -> str:
     """The text of a UTF-8 file. Raises as `read_bytes`, and `error` for other bytes."""
     try:

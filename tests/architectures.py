@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from pipeline.conversion.stock import why_not_stock_of
+from pipeline.conversion.stock import why_not_stock
 from pipeline.errors import LayoutError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
@@ -45,7 +45,7 @@ def row(name: str, base: BaseFolder) -> str:
         expected, found = theirs(tokens).logits, ours.logits(tokens)
         off, exact = max(off, float((found - expected).abs().max())), exact and torch.equal(model.logits(tokens), found)
     plan = plan_expansion(scale_settings("adapt", norm="base"), base.spec.widths, base.spec.num_layers)
-    stock = why_not_stock_of(plan, base.spec, gated=False)
+    stock = why_not_stock(plan, base.spec, gated=False)
     cells = (
         name,
         f"`{base.spec.family}`",

@@ -1,19 +1,23 @@
 r"""Converts a training checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
-    python tools/convert_checkpoint.py --config configs/demo.yaml --format expansion --output exported
+    python tools/convert_checkpoint.py --config configs/demo.yaml --format stock --without-gate --output exported
     python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
 of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package PEFT;
 `expansion` holds only what SCALE added; `auto` is stock where possible. A run whose configuration has a section `gate`
-is converted with its gate, into the format `scale`.
+is converted with its gate, into the format `scale`, or --without-gate.
+
+--push NAME then uploads what was verified to the Hugging Face Hub; without it nothing leaves this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -34,7 +38,9 @@ def main() -> None:
     add_set_option(parser)
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
+    parser.add_argument("--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved")
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
+    parser.add_argument("--without-gate", action="store_true", help="with --config: leave the run's gate out")
     parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
@@ -53,6 +59,9 @@ def main() -> None:
         help="zero heads and channels for servers that split a stock export: tp=8, gguf, or tp=8,gguf",
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
+    parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for model card and PEFT")
+    parser.add_argument("--push", metavar="NAME", help="upload the verified folder to the hub, as organisation/model")
+    parser.add_argument("--private", action="store_true", help="with --push: make the repository private if it is new")
     arguments = parser.parse_args()
 
     try:
@@ -64,6 +73,12 @@ def main() -> None:
         parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
     if any(named) if arguments.config else not all((*named, arguments.output)):
         parser.error("give --config, or --checkpoint with --base and --output")
+    if arguments.without_gate and not arguments.config:
+        parser.error("--without-gate belongs to --config; with --checkpoint a gate is only taken by --gate")
+    if arguments.private and not arguments.push:
+        parser.error("--private belongs to --push")
+    if arguments.push and arguments.format == "expansion":
+        parser.error("--push: --format expansion is no model; choose another format")
     config = read_run(arguments.config, arguments.set) if arguments.config else None
     with stage_of(config, "convert", changes=arguments.set, alone=True):
         _convert(config, arguments, padding)
@@ -71,13 +86,20 @@ def main() -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace, padding: Padding) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
+    from pipeline.conversion import hub
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
 
+    if arguments.base_name:
+        hub.check_name(arguments.base_name, "--base-name")
+    if arguments.push:
+        hub.check_can_push(arguments.push)
     dtype = TYPES[arguments.dtype] if arguments.dtype else None
     if config is not None:
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
+        if arguments.without_gate:
+            conversion = replace(conversion, gate=None)
         make_probe = run_probe(config)
     else:
         named = (arguments.checkpoint, arguments.base, arguments.output)
@@ -85,11 +107,20 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace, padding: P
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
-    conversion = replace(conversion, precisions=tuple(arguments.precisions), padding=padding)
+    conversion = replace(
+        conversion,
+        precisions=tuple(arguments.precisions),
+        padding=padding,
+        vocabulary=arguments.vocabulary or conversion.vocabulary,
+        base_name=arguments.base_name,
+        command=shlex.join(["python", *sys.argv]),
+    )
     if convert(conversion, make_probe):
         logger.info("wrote %s", conversion.output)
     else:
         logger.info("%s: already converted", conversion.output)
+    if arguments.push:
+        logger.info("pushed to %s", hub.push(conversion.output, arguments.push, private=arguments.private))
 
 
 if __name__ == "__main__":

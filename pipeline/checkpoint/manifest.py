@@ -15,7 +15,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.data import Corpus, Data
-from pipeline.config.method import Method
 from pipeline.config.reading import Section
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
@@ -246,19 +245,23 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
         CheckpointError: the checkpoint is of another base, method or data.
     """
     _check_base(manifest, folder, run.base.hashes)
-    saved = manifest.run.model_copy(update={"data": _with_new_settings(manifest.run.data)})
-    _check_equal(folder, {name: (getattr(saved, name), getattr(run, name)) for name in _SAME_OVER_A_RUN})
+    saved, wanted = (it.model_copy(update={"data": _compared(it.data)}) for it in (manifest.run, run))
+    _check_equal(folder, {name: (getattr(saved, name), getattr(wanted, name)) for name in _SAME_OVER_A_RUN})
 
 
-def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], method: Method) -> None:
-    """Raises CheckpointError if a checkpoint is of another base or of another method."""
+def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], config: RunConfig) -> None:
+    """Raises CheckpointError if a checkpoint is of another base, in other bits, or of another method."""
     _check_base(manifest, folder, base_hashes)
-    _check_equal(folder, {"method": (manifest.run.method, method.model_dump(mode="json"))})
+    wanted = {"method": config.method.model_dump(mode="json"), "base_precision": config.base_precision}
+    _check_equal(folder, {name: (getattr(manifest.run, name), value) for name, value in wanted.items()})
 
 
-def _with_new_settings(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` that a checkpoint recorded; settings that did not exist at the time have their defaults."""
-    corpora = {name: _unset(Corpus) | corpus for name, corpus in data["corpora"].items()}
+def _compared(data: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` that a checkpoint recorded, without what changes no sample.
+
+    Settings that did not exist at the time have their defaults.
+    """
+    corpora = {name: _unset(Corpus) | corpus | {"source": None} for name, corpus in data["corpora"].items()}
     return _unset(Data) | data | {"corpora": corpora}
 
 

@@ -44,6 +44,16 @@ class Sampling(Section):
         return self
 
 
+class Source(Section):
+    """Where a corpus comes from, for the model card of an export; nothing else reads it."""
+
+    dataset: str | None = Field(
+        default=None, description="its name on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"
+    )
+    license: str | None = Field(default=None, description="an identifier of the hub's, such as odc-by")
+    language: str | None = Field(default=None, description="a code such as ko")
+
+
 class Corpus(Section):
     """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
 
@@ -77,6 +87,8 @@ class Corpus(Section):
     role: Role = Field(
         default="new", description="replay: the base model's own domain; rehearsal: text that the base wrote itself"
     )
+    source: Source = Source()
+    """for the model card"""
     weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
     epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after this many passes")
     token_budget: PositiveInt | None = Field(default=None, description="or after this many tokens")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Format = Literal["auto", "stock", "scale", "peft", "expansion"]
+Exported = Literal["stock", "scale", "peft", "expansion"]
+Format = Literal["auto", Exported]
 Precision = Literal["fp32", "bf16", "fp16"]
 ServedPrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8", "fp8_tensor", "nf4", "q8_0", "q4_k"]
 """Types of weights; 8 bits with a scale for a row of a linear map (`int8`, `fp8`) or for the whole (`fp8_tensor`);

@@ -16,8 +16,10 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, ServedPrecision, precisions
-from pipeline.conversion.formats import choose_export
+from pipeline.conversion.base_files import name_on_hub
+from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
+from pipeline.conversion.model_card import CARD, Measured, model_card
 from pipeline.conversion.padding import UNPADDED, Padding
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
@@ -25,7 +27,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import TOKENS
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.files import file_hash, in_threads, published_folder, write_json
+from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
@@ -46,7 +48,9 @@ class Conversion:
     """A request to convert a checkpoint.
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
-    in one of `precisions` is refused. `padding` is for servers that split a stock export.
+    in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
+    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on
+    the Hugging Face Hub, for the model card and PEFT; by default as the base's folder says. `command` is for the card.
     """
 
     checkpoint: Path
@@ -57,6 +61,9 @@ class Conversion:
     gate: Path | None = None
     precisions: tuple[ServedPrecision, ...] = ()
     padding: Padding = UNPADDED
+    vocabulary: Path | None = None
+    base_name: str | None = None
+    command: str = "tools/convert_checkpoint.py"
 
 
 def latest_conversion(
@@ -71,7 +78,10 @@ def latest_conversion(
     """
     output = output or config.folder / HF_FOLDER
     gate = config.folder / GATE_FOLDER if config.gate is not None else None
-    return Conversion(newest_checkpoint(config), config.base, output, format=format, dtype=dtype, gate=gate)
+    vocabulary = None if config.vocabulary is None else config.vocabulary.folder
+    return Conversion(
+        newest_checkpoint(config), config.base, output, format=format, dtype=dtype, gate=gate, vocabulary=vocabulary
+    )
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
@@ -112,6 +122,10 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
             f"{conversion.output}: --format expansion is no model to serve; leave --precisions and --pad-for out"
         )
     model = open_trained(conversion.checkpoint, conversion.base)
+    if conversion.vocabulary is not None:
+        if model.manifest.run.vocabulary is None:
+            raise ConversionError(f"{model.checkpoint}: trained with the base's own vocabulary; leave --vocabulary out")
+        model = model.with_tokenizer(conversion.vocabulary)
     gate = None if conversion.format == "expansion" else conversion.gate
     if gate is not None:
         model = with_gate(model, gate)
@@ -122,6 +136,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
         "asked_precisions": list(conversion.precisions),
         "asked_padding": asdict(conversion.padding),
+        "asked_base_name": conversion.base_name,
     }
     found = _records(conversion.output)
     if any(all(made.get(key) == value for key, value in request.items()) for made in found):
@@ -147,7 +162,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         return True
     if model.manifest.run.vocabulary is not None:
         _check_tokenizer(model)
-    export = choose_export(model, conversion.format, conversion.dtype or model.base.dtype, conversion.padding)
+    base_name, dtype = conversion.base_name or name_on_hub(model.base.path), conversion.dtype or model.base.dtype
+    export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:
@@ -155,9 +171,10 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         probe = make_probe(model)
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
-        base_probe = make_probe(model.with_tokenizer_of_base) if model.manifest.run.vocabulary else probe
+        base_probe = make_probe(model.with_tokenizer(None)) if model.manifest.run.vocabulary else probe
         costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), export.dtype)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
+        write_text(folder / CARD, model_card(model, export, Measured(report, costs, conversion.command), base_name))
         write_json(folder / RECORD, {**record, **written})
     _logger.info(
         "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
@@ -207,13 +224,13 @@ def _check_tokenizer(model: TrainedModel) -> None:
     if load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
-            "that one back"
+            "that one back, or name its folder as --vocabulary"
         )
 
 
 def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) -> None:
-    if not isinstance(model.settings, ScaleMethod):
-        raise ConversionError(f"{model.checkpoint}: method {model.settings.name} has no expansion; use --format stock")
+    check_format(model, "expansion")
+    assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
     origin = {
         **record,

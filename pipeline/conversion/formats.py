@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.method import Lora
-from pipeline.conversion import Format, modeling_scale
+from pipeline.config.method import Lora, Method
+from pipeline.conversion import Exported, Format, modeling_scale
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.padding import UNPADDED, Padding
 from pipeline.conversion.stock import stock_export, why_not_stock
@@ -22,31 +22,70 @@ from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, hf_tensor
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.gate import DECAY
+from pipeline.scale.plan import ExpansionPlan
 
 
-def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
+def why_not(
+    settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
+) -> dict[Exported, str | None]:
+    """Why a model cannot leave in each format; None where it can."""
+    unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    return {
+        "stock": why_not_stock(plan, spec, gated=gated),
+        "scale": unwidened,
+        "peft": _why_not_peft(settings, spec),
+        "expansion": unwidened,
+    }
+
+
+def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
+    """The formats in which a model can leave, and the reasons against the others, in one line."""
+    others = (f"not {format}: {reason}" for format, reason in reasons.items() if reason is not None)
+    return "; ".join([", ".join(format for format, reason in reasons.items() if reason is None), *others])
+
+
+def choose_export(
+    model: TrainedModel,
+    format: Format,
+    dtype: torch.dtype,
+    padding: Padding = UNPADDED,
+    base_name: str | None = None,
+) -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
 
+    Adapters name their base: by `base_name`, its name on the hub, or else by its path here.
+
     Raises:
-        ConversionError: `format` cannot express the model.
+        ConversionError: `format` cannot express the model, or it holds no whole model.
     """
-    if format == "stock" or (format == "auto" and why_not_stock(model) is None):
+    chosen = check_format(model, format)
+    if chosen == "stock":
         return stock_export(model, dtype, padding)
     if padding != UNPADDED:
         raise ConversionError(f"{model.checkpoint}: --pad-for is for an export in the format stock; leave it out")
-    return peft_export(model, dtype) if format == "peft" else scale_export(model, dtype)
+    return peft_export(model, dtype, base_name) if chosen == "peft" else scale_export(model, dtype)
+
+
+def check_format(model: TrainedModel, format: Format) -> Exported:
+    """The format in which the model leaves, if `format` is asked for.
+
+    Raises:
+        ConversionError: it cannot leave so.
+    """
+    reasons = why_not(model.settings, model.plan, model.spec, gated=model.gate is not None)
+    if format == "auto":
+        return "stock" if reasons["stock"] is None else "scale"
+    if reasons[format] is not None:
+        raise ConversionError(
+            f"{model.checkpoint}: cannot leave as --format {format}, but as {describe_formats(reasons)}"
+        )
+    return format
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any SCALE model: the parameters as they trained, and the file of code that runs them in `transformers`.
-
-    Raises:
-        ConversionError: the base was not widened.
-    """
-    if model.plan is None:
-        method = model.settings.name
-        raise ConversionError(f"{model.checkpoint}: method {method} widens nothing; convert it with --format stock")
+    """Any SCALE model: the parameters as they trained, and the file of code that runs them in `transformers`."""
     base, spec, plan = base_config(model.base.path), model.spec, model.plan
+    assert plan is not None, "checked before"
     renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_rows")
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],
@@ -117,21 +156,14 @@ PeftMaps = dict[str, dict[FusedPart | None, str]]
 """The linear maps of the base's folder: the paths of our adapters for each, by their fused part (None: not fused)."""
 
 
-def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None = None) -> Export:
     """The adapters, and the configuration that PEFT reads.
 
     Raises:
-        ConversionError: the model has no adapters, or its base was widened before, or PEFT is not installed to verify
-            what is written.
+        ConversionError: PEFT is not installed to verify what is written.
     """
     settings = model.settings
-    if not isinstance(settings, Lora):
-        raise ConversionError(
-            f"{model.checkpoint}: --format peft holds LoRA's adapters, and method {settings.name} has none; "
-            "use --format auto"
-        )
-    if reason := why_not_peft(model.stored.spec):
-        raise ConversionError(f"{model.checkpoint}: --format peft: {reason}; use --format stock, which merges them")
+    assert isinstance(settings, Lora), "checked before"
     if find_spec("peft") is None:
         raise ConversionError("--format peft: its result is verified with the package peft: pip install peft")
     maps: PeftMaps = {}
@@ -139,11 +171,12 @@ def peft_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         target = hf_tensor(path.removesuffix("adapter") + "base.weight", model.spec)
         maps.setdefault(target.name.removesuffix(".weight"), {})[target.part] = path
     tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
-    return Export("peft", _peft_config(model, settings, maps), tensors, dtype)
+    return Export("peft", _peft_config(settings, maps, base_name or str(model.base.path.resolve())), tensors, dtype)
 
 
-def why_not_peft(spec: DecoderSpec) -> str | None:
-    """Why adapters of a base of that architecture are no adapters for PEFT; None if they are."""
+def _why_not_peft(settings: Method, spec: DecoderSpec) -> str | None:
+    if not isinstance(settings, Lora):
+        return f"method {settings.name} has no adapters"
     if spec.new_rows:
         return "adapters alone lack the rows of its new pieces"
     if spec.residual is not None:
@@ -151,7 +184,7 @@ def why_not_peft(spec: DecoderSpec) -> str | None:
     return None
 
 
-def _peft_config(model: TrainedModel, settings: Lora, maps: PeftMaps) -> dict[str, Any]:
+def _peft_config(settings: Lora, maps: PeftMaps, base: str) -> dict[str, Any]:
     # PEFT knows the maps of all layers by the last part of their names.
     adapters = {name.rsplit(".", 1)[-1]: len(paths) for name, paths in maps.items()}
     several = {leaf: count for leaf, count in adapters.items() if count > 1}
@@ -159,7 +192,7 @@ def _peft_config(model: TrainedModel, settings: Lora, maps: PeftMaps) -> dict[st
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.base.path),
+        "base_model_name_or_path": base,
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": alpha,

@@ -18,6 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.conversion.base_files import copy_base_files
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import write_json, write_text
@@ -25,25 +26,11 @@ from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import hf_config
-from pipeline.untrusted_files import MAX_BYTES, read_bytes, read_object, require_regular
+from pipeline.untrusted_files import MAX_BYTES, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
-_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# A fixed list: the contents of files do not influence which files are copied, or where to.
-_COPIED_FROM_BASE = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
 
@@ -111,11 +98,8 @@ def write_hf_folder(
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename})
     for name, text in export.code.items():
         write_text(folder / name, text)
-    for source, names in ((base, _COPIED_FROM_BASE), (tokenizer or base, _TOKENIZER)):
-        for name in names:
-            with suppress(FileNotFoundError):
-                (folder / name).write_bytes(read_bytes(source / name, BaseModelError))
-    write_json(folder / (_ADAPTER_CONFIG if adapters else "config.json"), export.config)
+    copy_base_files(folder, base, tokenizer or base)
+    write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
 
 
 def write_safetensors(
@@ -193,7 +177,7 @@ def load_hf_model(
 
 def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
     """A folder that `write_hf_folder` wrote: loaded by transformers, or, if it holds adapters, by PEFT on `base`."""
-    if not (folder / _ADAPTER_CONFIG).exists():
+    if not (folder / ADAPTER_CONFIG).exists():
         return load_hf_model(folder, dtype)
     from peft import PeftModel  # an optional package
 
@@ -218,7 +202,7 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[st
     try:
         config = read_object(path, BaseModelError, "copy the folder again")
     except FileNotFoundError:
-        if (folder / _ADAPTER_CONFIG).exists():
+        if (folder / ADAPTER_CONFIG).exists():
             raise BaseModelError(
                 f"{folder}: holds adapters without their base; expected a whole model: convert the checkpoint again "
                 "with --format stock, which merges them"

@@ -57,14 +57,12 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
     `padding`: for servers that split it; a model without an expansion has the base's widths, and takes none.
 
     Raises:
-        ConversionError: the model is of another kind; the message gives the reason.
+        ConversionError: padding of a model without an expansion.
     """
     if model.plan is None:
         if padding != UNPADDED:
             raise ConversionError(f"{model.checkpoint}: --pad-for: nothing was added to the widths; leave it out")
         return _unwidened_export(model, dtype)
-    if reason := why_not_stock(model):
-        raise ConversionError(f"{model.checkpoint}: --format stock cannot express {reason}; use --format scale")
     widths, wider = model.spec.widths, stock_widths(model.plan, model.spec, padding)
     if padding != UNPADDED:
         _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan, model.spec))
@@ -110,23 +108,18 @@ def _fused(parts: Sequence[PlannedTensor], groups: int) -> Tensor:
     return fuse([planned.make() for planned in parts], groups)
 
 
-def why_not_stock(model: TrainedModel) -> str | None:
-    """Why a model is not expressible as an ordinary one; None if it is."""
-    return why_not_stock_of(model.plan, model.spec, gated=model.gate is not None)
-
-
-def why_not_stock_of(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
-    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one."""
+def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
+    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one; None if it is."""
     if plan is None:
         return None
-    if gated:
-        return "a gate, which decides for each token (without the section gate the run is converted ungated)"
     if reason := family_of(spec).why_not_stock:
         return reason
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
     if plan.norm != "base":
         return "method.norm separate: an ordinary RMSNorm takes one mean square for both streams (norm: base allows it)"
+    if gated:
+        return "a gate decides for each token (--without-gate leaves it out)"
     return None
 
 

@@ -80,10 +80,9 @@ class TrainedModel:
         """The folder of the tokenizer: the base's, or the extended one."""
         return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
 
-    @property
-    def with_tokenizer_of_base(self) -> TrainedModel:
-        """The same, but for `tokenizer`."""
-        run = self.manifest.run.model_copy(update={"vocabulary": None})
+    def with_tokenizer(self, vocabulary: Path | None) -> TrainedModel:
+        """The same with the extended tokenizer in the folder `vocabulary`, or the base's own."""
+        run = self.manifest.run.model_copy(update={"vocabulary": None if vocabulary is None else str(vocabulary)})
         return replace(self, manifest=self.manifest.model_copy(update={"run": run}))
 
     @cached_property
@@ -101,6 +100,12 @@ class TrainedModel:
     def trained(self) -> frozenset[str]:
         """The parameters that the checkpoint holds."""
         return frozenset(self.reader.names)
+
+    @cached_property
+    def counts(self) -> tuple[int, int]:
+        """How many parameters trained, and how many there are."""
+        sizes = {name: prod(full_shape_of(parameter)) for name, parameter in self.stored.named_parameters()}
+        return sum(sizes[name] for name in self.trained), sum(sizes.values())
 
     def read(self, name: str) -> Tensor:
         """The whole parameter: trained ones in fp32, the base's in the type they were published in.
@@ -222,9 +227,7 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     """
     manifest = load_manifest(checkpoint)
     model = open_trained(checkpoint, base or Path(manifest.run.base.path))
-    shapes = {name: prod(full_shape_of(parameter)) for name, parameter in model.stored.named_parameters()}
-    trained = sum(shapes[name] for name in model.trained)
-    total = sum(shapes.values())
+    trained, total = model.counts
     return {
         "run": manifest.run.name,
         "base": manifest.run.base.path,

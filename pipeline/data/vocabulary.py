@@ -27,7 +27,7 @@ from pipeline.errors import DataError
 from pipeline.files import published_folder, write_json
 from pipeline.log import get_logger, progress_bar
 from pipeline.own_records import read_record, write_record
-from pipeline.untrusted_files import read_bytes, read_object
+from pipeline.untrusted_files import read_inside, read_object
 
 RECORD = "vocabulary.json"
 _TOKENIZER_FILES = (
@@ -170,7 +170,7 @@ def write_extension(extension: Extension, output: Path, check: Callable[[Path], 
     with published_folder(output) as folder:
         for name in _TOKENIZER_FILES if extension.base.is_dir() else ():
             with suppress(FileNotFoundError):
-                (folder / name).write_bytes(read_bytes(extension.base / name, DataError))
+                (folder / name).write_bytes(read_inside(extension.base, name, DataError))
         if len({main.suffix, *(file.suffix for file in folder.glob("*.model"))}) > 1:
             _logger.warning("%s: its .model file is left out; %s defines the ids", extension.base, main.name)
         for file in folder.glob("*.model"):

@@ -99,15 +99,18 @@ class ValidationRecord(BaseModel):
     figures: Figures
 
 
+def validations_in(lines: Iterable[Mapping[str, Any]]) -> list[ValidationRecord]:
+    """All validations in `lines`, the one at step 0 included."""
+    return [ValidationRecord(step=line["step"], figures=figures) for line in lines if (figures := _figures_of(line))]
+
+
 def read_validations(lines: Iterable[Mapping[str, Any]], path: Path) -> list[ValidationRecord]:
-    """All validations in `lines`, the one at step 0 included; `path` is for messages.
+    """All validations in `lines`; `path` is for messages.
 
     Raises:
         RunFolderError: there are fewer than two.
     """
-    validations = [
-        ValidationRecord(step=line["step"], figures=figures) for line in lines if (figures := _figures_of(line))
-    ]
+    validations = validations_in(lines)
     if len(validations) < 2:
         raise RunFolderError(
             f"{path}: no validation after the first; expected held-out figures of at least two steps: did the run "

@@ -17,8 +17,8 @@ ROOM_BETWEEN_USES = 0.75
 """The share of `max_live_parameters` that a segment may fill and still stay gathered between consecutive uses.
 
 Fitted on a grid of 256 cases of an earlier simulation of DeepSpeed's rules, not on measurements: there the gathers are
-off by 5 % on average and by 22 % at worst, with 10 cases above 15 %. In six real ZeRO-3 runs (docs/estimates.md) they are
-off by −6.5 % to +3.2 %.
+off by 5 % on average and by 22 % at worst, with 10 cases above 15 %. In six real ZeRO-3 runs (docs/estimates.md) they
+are off by −6.5 % to +3.2 %.
 """
 
 

@@ -19,6 +19,7 @@ from tests.widened import scale_settings, shake, some_batch, started, widened
 
 FFT = {"name": "fft"}
 SEQUENCE = 12
+CORPUS = {"input": ["unused"], "source": {"dataset": "e9t/nsmc", "license": "cc0-1.0", "language": "ko"}}
 
 
 def scale(variant: str, **changes: Any) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def _config(base_path: Path, method: dict[str, Any], folder: Path, batch_size: i
         "folder": str(folder),
         "base": str(base_path),
         "method": method,
-        "data": {"folder": "unused", "sequence_length": SEQUENCE, "corpora": {"new": {"input": ["unused"]}}},
+        "data": {"folder": "unused", "sequence_length": SEQUENCE, "corpora": {"new": CORPUS}},
         "schedule": {"steps": 2, "global_batch_size": batch_size, "micro_batch_size": 1, "learning_rate": 1e-2},
         "deepspeed": "unused",
     }

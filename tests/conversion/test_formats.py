@@ -201,7 +201,7 @@ def test_what_stock_cannot_express_is_refused_with_the_reason(models):
     for name, method, reason in [*cases, ("llama", "scale", "route")]:
         with pytest.raises(ConversionError, match=reason):
             choose_export(models(name, method), "stock", torch.float32)
-    with pytest.raises(ConversionError, match="--format stock"):
+    with pytest.raises(ConversionError, match="but as stock;"):
         choose_export(models("llama", "fft"), "scale", torch.float32)
 
 

@@ -211,7 +211,7 @@ def test_formats_without_a_gate(fitted, tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
     runs, _ = fitted
     config = load_config(runs["preserve"])
-    with pytest.raises(ConversionError, match="cannot express a gate"):
+    with pytest.raises(ConversionError, match="--without-gate"):
         convert(latest_conversion(config, "stock", None, tmp_path / "stock"), run_probe(config))
     assert not (tmp_path / "stock").exists()
     assert convert(latest_conversion(config, "expansion", None, tmp_path / "expansion"), run_probe(config))

@@ -99,7 +99,10 @@ def test_a_checkpoint_of_another_base_or_run_is_refused(tokens, tmp_path):
     other_data = write_config(tmp_path, tokens, zero=1, name="other_data.yaml", data__replay_fraction=0.5)
     other_norm = write_config(tmp_path, tokens, zero=1, name="other_norm.yaml", method__norm="base")
     other_precision = write_config(tmp_path, tokens, zero=1, name="other_precision.yaml", base_precision="fp8")
-    configs = [trained, other_base, other_data, other_norm, other_precision]
+    # The same steps: the run is finished, and nothing would be trained.
+    finished = {"schedule__steps": 1, "base_precision": "fp8"}
+    finished_precision = write_config(tmp_path, tokens, zero=1, name="finished_precision.yaml", **finished)
+    configs = [trained, other_base, other_data, other_norm, other_precision, finished_precision]
     [(code, *refusals)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
     assert code == 0
     for refusal, message in zip(
@@ -108,7 +111,7 @@ def test_a_checkpoint_of_another_base_or_run_is_refused(tokens, tmp_path):
             "had other weights than",
             "another data (replay_fraction expected 0.25, found 0.5)",
             "another method (norm expected 'separate', found 'base')",
-            "another base_precision (expected 'bf16', found 'fp8')",
+            *["another base_precision (expected 'bf16', found 'fp8')"] * 2,
         ],
         strict=True,
     ):

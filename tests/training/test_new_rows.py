@@ -244,6 +244,7 @@ def test_an_export_without_its_tokenizer_is_refused(split, tmp_path):
     checkpoint = split["lora"][0] / "checkpoints" / f"step_{STEPS:08d}"
     manifest = checkpoint / "manifest.json"
     original, probe = manifest.read_text(), probe_maker({})
+    asked = Conversion(checkpoint, STORIES, tmp_path / "hf", vocabulary=Path(json.loads(original)["run"]["vocabulary"]))
     try:
         for folder, error in ((tmp_path / "gone", DataError), (STORIES, ConversionError)):
             values = json.loads(original)
@@ -252,6 +253,9 @@ def test_an_export_without_its_tokenizer_is_refused(split, tmp_path):
             with pytest.raises(error, match="tokenizer"):
                 convert(Conversion(checkpoint, STORIES, tmp_path / "hf"), probe)
             assert not (tmp_path / "hf").exists()
+        assert convert(asked, probe)  # whose folder has moved
+        with pytest.raises(ConversionError, match="name its folder as --vocabulary"):
+            convert(replace(asked, output=tmp_path / "other", vocabulary=STORIES), probe)
     finally:
         manifest.write_text(original)
 

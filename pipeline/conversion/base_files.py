@@ -1,0 +1,98 @@
+"""The files of a base that an export keeps: its licence and policy, its tokenizer, how it chats and generates.
+
+They come from a stranger and may be published: names are fixed or match a pattern, and no link leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import BaseModelError
+from pipeline.files import write_json, write_text
+from pipeline.untrusted_files import read_inside, read_object, read_text
+
+_GENERATION = "generation_config.json"
+# Licences ask that they, notices and policies are passed on.
+_TERMS = re.compile(r"(?i)(licen[cs]e|notice|copyright|copying|(acceptable_)?use_policy)([-_.][\w.-]*)?")
+_TOKENIZER = re.compile(
+    r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
+    r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json"
+)
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
+_TEMPLATE_NAMES = re.compile(r"[\w-]+\.jinja")
+
+
+def name_on_hub(base: Path) -> str | None:
+    """The name of a base on the Hugging Face Hub, if its folder is one that huggingface_hub downloaded."""
+    place = base.resolve()
+    kind, *parts = place.parent.parent.name.split("--") if place.parent.name == "snapshots" else [""]
+    return "/".join(parts) if kind == "models" and parts else None
+
+
+def terms_in(folder: Path) -> list[str]:
+    """The names of the licence, notice and policy files in `folder`."""
+    return list(_matching(folder, _TERMS))
+
+
+def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
+    """Copies into `folder` what an export keeps of the folder `base`, with the tokenizer of the folder `tokenizer`.
+
+    Raises:
+        BaseModelError: a file cannot be read, or links out of its folder.
+    """
+    for name in (_GENERATION, *terms_in(base)):
+        _copy(base, name, folder)
+    for name in (_TEMPLATE, *_matching(tokenizer, _TOKENIZER)):
+        _copy(tokenizer, name, folder)
+    for name in _matching(tokenizer / _MORE_TEMPLATES, _TEMPLATE_NAMES):
+        (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
+        _copy(tokenizer, f"{_MORE_TEMPLATES}/{name}", folder)
+    _complete_templates(folder)
+
+
+def _matching(folder: Path, names: re.Pattern[str]) -> Iterator[str]:
+    return (path.name for path in sorted(folder.glob("*")) if names.fullmatch(path.name) and not path.is_dir())
+
+
+def _copy(source: Path, name: str, folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        (folder / name).write_bytes(read_inside(source, name, BaseModelError))
+
+
+def _complete_templates(folder: Path) -> None:
+    """Puts the chat template where every server looks: a file of its own, and tokenizer_config.json.
+
+    Code that tokenizer_config.json names is not kept: who trusts an export's code trusts ours.
+    """
+    config, template = _tokenizer_config(folder), None
+    with suppress(FileNotFoundError):
+        template = read_text(folder / _TEMPLATE, BaseModelError)
+    held = config.get("chat_template")
+    if template is None and (template := _default_template(held)) is not None:
+        write_text(folder / _TEMPLATE, template)
+    if template is not None and not isinstance(held, list):
+        config["chat_template"] = template
+    config.pop("auto_map", None)
+    if config:
+        write_json(folder / _TOKENIZER_CONFIG, config)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    try:
+        return read_object(folder / _TOKENIZER_CONFIG, BaseModelError)
+    except FileNotFoundError:
+        return {}
+
+
+def _default_template(held: object) -> str | None:
+    """The template among those of tokenizer_config.json that applies where none is named."""
+    if isinstance(held, list):
+        named = (one for one in held if isinstance(one, dict) and one.get("name") == "default")
+        held = next(named, {}).get("template")
+    return held if isinstance(held, str) else None

@@ -1,0 +1,314 @@
+"""A folder that one may publish: its card, what it keeps of its base, how libraries load it again, and the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.conversion.base_files import copy_base_files, name_on_hub
+from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.padding import Padding
+from pipeline.conversion.verify import probe_maker
+from pipeline.errors import BaseModelError
+from pipeline.model.from_hf import open_base
+from tests.bases import STORIES
+from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.hub_server import hub
+from tests.distributed import run_ranks
+from tests.widened import some_tokens
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+METHODS = {
+    "stock": scale("preserve", norm="base"),
+    "scale": scale("adapt"),
+    "peft": {"name": "lora", "rank": 2},
+}
+CARD = """---
+license: other
+license_name: stories
+license_link: LICENSE.txt
+language:
+- en
+---
+# Stories
+"""
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = shutil.copytree(STORIES, tmp_path_factory.mktemp("base") / "stories")
+    (folder / "README.md").write_text(CARD)
+    (folder / "LICENSE.txt").write_text("Do as you like.")
+    (folder / "USE_POLICY.md").write_text("Do no harm.")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_many, 1, [(base, method, folder / name) for name, method in METHODS.items()])
+    return {name: checkpoint_in(folder / name) for name in METHODS}
+
+
+@pytest.fixture(scope="module")
+def exports(base, checkpoints, tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("exports"), {}
+    for name, checkpoint in checkpoints.items():
+        made[name] = folder / name
+        base_name = "someone/stories" if name == "stock" else None
+        convert(
+            Conversion(checkpoint, base, made[name], format=name, base_name=base_name, command="python convert.py"),
+            probe_maker({}),
+        )
+    return made
+
+
+def front_matter(folder: Path) -> dict:
+    _, front, _ = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front)
+
+
+@pytest.mark.parametrize("format", METHODS)
+def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
+    front, text = front_matter(exports[format]), (exports[format] / "README.md").read_text()
+    named = {"base_model": "someone/stories", "base_model_relation": "finetune"} if format == "stock" else {}
+    assert front == {
+        **named,
+        "license": "other",
+        "license_name": "stories",
+        "license_link": "LICENSE.txt",
+        "language": ["en", "ko"],
+        "datasets": ["e9t/nsmc"],
+        "library_name": "peft" if format == "peft" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["continual-pretraining", "scale-cpt", {"stock": "preserve", "scale": "adapt", "peft": "lora"}[format]],
+    }
+    assert "| new | new text | e9t/nsmc | cc0-1.0 |" in text
+    assert ("| hidden_size | 64 |" in text) == (format != "peft")
+    report = json.loads((exports[format] / "verification.json").read_text())
+    for name, found in report["texts"].items():
+        assert f"| {name} | {found['tokens']} | {found['training_perplexity']:.4g} |" in text
+    assert "`python convert.py`" in text and ("trust_remote_code=True" in text) == (format == "scale")
+
+
+def test_the_widths_of_a_padded_export_are_its_own(base, checkpoints, tmp_path):
+    output = tmp_path / "hf"
+    padding = Padding.parse("tp=8,gguf")
+    convert(Conversion(checkpoints["stock"], base, output, format="stock", padding=padding), probe_maker({}))
+    config = json.loads((output / "config.json").read_text())
+    row = next(line for line in (output / "README.md").read_text().splitlines() if line.startswith("| hidden_size"))
+    assert row.split(" | ")[-1] == f"{config['hidden_size']} |" and config["hidden_size"] % 256 == 0
+
+
+@pytest.mark.parametrize("format", METHODS)
+def test_terms_and_tokenizer_are_kept(format, exports):
+    kept = {path.name: path.read_bytes() for path in exports[format].iterdir()}
+    assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert kept[name] == (STORIES / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("card", "licence", "expected"),
+    [
+        ("---\nlicense: mit\nlanguage: en\n---\n", False, {"license": "mit"}),
+        ("---\nlicense: mit\nlicense_link: ../../secret\n---\n", False, {"license": "mit"}),
+        ("---\nlicense: [mit]\n---\n", False, {}),
+        ("---\nlicense: 'mit\n\n  |'\n---\n", False, {}),
+        ("no front matter", True, {"license": "other", "license_name": "the base's", "license_link": "LICENSE"}),
+        ("---\n- a list\n---\n", False, {}),
+        ("---\nlicense: !!python/object/apply:os.mkdir [made]\n---\n", False, {}),
+        ("---\nlicense: mit\n x: {\n---\n", False, {}),
+        (f"---\nlicense: {'[' * 5000}\n---\n", False, {}),
+        (None, False, {}),
+    ],
+)
+def test_terms_in_a_strangers_card(card, licence, expected, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = shutil.copytree(STORIES, tmp_path / "base")
+    if card is not None:
+        (base / "README.md").write_text(card)
+    if licence:
+        (base / "LICENSE").write_text("Do as you like.")
+    convert(Conversion(checkpoints["scale"], base, tmp_path / "hf"), probe_maker({}))
+    front = front_matter(tmp_path / "hf")
+    assert {name: value for name, value in front.items() if name.startswith("license")} == expected
+    assert not (tmp_path / "made").exists()
+
+
+def kept_of(base: Path, folder: Path) -> set[str]:
+    folder.mkdir()
+    copy_base_files(folder, base, base)
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_which_files_are_kept(tmp_path):
+    base = tmp_path / "base"
+    (base / "additional_chat_templates").mkdir(parents=True)
+    kept = {
+        "LICENSE",
+        "LICENCE-MODEL.md",
+        "Notice",
+        "USE_POLICY.md",
+        "COPYING.txt",
+        "generation_config.json",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "qwen.tiktoken",
+        "tekken.json",
+        "vocab.txt",
+        "additional_chat_templates/tool_use.jinja",
+    }
+    others = {"licensed.py", "modeling.py", "model.safetensors", "LICENSE\n.py", "evil_tokenizer.json", "README.md"}
+    for name in kept | others:
+        (base / name).write_text("{}")
+    assert kept_of(base, tmp_path / "out") == kept
+
+
+@pytest.mark.parametrize("where", ["file", "config", "both", "several"])
+def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
+    base = shutil.copytree(STORIES, tmp_path / "base")
+    held = {"config": TEMPLATE, "both": "another", "several": [{"name": "default", "template": TEMPLATE}]}.get(where)
+    if where in ("file", "both"):
+        (base / "chat_template.jinja").write_text(TEMPLATE)
+    path = base / "tokenizer_config.json"
+    code = {"auto_map": {"AutoTokenizer": ["evil/repo--tokenizer.Evil", None]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **({"chat_template": held} if held else {}), **code}))
+    kept_of(base, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
+    assert config["chat_template"] == (held if where == "several" else TEMPLATE) and "auto_map" not in config
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "Hello"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "chat_template.jinja", "additional_chat_templates"])
+def test_links_out_of_the_base_are_not_followed(name, tmp_path):
+    base, secret = shutil.copytree(STORIES, tmp_path / "base"), tmp_path / "secret"
+    secret.mkdir()
+    (secret / "token.jinja").write_text("hf_secret")
+    (base / name).symlink_to(secret if name == "additional_chat_templates" else secret / "token.jinja")
+    with pytest.raises(BaseModelError, match="outside its folder"):
+        kept_of(base, tmp_path / "out")
+
+
+def test_the_links_of_a_downloaded_snapshot_are_followed(tmp_path):
+    cached = tmp_path / "hub" / "models--someone--stories"
+    snapshot = cached / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(STORIES, cached / "blobs")
+    for blob in (cached / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    assert {"tokenizer.json", "generation_config.json"} <= kept_of(snapshot, tmp_path / "out")
+    assert name_on_hub(snapshot) == "someone/stories" and name_on_hub(STORIES) is None
+    (tmp_path / "linked").symlink_to(snapshot)
+    assert name_on_hub(tmp_path / "linked") == "someone/stories"
+
+
+LOADERS = {
+    "stock": AutoModelForCausalLM.from_pretrained,
+    "scale": lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
+    "peft": AutoPeftModelForCausalLM.from_pretrained,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", METHODS)
+def test_what_libraries_save_again_is_the_same_model(format, exports, tmp_path, monkeypatch):
+    """From another working directory, as the public classes load it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    load = LOADERS[format]
+    model = load(exports[format]).eval()
+    tokens = some_tokens(load_hf_model(STORIES).config, 2, 24)
+    expected = model(tokens).logits
+    model.save_pretrained("again")
+    assert torch.equal(load("again").eval()(tokens).logits, expected)
+    if format == "stock":  # what a second round of widening reads
+        assert open_base(Path("again")).spec == open_base(exports[format]).spec
+
+
+@pytest.fixture
+def hub_here(monkeypatch):
+    with hub() as state:
+        monkeypatch.setattr(constants, "ENDPOINT", state.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        yield state
+
+
+@pytest.fixture
+def run_tool(monkeypatch, capsys):
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *arguments])))
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(TOOL), run_name="__main__")
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return int(ended.value.code or 0), "".join(errors)
+
+    return run
+
+
+def test_pushed_and_loaded_again(base, checkpoints, hub_here, run_tool, tmp_path):
+    named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
+    assert run_tool(*named)[0] == 0 and not hub_here.files
+    assert run_tool(*named, "--push", "someone/stories-ko", "--private") == (0, "")
+    assert hub_here.repositories["someone/stories-ko"]["visibility"] == "private"
+    assert hub_here.tokens == {"Bearer hf_test"}
+    there = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert hub_here.files.keys() == there - {"conversion.json"}
+    for name, content in hub_here.files.items():
+        (tmp_path / "downloaded").mkdir(exist_ok=True)
+        (tmp_path / "downloaded" / name).write_bytes(content)
+    tokens = some_tokens(load_hf_model(STORIES).config, 1, 8)
+    here, downloaded = (load_hf_model(tmp_path / name)(tokens).logits for name in ("hf", "downloaded"))
+    assert torch.equal(here, downloaded)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "expected"),
+    [
+        ({"HF_TOKEN": ""}, "someone/model", "error: --push: no token; log in with `hf auth login`"),
+        ({}, "a/b/c", "error: --push 'a/b/c': expected a name such as organisation/model"),
+        ({}, "someone/refused", "error: --push someone/refused: "),
+    ],
+)
+def test_what_cannot_be_pushed_ends_in_one_line(
+    environment, name, expected, base, checkpoints, exports, hub_here, run_tool, tmp_path, monkeypatch
+):
+    hub_here.refusal = 403
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    output = shutil.copytree(exports["scale"], tmp_path / "hf")
+    code, error = run_tool(
+        *("--checkpoint", checkpoints["scale"], "--base", base, "--output", output, "--format", "scale", "--push", name)
+    )
+    assert code == 1 and error.startswith(expected)
+    assert not hub_here.files
+
+
+def test_adapters_of_a_base_that_only_this_machine_has_are_not_pushed(exports, base, checkpoints, run_tool, hub_here):
+    named = ["--checkpoint", checkpoints["peft"], "--base", base, "--output", exports["peft"], "--format", "peft"]
+    code, error = run_tool(*named, "--push", "someone/adapters")
+    assert code == 1 and "--base-name" in error and not hub_here.files
+    output = exports["peft"].with_name("named")
+    done = replace(Conversion(checkpoints["peft"], base, output), format="peft", base_name="someone/stories")
+    assert convert(done, probe_maker({}))
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/stories"
+    assert os.fspath(base) not in (output / "README.md").read_text()

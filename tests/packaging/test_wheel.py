@@ -87,8 +87,11 @@ def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
 
 
 def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, installed, tmp_path):
+    """In a folder that tools/new_folder.py makes."""
     where = subprocess.run(
-        [installed / "python", "-I", "-c", "import pipeline; print(pipeline.__file__)"], capture_output=True, text=True
+        [installed / "python", "-I", "-c", "import sys, pipeline; print(sys.modules['pipeline'].__file__)"],
+        capture_output=True,
+        text=True,
     )
     assert Path(where.stdout.strip()).is_relative_to(installed.parent)
     assert run(tmp_path, "--version") == f"scale-cpt {__version__}\n"

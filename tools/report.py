@@ -64,12 +64,15 @@ def main() -> None:
 def _write(arguments: argparse.Namespace, unfinished: Sequence[RunStatus]) -> list[Run]:
     runs = read_runs(arguments.runs)
     others = read_runs([arguments.beside]) if arguments.beside else []
-    earlier = []
+    earlier: list[Run] = []
     if arguments.compare:
         beside = arguments.runs[0].resolve().with_name(arguments.compare)
         folder = beside if not Path(arguments.compare).exists() and beside.exists() else Path(arguments.compare)
+        if folder.resolve() in [path.resolve() for path in arguments.runs]:
+            raise RunFolderError(f"{folder}: expected another run than those of the report; name an earlier one")
         # Both at once: they must have one base, and their names must differ.
-        earlier = [run for run in read_runs([*arguments.runs, folder]) if run not in runs]
+        together = read_runs([*arguments.runs, folder])
+        runs, earlier = together[: len(runs)], together[len(runs) :]
     reload_s = arguments.watch if unfinished else None
     write_text(arguments.output, page(runs, arguments.title, others, earlier, unfinished, reload_s=reload_s))
     print(arguments.output)

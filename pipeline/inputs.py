@@ -66,6 +66,7 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     check_context(config, base.spec)
     tokenizer = load_tokenizer(config.tokenizer)
     check_vocabulary(tokenizer, base.spec)
+    encoded_prompts(config, tokenizer, base.spec)
     open_samples(config, tokenizer.fingerprint)
     inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
     if is_finished(config, base):
@@ -163,6 +164,26 @@ def check_context(config: RunConfig, spec: DecoderSpec) -> None:
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
             f"use at most {longest}"
         )
+
+
+def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) -> list[list[int]]:
+    """The ids of each of `validation.prompts`, with what precedes a document.
+
+    Raises:
+        ConfigError: one is empty, or leaves no room in the base's context for what the model is to write.
+    """
+    settings = config.validation
+    room = spec.longest_text - settings.prompt_tokens
+    prompts = [
+        [*tokenizer.document_start, *tokenizer.reference.encode([text]).ids.tolist()] for text in settings.prompts
+    ]
+    for text, ids in zip(settings.prompts, prompts, strict=True):
+        if not 0 < len(ids) <= room:
+            raise ConfigError(
+                f"validation.prompts: {text[:60]!r} has {len(ids)} tokens; expected 1 to {room}, the base's context of "
+                f"{spec.longest_text} less prompt_tokens {settings.prompt_tokens}"
+            )
+    return prompts
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:

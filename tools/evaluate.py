@@ -5,8 +5,8 @@
     python tools/evaluate.py --config configs/demo.yaml
 
 Several models are compared in one table. --tasks takes lm-eval's names; with --data their documents come from local
-files and nothing is downloaded. --config scores the base and the exported model on the held-out texts of the run's
-corpora, and writes <folder>/summary.json.
+files and nothing is downloaded, and --include-path adds your own tasks. --config scores the base and the exported model
+on the held-out texts of the run's corpora, and writes <folder>/summary.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def main() -> None:
 
             print(summarise(config, max_tokens=options.max_tokens).as_text())
     elif {"model", "tasks"} <= given and "config" not in given and len(options.data) <= 1:
+        if options.include_path and options.data:
+            parser.error("--include-path: its tasks name their own documents; leave out --data")
         _run_benchmarks(options)
     elif given == {"model", "data"}:
         _score_texts(options)
@@ -50,6 +52,7 @@ def _run_benchmarks(options: argparse.Namespace) -> None:
             model,
             options.tasks,
             data=Path(options.data[0]) if options.data else None,
+            include=options.include_path,
             few_shot=options.few_shot,
             limit=options.limit,
             batch_size=options.batch_size,
@@ -113,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-documents", type=int, help="score at most this many documents of each file")
     add("--max-tokens", type=int, help="score about this many tokens of each file (0: all)")
     add = parser.add_argument_group("benchmarks").add_argument
+    add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")
     add("--few-shot", type=int, help="solved examples before each question (default: none)")
     add("--limit", type=int, help="ask only the first questions of each task, at most this many")
     add("--batch-size", type=int, default=16, help="answers scored at a time (default 16)")

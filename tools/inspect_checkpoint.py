@@ -1,5 +1,6 @@
 """Prints a checkpoint's method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
+python tools/inspect_checkpoint.py runs/demo                                the newest
 python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
 """
 
@@ -10,17 +11,18 @@ import json
 from pathlib import Path
 
 from pipeline import command_line
+from pipeline.run_folder.checkpoint_names import checkpoint_at
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
+    parser.add_argument("checkpoint", type=Path, help="its folder; for the newest a run's, or checkpoints/latest")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     from pipeline.conversion.trained_model import as_text, describe_checkpoint  # after --help: it loads torch
 
-    facts = describe_checkpoint(arguments.checkpoint, arguments.base)
+    facts = describe_checkpoint(checkpoint_at(arguments.checkpoint), arguments.base)
     print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
 
 

@@ -1,26 +1,29 @@
 """Shows what a token corpus holds, checks its shards against the manifest, and decodes some documents.
 
 python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/models/stories260K
+python tools/inspect_data.py runs/demo/tokens                                               a line for each
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.command_line import folder_or_hub, run
 from pipeline.data.blend import Permutation
 from pipeline.data.preprocess import QUARANTINE, check_finished
-from pipeline.data.token_corpus import SAMPLED_BLOCKS, Manifest, TokenCorpus
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, Manifest, TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.unit_work import STATE
 from pipeline.errors import DataError
+from pipeline.evaluation.table import table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("corpus", type=Path, help="the folder that tools/preprocess_data.py or tools/sample_base.py wrote")
+    add("corpus", type=Path, help="the folder of a corpus, or one that holds such folders")
     add("--tokenizer", type=folder_or_hub, help="decode samples with this tokenizer, the one that made the corpus")
     add("--samples", type=int, default=3, help="how many documents to decode (default: 3)")
     add("--characters", type=int, default=400, help="show at most this many characters of each (default: 400)")
@@ -28,6 +31,9 @@ def main() -> None:
     add("--verify", action="store_true", help="compare every byte with the manifest's hashes, not only some")
     options = parser.parse_args()
 
+    if not (options.corpus / MANIFEST).exists() and (found := _corpora_in(options.corpus)):
+        print(_overview(found, every_byte=options.verify))
+        return
     corpus = TokenCorpus(options.corpus)
     for name, value in _summary(corpus.manifest):
         print(f"{name:18} {value}")
@@ -39,6 +45,27 @@ def main() -> None:
         tokenizer = load_tokenizer(options.tokenizer)
         for where, text in _decoded_documents(corpus, tokenizer, options.samples, options.seed):
             print(f"\n--- {where} ---\n{text[: options.characters]}{'…' if len(text) > options.characters else ''}")
+
+
+def _corpora_in(folder: Path) -> list[Path]:
+    """The corpora in a folder, finished or begun; empty where it is itself one that is not finished."""
+    if (folder / STATE).is_dir():
+        return []
+    return sorted({path.parent for name in (MANIFEST, STATE) for path in folder.glob(f"*/{name}")})
+
+
+def _overview(folders: Sequence[Path], *, every_byte: bool) -> str:
+    """A line for each corpus, checked against its manifest."""
+    rows = []
+    for folder in folders:
+        if not (folder / MANIFEST).exists():
+            rows.append([folder.name, *[""] * 5, "not finished: start the tool that makes it again"])
+            continue
+        manifest = load_manifest(folder)
+        check_finished(folder, blocks=None if every_byte else SAMPLED_BLOCKS)
+        cells = [manifest.part, f"{manifest.documents:,}", f"{manifest.tokens:,}", f"{manifest.tokens_per_byte:.3f}"]
+        rows.append([folder.name, *cells, f"{sum(manifest.rejected.values()):,}", manifest.tokenizer.fingerprint[:24]])
+    return table(["", "part", "documents", "tokens", "tokens a byte", "rejected", "tokenizer"], rows)
 
 
 def _checked(manifest: Manifest, every_byte: bool) -> str:

@@ -236,6 +236,12 @@ class Validation(Section):
     """also at the start and the end"""
     max_sequences: PositiveInt = 64
     """of each held-out part"""
+    prompts: Annotated[list[str], Field(max_length=16)] = Field(
+        default=[],
+        description="up to 16, which the model continues greedily: text in TensorBoard and the report",
+    )
+    prompt_tokens: PositiveInt = 32
+    """how many it writes; each is a forward pass over all prompts"""
 
 
 class Checkpoints(Section):

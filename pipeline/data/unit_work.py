@@ -27,6 +27,8 @@ from pipeline.errors import DataError
 from pipeline.files import write_json
 from pipeline.own_records import write_record
 
+STATE = ".units"
+"""The folder of unfinished work, in a corpus's own."""
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
@@ -65,7 +67,7 @@ class Job:
     @property
     def state(self) -> Path:
         """The folder of unfinished work; removed when the manifest is written."""
-        return self.output / ".units"
+        return self.output / STATE
 
     @property
     def reference_only(self) -> Path:

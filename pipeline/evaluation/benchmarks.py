@@ -38,6 +38,7 @@ def run_benchmarks(
     tasks: Sequence[str],
     *,
     data: Path | None = None,
+    include: Path | None = None,
     few_shot: int | None = None,
     limit: int | None = None,
     batch_size: int = 16,
@@ -46,9 +47,9 @@ def run_benchmarks(
     """Scores the model in `folder` on lm-eval's `tasks`, on a GPU if there is one.
 
     With `data` every document comes from files below it; without it lm-eval downloads each task's data set from the
-    Hub. `few_shot` is the number of solved examples before each question: None takes the task's own number, and BLiMP
-    never has any. `limit` takes the first documents of each task. If `tasks` names several, the last result is the mean
-    of their accuracies.
+    Hub. `include` is a folder of further tasks in lm-eval's format, whose Python code is run. `few_shot` is the number
+    of solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes
+    the first documents of each task. If `tasks` names several, the last result is the mean of their accuracies.
 
     Raises:
         MissingPackageError: lm-eval is not installed, or too old.
@@ -65,7 +66,7 @@ def run_benchmarks(
 
     from pipeline.evaluation.local_tasks import load_local_tasks
 
-    loaded = _load_hub_tasks(tasks) if data is None else load_local_tasks(tasks, data)
+    loaded = _load_hub_tasks(tasks, include) if data is None else load_local_tasks(tasks, data)
     _set_few_shot(loaded["tasks"], few_shot)
     model = _language_model(folder, batch_size, trust_remote_code=trust_remote_code)
     results = _results(
@@ -89,17 +90,22 @@ def comparison(results: Mapping[str, Sequence[Result]]) -> str:
     return table(["task", "metric", "n", *(cell for name in results for cell in (name, ""))], rows)
 
 
-def _load_hub_tasks(tasks: Sequence[str]) -> dict[str, Any]:
+def _load_hub_tasks(tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager()
-    if unknown := [name for name in tasks if name not in manager.task_index]:
-        raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
-    try:
-        return dict(manager.load(list(tasks)))
-    except OSError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{' '.join(tasks)}: cannot be downloaded ({reason}); give local files with --data") from None
+    if include is not None and not any(include.rglob("*.yaml")):
+        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
+    with faults_of_library(f"--tasks {' '.join(tasks)}", ConfigError):
+        manager = TaskManager(include_path=None if include is None else str(include))
+        if unknown := [name for name in tasks if name not in manager.task_index]:
+            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
+        try:
+            return dict(manager.load(list(tasks)))
+        except OSError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{' '.join(tasks)}: cannot be downloaded ({reason}); give local files with --data"
+            ) from None
 
 
 def _check_lm_eval() -> None:

@@ -149,8 +149,12 @@ class RunSummary:
             "Hugging Face folder": self.run.hf_folder,
             "this summary": self.run.folder / SUMMARY,
         }
-        note = [] if self.config.vocabulary is None else ["Two tokenizers: only bits per byte can be compared.", ""]
-        return "\n".join([table(header, rows), "", *note, *(f"{name:<20} {path}" for name, path in paths.items())])
+        note = [
+            "Whole documents, in windows that overlap; the log of training scores packed sequences, which cut them."
+        ]
+        if self.config.vocabulary is not None:
+            note.append("Two tokenizers: only bits per byte can be compared.")
+        return "\n".join([table(header, rows), "", *note, "", *(f"{name:<20} {path}" for name, path in paths.items())])
 
     def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> list[str]:
         cells = [label, f"{run.trained_fraction:.1%}" if run else ""]

@@ -17,12 +17,13 @@ from collections import deque
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import scalar
+from torch.utils.tensorboard.summary import scalar, text
 
 from pipeline import log
 from pipeline.errors import RunFolderError
-from pipeline.run_folder.metrics import METRICS
+from pipeline.run_folder.metrics import METRICS, TEXTS
 from pipeline.training.observer import Observer, StepEvent
 from pipeline.untrusted_files import require_regular
 
@@ -39,8 +40,11 @@ class MetricsFiles(Observer):
         self._open(step)
 
     def on_step(self, event: StepEvent) -> None:
-        self._lines.append((json.dumps({"step": event.step, **event.figures}) + "\n").encode())
-        self._events.append(*(scalar_event(name, value, event.step) for name, value in event.figures.items()))
+        texts = {TEXTS: dict(event.texts)} if event.texts else {}
+        self._lines.append((json.dumps({"step": event.step, **event.figures, **texts}) + "\n").encode())
+        summaries = [scalar(name, value) for name, value in event.figures.items()]
+        summaries += [text(f"prompt {at}", _quoted(*pair)) for at, pair in enumerate(event.texts.items(), start=1)]
+        self._events.append(*(summary_event(summary, event.step) for summary in summaries))
 
     def on_rollback(self, step: int) -> None:
         self._close()
@@ -142,9 +146,14 @@ def first_events(purge_step: int) -> list[bytes]:
     ]
 
 
-def scalar_event(name: str, value: float, step: int) -> bytes:
-    """The record of one figure after `step` steps."""
-    return _record(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+def summary_event(summary: Summary, step: int) -> bytes:
+    """The record of a figure or a text after `step` steps."""
+    return _record(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def _quoted(prompt: str, written: str) -> str:
+    """A prompt and what follows it, as a block of code in TensorBoard's Markdown."""
+    return "\n".join(f"    {line}" for line in f"{prompt}→{written}".split("\n"))
 
 
 def _record(event: Event) -> bytes:

@@ -28,10 +28,11 @@ class ProgressDisplay(Observer):
 
 def worded(figures: Mapping[str, float]) -> list[str]:
     """The most important figures as text, as far as they are known."""
+    device = "GPU" if "memory_peak_allocated_gib" in figures else "rank"
     words = {
         "loss": "loss {:.4f}",
         "learning_rate": "learning rate {:.2e}",
-        "tokens_per_second_per_gpu": "{:,.0f} tokens/s per GPU",
+        "tokens_per_second_per_gpu": f"{{:,.0f}} tokens/s per {device}",
         "mfu": "MFU {:.1%}",
     }
     return [form.format(figures[name]) for name, form in words.items() if name in figures]

@@ -9,6 +9,8 @@ from pipeline.errors import CheckpointError
 from pipeline.untrusted_files import read_bytes
 
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"
+"""Their folder in a run's."""
 # At most 15 digits: every step is exact in JSON, and no name is too long for a file system.
 _NAME = re.compile(r"step_(\d{8,15})", re.ASCII)
 _LONGEST = 4096
@@ -29,6 +31,23 @@ def all_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first, complete or not."""
     found = {path: step for path in folder.glob("step_*") if (step := step_in(path.name)) is not None}
     return sorted(filter(Path.is_dir, found), key=lambda path: found[path])
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest of a run's folder, of its `checkpoints`, or by `latest`.
+
+    Raises:
+        CheckpointError: it means none.
+    """
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if path.name == LATEST and not path.is_dir():
+        folder = path.parent
+    elif not (folder / LATEST).exists() and folder == path:
+        return path
+    found = named_checkpoint(folder)
+    if found is None:
+        raise CheckpointError(f"{folder / LATEST}: no such file, or empty; name a checkpoint: {_names(folder)}")
+    return found
 
 
 def named_checkpoint(folder: Path) -> Path | None:

@@ -15,6 +15,8 @@ from pipeline.errors import RunFolderError
 from pipeline.untrusted_files import open_regular
 
 METRICS = "metrics.jsonl"
+TEXTS = "prompts"
+"""The key of what the model wrote after each prompt, in the lines of validations."""
 # Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
 _NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base", "base_stream_cosine")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")

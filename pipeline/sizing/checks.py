@@ -25,6 +25,7 @@ from pipeline.inputs import (
     check_sampling,
     check_trackers,
     check_vocabulary,
+    encoded_prompts,
     extended_spec,
     open_layout,
     open_samples,
@@ -102,6 +103,7 @@ def validate_inputs(config: RunConfig, world_size: int, faults: Faults, base_con
     tokenizer = faults.attempt(lambda: load_tokenizer(config.tokenizer)) if config.tokenizer.exists() else None
     if spec is not None and tokenizer is not None:
         faults.attempt(lambda: check_vocabulary(tokenizer, spec))
+        faults.attempt(lambda: encoded_prompts(config, tokenizer, spec))
         for corpus in config.data.corpora.values():
             if (sample := corpus.sample) is not None:
                 faults.attempt(lambda sample=sample: _check_sampling(config, sample, tokenizer, spec))  # type: ignore[misc]

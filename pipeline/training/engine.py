@@ -142,6 +142,14 @@ class Engine:
             for rows in output.chunks(len(hidden[0].x)):
                 yield tuple(output.logits(states.rows(rows))[:, : output.columns] for states in hidden)
 
+    @torch.no_grad()
+    def greedy_tokens(self, batch: MicroBatch, rows: Tensor) -> Tensor:
+        """The most probable token after each of `rows: [n]`, numbers of B·S positions: [n]; the same on all ranks."""
+        hidden = self.hidden_states(batch, "model").rows(rows)
+        output = self.model.output
+        with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
+            return output.greedy_tokens(hidden)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients, and the model in evaluation mode."""

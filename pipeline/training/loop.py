@@ -64,7 +64,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
         observers.on_step_begin(position.step + 1)
         step = take_step(trainer, position, signals)
         observers.on_step_computed(step.position.step)
-        position, figures = step.position, step.figures
+        position, figures, texts = step.position, step.figures, {}
         phases.finished(position.step)
         check_skipped_steps(config, position)
         if spike := find_spike(position.recent, config.stability, schedule.gradient_clipping):
@@ -76,12 +76,13 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
         if last or position.step % config.validation.every_steps == 0:
             with phases("validation"):
                 scores = trainer.validation.run(trainer.engine)
+                texts = trainer.validation.continued_prompts(trainer.engine)
                 validation = ValidationEvent(position, scores, score_figures(scores))
                 observers.on_validation(validation)
             position, forgot = validation.position, validation.stop
             figures |= validation.figures
         figures |= trainer.checkpoints.figures()
-        observers.on_step(StepEvent(position.step, tokens_per_step(config), step.seconds, figures))
+        observers.on_step(StepEvent(position.step, tokens_per_step(config), step.seconds, figures, texts))
 
         leaving = last or step.stop or forgot is not None
         if leaving or position.step % config.checkpoints.every_steps == 0:
@@ -102,7 +103,8 @@ def validate_ends(trainer: Trainer, position: Position) -> tuple[Position, dict[
     with trainer.phases("validation"):
         scores = trainer.validation.run(trainer.engine)
     if position.step == 0:
-        trainer.observers.on_step(StepEvent(0, 0, None, score_figures(scores)))
+        texts = trainer.validation.continued_prompts(trainer.engine)
+        trainer.observers.on_step(StepEvent(0, 0, None, score_figures(scores), texts))
         position = position.changed(initial_nll_per_token={name: score.nll_per_token for name, score in scores.items()})
     return position, scores
 

@@ -31,12 +31,14 @@ class StepEvent:
         tokens: how many tokens the step had, over all ranks.
         seconds: how long it took; None for step 0 and where its samples were skipped.
         figures: the values to log, by their names in metrics.jsonl.
+        texts: what the model writes after each of `validation.prompts`; of validations.
     """
 
     step: int
     tokens: int
     seconds: float | None
     figures: dict[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -35,6 +35,7 @@ from pipeline.training.engine import Engine, build_model
 from pipeline.training.launch import StopSignals, collective_timeout, set_collective_timeout
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.observer import ObserverFactory, Observers, RunContext
+from pipeline.training.prompts import Prompts
 from pipeline.training.validation import Validation, check_preservation
 
 STACKS = "stacks"
@@ -142,7 +143,7 @@ def prepare(
         asynchronous=config.checkpoints.asynchronous,
         timeout=timeout,
     )
-    validation = Validation(samples.heldout, config, layout, rank, device)
+    validation = Validation(samples.heldout, Prompts(config, inputs.base.spec), config, layout, rank, device)
     position = checkpoints.resume(engine)
     if position is None:
         position = Position()
@@ -204,5 +205,10 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
     }
     write_json(folder / TRAINING, values)
     for name, score in outcome.scores.items():
-        _logger.info("%s: perplexity %.3f, %.4f bits per byte", name, score.perplexity, score.bits_per_byte)
+        _logger.info(
+            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (tools/evaluate.py scores whole documents)",
+            name,
+            score.perplexity,
+            score.bits_per_byte,
+        )
     _logger.info("trained %d steps; wrote %s", outcome.position.step, folder / TRAINING)

@@ -30,6 +30,7 @@ from pipeline.parallel.sharding import partition_of
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
+from pipeline.training.prompts import Prompts
 
 _logger = log.get_logger(__name__)
 
@@ -69,12 +70,19 @@ class HeldoutScore:
 
 
 class Validation:
-    """Scores the model on the first `max_sequences` samples of each held-out part."""
+    """Scores the model on the first `max_sequences` samples of each held-out part, and lets it continue the prompts."""
 
     def __init__(
-        self, heldout: Mapping[str, HeldoutSamples], config: RunConfig, layout: Layout, rank: int, device: torch.device
+        self,
+        heldout: Mapping[str, HeldoutSamples],
+        prompts: Prompts,
+        config: RunConfig,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.heldout = heldout
+        self.prompts = prompts
         self.max_sequences = config.validation.max_sequences
         self.micro_batch_size = config.schedule.micro_batch_size
         self.document_mask = config.data.document_mask
@@ -88,6 +96,10 @@ class Validation:
             return {
                 name: self._score(engine.loss, samples, self.max_sequences) for name, samples in self.heldout.items()
             }
+
+    def continued_prompts(self, engine: Engine) -> dict[str, str]:
+        """What the model writes after each of `validation.prompts`; every rank must call it."""
+        return self.prompts.continued(engine, self.device)
 
     def quantization_cost(self, engine: Engine, base: BaseFolder) -> dict[str, float]:
         """By how many nats per token storing the base in 8 or 4 bits raises its loss, on a micro-batch a corpus.

@@ -70,3 +70,22 @@ def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     assert per_character["t.model", "korean"] < 1
     assert per_character["t.model", "english"] < 0.7
     assert load_tokenizer(tmp_path / "t.model").vocab_size == 1500
+
+
+def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
+    tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2)
+    (tmp_path / "begun" / ".units").mkdir(parents=True)
+    done = run_main("inspect_data.py", tmp_path, "--verify")
+    assert done.returncode == 0, done.stderr
+    begun, korean, heldout = (line.split() for line in done.stdout.splitlines()[2:])
+    assert begun[:3] == ["begun", "not", "finished:"]
+    assert (korean[:2], heldout[:2]) == (["korean", "train"], ["korean.heldout", "heldout"])
+    assert int(korean[2]) + int(heldout[2]) == 30
+    shard = next((tmp_path / "korean").glob("*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    done = run_main("inspect_data.py", tmp_path, "--verify")
+    assert done.returncode == 1
+    assert "damaged" in done.stderr
+    assert "unfinished" in run_main("inspect_data.py", tmp_path / "begun").stderr

@@ -231,3 +231,42 @@ def test_the_real_files_are_read_completely(no_network):
     assert sizes.pop("kobest_boolq") == 1404 and sizes.pop("kobest_copa") == 1000
     assert sizes.pop("kobest_hellaswag") == 500 and sizes.pop("arc_easy") == 2376
     assert len(sizes) == 5 and set(sizes.values()) == {1000}
+
+
+def test_a_users_own_task_by_its_name(tmp_path, no_network, monkeypatch, log_likelihood):
+    questions = tmp_path / "questions.jsonl"
+    asked = [("Tom was hungry. He", ["ate", "sang"], 0), ("Lily saw a", ["of", "dog"], 1)]
+    questions.write_text(
+        "".join(json.dumps({"q": q, "a": answers, "right": right}) + "\n" for q, answers, right in asked)
+    )
+    task = {
+        "task": "my_choices",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "q",
+        "doc_to_choice": "a",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_choices.yaml").write_text(yaml.safe_dump(task))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (result,) = run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "mine")
+    likelihoods = [[log_likelihood(q, f" {answer}") for answer in answers] for q, answers, _ in asked]
+    expected = [own.index(max(own)) == right for own, (_, _, right) in zip(likelihoods, asked, strict=True)]
+    assert (result.task, result.value, result.documents) == ("my_choices", sum(expected) / 2, 2)
+    (tmp_path / "mine" / "my_choices.yaml").write_text("task: my_choices\ndoc_to_text: !function none.here\n")
+    with pytest.raises(ConfigError, match="--tasks my_choices: ") as fault:
+        run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "mine")
+    assert "\n" not in str(fault.value)
+    with pytest.raises(DataError, match=r"expected a folder with lm-eval's task files"):
+        run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "none")
+
+
+def test_own_tasks_and_local_files_exclude_each_other(files):
+    done = run_main("evaluate.py", "--model", STORIES, "--tasks", "arc_easy", "--data", files, "--include-path", files)
+    assert done.returncode == 2
+    assert "--include-path: its tasks name their own documents" in done.stderr

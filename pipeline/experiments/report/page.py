@@ -15,8 +15,9 @@ from pipeline.errors import MissingPackageError
 from pipeline.experiments.report.figures import figures_of, listed, new_and_kept
 from pipeline.experiments.report.runs import Group, Run, corpora, group, measure_of, not_dominated, overview
 from pipeline.experiments.report.svg import Drawing, readable
-from pipeline.experiments.report.tables import comparison, costs, each_corpus, results
+from pipeline.experiments.report.tables import comparison, costs, differences, each_corpus, progress, results, texts
 from pipeline.files import published_file
+from pipeline.run_folder.status import RunStatus
 
 # CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one that fits.
 WIDE, NARROW = 820.0, 358.0
@@ -25,8 +26,20 @@ _PIXELS_PER_CSS_PIXEL = 2  # of PNGs
 _FIRST_VALUE = re.compile(r"(--[\w-]+):\s*([^;]+);")
 
 
-def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
-    """The report of `runs`, as HTML; a table compares them with `others`, the runs of another study."""
+def page(
+    runs: Sequence[Run],
+    title: str,
+    others: Sequence[Run] = (),
+    earlier: Sequence[Run] = (),
+    unfinished: Sequence[RunStatus] = (),
+    *,
+    reload_s: float | None = None,
+) -> str:
+    """The report of `runs`, as HTML.
+
+    A table compares them with `others`, the runs of another study, another with `earlier` runs on the same texts, and
+    one shows how far `unfinished` ones are. With `reload_s` a browser loads the page again and again.
+    """
     groups, whole = overview(runs), group(runs)
     environment = Environment(
         loader=PackageLoader("pipeline.experiments.report"),
@@ -56,6 +69,10 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
         results=results(groups),
         details=each_corpus(whole) if corpora(whole) != corpora(groups) else None,
         beside=comparison(groups, overview(others)) if others else None,
+        differences=differences(groups, group(earlier)) if earlier else None,
+        texts=texts(groups),
+        progress=progress(unfinished) if unfinished else None,
+        reload_s=reload_s,
         costs=costs(groups),
     )
     return readable(text)

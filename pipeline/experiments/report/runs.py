@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from pipeline.experiments.report.axes import change, points, round_changes, roun
 from pipeline.experiments.results import LEARNING_RATES, REPLAY, SUMMARY, Row, Tried, checked_row, read_rows, read_tried
 from pipeline.run_folder.metrics import (
     METRICS,
+    TEXTS,
     Figures,
     ValidationRecord,
     geometric_mean,
@@ -40,7 +41,8 @@ class Run:
     """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
 
     `tried` has a row for each learning rate of the method, in rising order; only the first seed has them. `gate` is
-    the record of the run's gate, if it has one.
+    the record of the run's gate, if it has one. `written` is what the model wrote after each of `validation.prompts`,
+    by step.
     """
 
     row: Row
@@ -48,6 +50,7 @@ class Run:
     metrics: Sequence[Mapping[str, float]] = ()
     tried: Sequence[Row] = ()
     gate: GateRecord | None = None
+    written: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -94,7 +97,8 @@ def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
         for other in sorted(own, key=lambda other: other.learning_rate)
     ]
     own_folder = _inside(folder, row.folder)
-    return Run(row, name, _numbers(read_metrics(own_folder / METRICS)), at_rates, _gate(own_folder))
+    lines = read_metrics(own_folder / METRICS)
+    return Run(row, name, _numbers(lines), at_rates, _gate(own_folder), _written(lines))
 
 
 def _of_run(folder: Path, name: str) -> Run:
@@ -114,12 +118,19 @@ def _of_run(folder: Path, name: str) -> Run:
         "after": after.figures,
         "steps": after.step,
     }
-    return Run(checked_row(Row, values, str(folder / TRAINING)), name, metrics, gate=_gate(folder))
+    return Run(
+        checked_row(Row, values, str(folder / TRAINING)), name, metrics, gate=_gate(folder), written=_written(lines)
+    )
 
 
 def _gate(folder: Path) -> GateRecord | None:
     gate = folder / GATE_FOLDER
     return open_record(gate) if (gate / GATE_RECORD).exists() else None
+
+
+def _written(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, str]]:
+    found = {line["step"]: line[TEXTS] for line in lines if isinstance(line.get(TEXTS), dict)}
+    return {step: {prompt: str(text) for prompt, text in texts.items()} for step, texts in found.items()}
 
 
 def _numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:

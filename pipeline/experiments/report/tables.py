@@ -6,10 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.experiments.report.axes import NOTHING, change, count, duration, of_figure, percent, plus_minus, short
 from pipeline.experiments.report.runs import PERPLEXITY, Group, corpora, figure_names, measure_of
 from pipeline.run_folder.metrics import mean
+from pipeline.run_folder.status import RunStatus
+
+_SHOWN_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,55 @@ def comparison(groups: Sequence[Group], others: Sequence[Group]) -> Table:
     name = others[0].runs[0].source
     above = [(f"learned: {measure.noun}", 2), (f"forgotten: {measure.noun}", 2)]
     return Table(["here", name] * 2, rows, above)
+
+
+def differences(groups: Sequence[Group], earlier: Sequence[Group]) -> Table:
+    """Each figure of each corpus at the end of earlier runs, and how it changed in those of `groups`."""
+    shown = [*earlier, *groups]
+    pairs = [(figure, corpus) for figure in figure_names(shown) for corpus in corpora(shown)]
+    rows: list[TableRow] = []
+    for figure, corpus in pairs:
+        then, *others = ([*_figures(group, figure, corpus)] for group in [earlier[0], *groups])
+        if not then or not any(others):
+            continue
+        cells = [Cell(of_figure(figure)(mean(then)))]
+        for now in others:
+            cells.append(Cell(of_figure(figure)(mean(now)), _changed(mean(now), mean(then))) if now else Cell(NOTHING))
+        rows.append((f"{figure.replace('_', ' ')}, {corpus}", None, cells))
+    return Table([earlier[0].label, *(group.label for group in groups)], rows)
+
+
+def _changed(now: float, then: float) -> str:
+    return percent(now / then - 1, signed=True) if then and math.isfinite(now) and math.isfinite(then) else ""
+
+
+def texts(groups: Sequence[Group]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """What each group's first run that has prompts wrote: (its label, a prompt, [(step, text)]), evenly chosen."""
+    found = []
+    for group in groups:
+        written = next((run.written for run in group.runs if run.written), {})
+        steps = sorted(written)
+        last = len(steps) - 1
+        chosen = sorted({steps[round(last * at / (_SHOWN_STEPS - 1))] for at in range(_SHOWN_STEPS)}) if steps else []
+        for prompt in written[steps[-1]] if steps else ():
+            lines = [("base" if step == 0 else f"step {step:,}", written[step].get(prompt, NOTHING)) for step in chosen]
+            found.append((group.label, prompt, lines))
+    return found
+
+
+def progress(statuses: Sequence[RunStatus]) -> Table:
+    """How far runs are that are not finished, and when they end."""
+    rows: list[TableRow] = []
+    for status in statuses:
+        cells = [
+            Cell(status.state),
+            Cell(f"{status.step:,}", f"of {status.steps:,}" if status.steps else "", status.step / (status.steps or 1)),
+            Cell(NOTHING if status.loss is None else short(status.loss)),
+            Cell(NOTHING if status.tokens_per_second is None else f"{count(status.tokens_per_second)} tokens/s"),
+            Cell(NOTHING if status.seconds_left is None else duration(status.seconds_left)),
+        ]
+        rows.append((Path(status.folder).name, None, cells))
+    return Table(["state", "step", "loss", "speed", "time left"], rows)
 
 
 def _ends(groups: Sequence[Group], figures: Sequence[str]) -> Table:

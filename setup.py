@@ -84,6 +84,8 @@ setup(
             *WANDB,
             *MLFLOW,
             "gguf>=0.17,<1",
+            "mkdocs-material>=9.7,<10",
+            "mkdocs-include-markdown-plugin>=7,<8",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

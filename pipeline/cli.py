@@ -42,7 +42,6 @@ COMMANDS = {
     },
     "many runs": {
         "study": "run_study",
-        "search": "search_expansion",
         "frontier": "show_frontier",
         "biographies": "make_biographies",
         "show-biographies": "show_biographies",

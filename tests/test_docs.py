@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -115,6 +116,14 @@ def test_every_script_is_used_by_a_test():
         imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b|call_tool\([^)\n]*\"{script.stem}\""
         used = re.search(f"{quoted}|{imported}", tests)
         assert used or name in NOT_NAMED_BY_TESTS, f"no test uses {name}"
+
+
+def test_the_site_has_every_page_and_no_broken_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert "make demo" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
 def test_the_configuration_page_is_what_the_classes_say(monkeypatch, capsys):

@@ -179,7 +179,7 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "forgets and learns less.",
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
-        "base, and keeps the model near it (docs/method.md).",
+        "base, and keeps the model near it (docs/rehearsal.md).",
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
         "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",

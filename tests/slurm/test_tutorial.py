@@ -1,0 +1,41 @@
+"""docs/tutorial.md, command by command as it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import PROJECT
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cluster: Cluster, tmp_path: Path):
+    folder = tmp_path / "work"
+    subprocess.run([sys.executable, "-m", "pipeline", "new", str(folder)], cwd=PROJECT, check=True)
+    (folder / ".venv").symlink_to(PROJECT / ".venv")
+    page = (PROJECT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
+    assert len(blocks) >= 8
+    script = tmp_path / "tutorial.sh"
+    script.write_text("set -euo pipefail\n" + "\n".join(blocks), encoding="utf-8")
+
+    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    printed = slurm_cluster.run("bash", str(script), env=env, cwd=folder)
+
+    here = json.loads((folder / "runs" / "my-korean" / "summary.json").read_text(encoding="utf-8"))
+    assert here["new_perplexity_after"] < here["new_perplexity_before"]
+    assert here["old_perplexity_after"] < 1.2 * here["old_perplexity_before"]
+    assert "Once upon a time" in printed
+    assert (folder / "my-korean.html").exists()
+    job = int(re.search(r"Submitted batch job (\d+)", printed)[1])
+    end = slurm_cluster.wait(job)
+    assert end.state == "COMPLETED", slurm_cluster.evidence(job)
+    there = json.loads((folder / "runs" / "on-the-cluster" / "summary.json").read_text(encoding="utf-8"))
+    assert there["new_perplexity_after"] == pytest.approx(here["new_perplexity_after"], rel=1e-4)

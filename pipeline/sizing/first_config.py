@@ -182,7 +182,7 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "base, and keeps the model near it (docs/method.md).",
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
-        "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: try half and twice of it too.",
+        "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",
         "deepspeed": f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
         "`scale-cpt estimate` compares others.",
     }

@@ -73,9 +73,11 @@ def recorded_changes(folder: Path) -> dict[str, str]:
     Raises:
         RunFolderError: the record is damaged.
     """
+    if not folder.is_dir():  # which other checks report if it is a file
+        return {}
     try:
         return read_record(folder / NAME, Changes, RunFolderError, _ADVICE).changes
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return {}
 
 

@@ -1,6 +1,6 @@
 """Shows what a run's configuration says and where each value comes from, or writes a first one for a base and texts.
 
-python tools/run_config.py show configs/demo_fft.yaml --set schedule.steps=20
+    python tools/run_config.py show configs/demo_fft.yaml --set schedule.steps=20
     python tools/run_config.py init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
 
 A first configuration is for --gpus GPUs, or for this machine, and is followed by its dry run.

@@ -24,6 +24,7 @@ from pipeline.config.reading import (
     checked,
     read_yaml,
 )
+from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
@@ -372,18 +373,25 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
 def load_config(path: Path, *, base: Literal["whole", "described", "named"] = "whole") -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
 
-    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all.
+    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all. One
+    that cannot be had stays a name: whoever opens it finds out why, beside other faults.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
-        BaseModelError: a model cannot be had from the hub.
     """
     config = parse_config(read_yaml(path), source=str(path))
     if base == "named":
         return config
-    changes: dict[str, Any] = {"base": model_folder(config.base, weights=base == "whole")}
+
+    def here(named: Path, *, weights: bool) -> Path:
+        try:
+            return model_folder(named, weights=weights)
+        except BaseModelError:
+            return named
+
+    changes: dict[str, Any] = {"base": here(config.base, weights=base == "whole")}
     if (vocabulary := config.vocabulary) is not None:
-        changes["vocabulary"] = vocabulary.model_copy(update={"folder": model_folder(vocabulary.folder, weights=False)})
+        changes["vocabulary"] = vocabulary.model_copy(update={"folder": here(vocabulary.folder, weights=False)})
     return config.model_copy(update=changes)
 
 

@@ -373,8 +373,8 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
 def load_config(path: Path, *, base: Literal["whole", "described", "named"] = "whole") -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
 
-    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all. One
-    that cannot be had stays a name: whoever opens it finds out why, beside other faults.
+    Models that it names on the hub are fetched, and become folders: `described` without weights, `named` not at all.
+    One that cannot be had stays a name: whoever opens it finds out why, beside other faults.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.

@@ -83,6 +83,9 @@ def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
     assert config.base == config.tokenizer == cache
     inputs = read_inputs(config, 1)
     assert inputs.base.path == cache
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
+    with pytest.raises(BaseModelError, match="org/other: no such folder here"):
+        read_inputs(load_config(path), 1)
 
 
 # --- Datasets --------------------------------------------------------------------------------------------------------

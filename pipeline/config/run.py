@@ -24,6 +24,7 @@ from pipeline.config.reading import (
     checked,
 )
 from pipeline.config.sources import combined, layer_of, parse_changes, read_layers
+from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
@@ -379,7 +380,6 @@ def load_config(path: Path, changes: Iterable[str] = (), *, base: HubModels = "w
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
-        BaseModelError: a model cannot be had from the hub.
     """
     layers = [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
     return with_models(parse_config(combined(layers), source=str(path)), base)
@@ -388,14 +388,20 @@ def load_config(path: Path, changes: Iterable[str] = (), *, base: HubModels = "w
 def with_models(config: RunConfig, base: HubModels) -> RunConfig:
     """`config` with folders of this machine in place of models on the hub, which are fetched.
 
-    Raises:
-        BaseModelError: a model cannot be had from the hub.
+    A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
     """
     if base == "named":
         return config
-    changes: dict[str, Any] = {"base": model_folder(config.base, weights=base == "whole")}
+
+    def here(named: Path, *, weights: bool) -> Path:
+        try:
+            return model_folder(named, weights=weights)
+        except BaseModelError:
+            return named
+
+    changes: dict[str, Any] = {"base": here(config.base, weights=base == "whole")}
     if (vocabulary := config.vocabulary) is not None:
-        changes["vocabulary"] = vocabulary.model_copy(update={"folder": model_folder(vocabulary.folder, weights=False)})
+        changes["vocabulary"] = vocabulary.model_copy(update={"folder": here(vocabulary.folder, weights=False)})
     return config.model_copy(update=changes)
 
 

@@ -65,7 +65,7 @@ class ChatTemplate:
             yield Rejected(offset, "no_answer", excerpt)
         for at in answers:
             try:
-                prompt = self._rendered(messages[:at], is_open=True)
+                prompt = self.opened(messages[:at])
                 whole = self._rendered(messages[: at + 1], is_open=False)
             except DataError as fault:  # templates refuse what their model never saw, such as two users in a row
                 yield Rejected(offset, "messages_not_usable", in_one_line(fault)[-EXCERPT_BYTES:].encode())
@@ -78,12 +78,16 @@ class ChatTemplate:
             document = with_prompt(offset, answer, prompt.removeprefix(start))
             yield document._replace(group=conversation) if isinstance(document, Document) else document
 
+    def opened(self, messages: list[dict[str, str]]) -> str:
+        """The text up to where the assistant answers. Raises DataError where the template refuses the messages."""
+        return self._rendered(messages, is_open=True)
+
     def _rendered(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
         from transformers.utils.chat_template_utils import (
             render_jinja_template,  # takes a second, and only chats need it
         )
 
-        with faults_of_library(f"{self.path}: its chat template", DataError):
+        with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError):
             texts, _ = render_jinja_template(
                 conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._special
             )

@@ -120,6 +120,8 @@ def _measured(stretch: _Stretch) -> _Found:
 
 
 def _put(source: Path, target: Path) -> None:
+    if target.exists() and target.samefile(source):
+        return
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -35,7 +35,9 @@ def paragraph_records(stream: Stream, start: int, stop: int) -> Iterator[Record]
                 continue  # the rest of a document that begins before
             offset = offset if size else line.offset
             size += line.size + 1
-            pieces = [*pieces, line.content, b"\n"] if size <= MAX_RECORD_BYTES else pieces[:1]
+            pieces += [line.content, b"\n"]
+            if size > MAX_RECORD_BYTES:
+                del pieces[1:]
             continue
         is_between = True
         if size:

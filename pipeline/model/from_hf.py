@@ -15,6 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.errors import BaseModelError, in_one_line
+from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, UnsupportedError
 from pipeline.model.families.family import head_dim_of
@@ -64,6 +65,7 @@ def _read_config(file: Path) -> PretrainedConfig:
     try:
         values = read_object(file, BaseModelError, "copy the folder again")
     except FileNotFoundError:
+        model_folder(file.parent)  # says why a model on the hub could not be had
         raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
     model_type, quantized = values.get("model_type"), values.get("quantization_config")
     if model_type == _WIDENED:

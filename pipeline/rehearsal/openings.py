@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoTokenizer
 
 from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
+from pipeline.data.chats import ChatTemplate, chat_template
 from pipeline.data.records import Keys
 from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.units import good_documents, input_files
-from pipeline.errors import DataError, faults_of_library
+from pipeline.errors import DataError
 
 # No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short opening.
 _CHARACTERS_PER_TOKEN = 64
@@ -37,7 +37,9 @@ def write_openings(
     Raises:
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
     """
-    encode = _chat_encoder(base) if sampling.chat_template else partial(_encoded, tokenizer, sampling.opening_tokens)
+    encode: Callable[[str], _Ids] = partial(_encoded, tokenizer, sampling.opening_tokens)
+    if sampling.chat_template:
+        encode = partial(_framed, chat_template(base), tokenizer)
     files = input_files(sampling.openings)
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
@@ -82,18 +84,6 @@ def _encoded(tokenizer: Tokenizer, opening_tokens: int | None, text: str) -> _Id
     return np.concatenate([np.array(tokenizer.document_start, dtype=np.int64), ids.astype(np.int64)])
 
 
-def _chat_encoder(base: Path) -> Callable[[str], _Ids]:
-    """Frames a user's message by the chat template in the folder `base`, up to where the answer begins."""
-    with faults_of_library(f"{base}: transformers cannot load its tokenizer and chat template", DataError):
-        library = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=False)
-    if not library.chat_template:
-        raise DataError(f"{base}: its tokenizer has no chat template; leave out chat_template, or take a chat model")
-
-    def encode(text: str) -> _Ids:
-        with faults_of_library(f"{base}: its chat template cannot frame a user's message", DataError):
-            ids: Sequence[int] = library.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
-        return np.array(ids, dtype=np.int64)
-
-    return encode
+def _framed(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> _Ids:
+    """A user's message in the chat template, up to where the answer begins."""
+    return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids.astype(np.int64)

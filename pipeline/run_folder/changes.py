@@ -49,7 +49,6 @@ def read_run(path: Path, changes: Sequence[str] = (), *, base: HubModels = "whol
 
     Raises:
         ConfigError: the file does not describe a run, or a change is none of its settings.
-        BaseModelError: a model cannot be had from the hub.
         RunFolderError: the record is damaged.
     """
     return with_models(parse_config(combined(read_sources(path, changes)), source=_source(path, changes)), base)

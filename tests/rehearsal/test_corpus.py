@@ -318,7 +318,7 @@ def test_a_chat_template_that_refuses_a_user_is_a_fault_of_the_base(tmp_path: Pa
     template = "{{ raise_exception('no user here') }}"
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": template})
     file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
-    with pytest.raises(DataError, match="its chat template cannot frame a user's message: TemplateError: no user here"):
+    with pytest.raises(DataError, match="its chat template cannot frame a message: TemplateError: no user here"):
         sample(tmp_path / "own", base, openings=[str(file)], chat_template=True)
 
 

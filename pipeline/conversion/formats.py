@@ -15,12 +15,12 @@ from torch import Tensor
 from pipeline.config.method import Lora, Method
 from pipeline.conversion import Exported, Format, modeling_scale
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.padding import UNPADDED, Padding
-from pipeline.conversion.stock import stock_export, why_not_stock
+from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, hf_tensor
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY
 from pipeline.scale.plan import ExpansionPlan
 

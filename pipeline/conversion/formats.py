@@ -72,7 +72,7 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
     Raises:
         ConversionError: it cannot leave so.
     """
-    reasons = why_not(model.settings, model.plan, model.spec, gated=model.gate is not None)
+    reasons = why_not(model.settings, model.plan, model.stored.spec, gated=model.gate is not None)
     if format == "auto":
         return "stock" if reasons["stock"] is None else "scale"
     if reasons[format] is not None:

@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from pipeline.conversion.stock import why_not_stock
 from pipeline.errors import LayoutError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec, check_base_fits
+from pipeline.model.stock_model import why_not_stock
 from pipeline.scale.plan import plan_expansion
 from tests.bases import CONFIGS, reference, save_base
 from tests.widened import scale_settings, some_tokens, unwidened, widened

@@ -24,7 +24,6 @@ SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 TOOL_CALL = re.compile(r"python (?:(tools|benchmarks)/(\w+)\.py)((?:[^\n`]|\\\n)*)")
 NOT_NAMED_BY_TESTS = {
-    "benchmarks/norm_statistics.py": "measures a real base model, by hand",
     "tools/describe_config.py": "this module runs it",
     "slurm/ranks.sh": "sourced by slurm/common.sh",
     "slurm/requeue.sh": "sourced by slurm/common.sh",

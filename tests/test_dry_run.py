@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.checkpoint.manifest import (
     LayoutRecord,
@@ -141,6 +142,20 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     assert plan.export is not None
     assert export in plan.export
     assert ("gate" in plan.stages) == gate
+
+
+def test_saying_where_text_comes_from_changes_no_run(begun):
+    run, _ = begun
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    plain = make_plan(load_config(run / "run.yaml"), Cluster(2, 2))
+    values["data"]["corpora"]["korean"]["source"] = {"license": "cc0-1.0"}
+    (run / "sourced.yaml").write_text(yaml.safe_dump(values))
+    sourced = make_plan(load_config(run / "sourced.yaml"), Cluster(2, 2))
+    assert sourced.faults == plain.faults
+    values["data"]["corpora"]["korean"]["text_key"] = "other"
+    (run / "other.yaml").write_text(yaml.safe_dump(values))
+    other = make_plan(load_config(run / "other.yaml"), Cluster(2, 2))
+    assert any("another data (corpora.korean.text_key" in fault for fault in other.faults)
 
 
 def test_a_restart_does_not_hash_the_base_before_it_trains(begun, monkeypatch):

@@ -25,7 +25,7 @@ from typing import get_args
 from pipeline import command_line, log
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, ServedPrecision
-from pipeline.conversion.padding import Padding
+from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.changes import add_set_option, read_run
 
@@ -54,8 +54,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--pad-for",
+        type=Padding.parse,
         metavar="NEEDS",
-        default="tp=1",
+        default=UNPADDED,
         help="zero heads and channels for servers that split a stock export: tp=8, gguf, or tp=8,gguf",
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
@@ -64,10 +65,6 @@ def main() -> None:
     parser.add_argument("--private", action="store_true", help="with --push: make the repository private if it is new")
     arguments = parser.parse_args()
 
-    try:
-        padding = Padding.parse(arguments.pad_for)
-    except ValueError as error:
-        parser.error(f"--pad-for: {error}")
     named = (arguments.checkpoint, arguments.base)
     if arguments.config and arguments.gate:
         parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
@@ -81,10 +78,10 @@ def main() -> None:
         parser.error("--push: --format expansion is no model; choose another format")
     config = read_run(arguments.config, arguments.set) if arguments.config else None
     with stage_of(config, "convert", changes=arguments.set, alone=True):
-        _convert(config, arguments, padding)
+        _convert(config, arguments)
 
 
-def _convert(config: RunConfig | None, arguments: argparse.Namespace, padding: Padding) -> None:
+def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
     from pipeline.conversion import hub
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
@@ -110,7 +107,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace, padding: P
     conversion = replace(
         conversion,
         precisions=tuple(arguments.precisions),
-        padding=padding,
+        padding=arguments.pad_for,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
         command=shlex.join(["python", *sys.argv]),

@@ -46,7 +46,7 @@ class ScaleMethod(Section):
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
     """τ: above this cosine of the two paths a token is preserved"""
     norm: Literal["separate", "base"] = "separate"
-    """which statistics normalise the expansion stream: its own, or the base stream's (needed for stock export)"""
+    """which statistics normalise the expansion stream: its own, or the base stream's, as a model to serve needs"""
     initialisers: Initialisers = Initialisers()
 
     @model_validator(mode="after")

@@ -20,7 +20,6 @@ from pipeline.conversion.base_files import name_on_hub
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, Measured, model_card
-from pipeline.conversion.padding import UNPADDED, Padding
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
@@ -30,6 +29,7 @@ from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
+from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate

@@ -15,12 +15,12 @@ from torch import Tensor
 from pipeline.config.method import Lora, Method
 from pipeline.conversion import Exported, Format, modeling_scale
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.padding import UNPADDED, Padding
-from pipeline.conversion.stock import stock_export, why_not_stock
+from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, hf_tensor
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY
 from pipeline.scale.plan import ExpansionPlan
 
@@ -72,7 +72,7 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
     Raises:
         ConversionError: it cannot leave so.
     """
-    reasons = why_not(model.settings, model.plan, model.spec, gated=model.gate is not None)
+    reasons = why_not(model.settings, model.plan, model.stored.spec, gated=model.gate is not None)
     if format == "auto":
         return "stock" if reasons["stock"] is None else "scale"
     if reasons[format] is not None:

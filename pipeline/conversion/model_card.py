@@ -94,8 +94,8 @@ def _card_of(base: Path) -> dict[str, Any]:
     """The front matter of the base's card; empty if there is none, or none that can be read."""
     path = base / CARD
     try:
+        match = REGEX_YAML_BLOCK.match(read_text(path, BaseModelError, limit=_MAX_BYTES))
         with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
-            match = REGEX_YAML_BLOCK.match(read_text(path, BaseModelError, limit=_MAX_BYTES))
             values = yaml.safe_load(match[2]) if match else {}
     except FileNotFoundError:
         return {}
@@ -109,13 +109,18 @@ def _trained_on(model: TrainedModel) -> Iterator[tuple[dict[str, str], tuple[str
     """The source of each corpus that trained, as far as the run's configuration says, with its row of the table."""
     data = model.manifest.run.data
     for name, corpus in data["corpora"].items():
-        source = {key: value for key, value in (corpus.get("source") or {}).items() if value}
+        source = {key: value for key, value in dict(corpus.get("source") or {}).items() if isinstance(value, str)}
         role = corpus["role"]
-        if role == "new" or (share := data.get(f"{role}_fraction", 0)) > 0:
-            what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
-            if role == "rehearsal":
-                what += ": text that the base wrote"
-            yield source, (name, what, source.get("dataset", "not stated"), source.get("license", "not stated"))
+        if role == "new":
+            what = "new text"
+        elif share := data.get(f"{role}_fraction", 0):
+            what = f"{role}, {100 * share:.3g} % of the samples"
+        else:
+            continue
+        stated = [source.get(key, "not stated") for key in ("dataset", "license")]
+        if role == "rehearsal":
+            stated = ["text that the base wrote", "as the base"]
+        yield source, (name, what, *stated)
 
 
 def _body(model: TrainedModel, export: Export, measured: Measured, base: str) -> Iterator[str]:
@@ -128,7 +133,7 @@ def _body(model: TrainedModel, export: Export, measured: Measured, base: str) ->
         f"tokens in {position.step:,} steps. The terms of use are those of the base, and of the texts below."
     )
     yield (
-        f"```python\nfrom {library} import {load.partition('.')[0]}\nfrom transformers import AutoTokenizer\n\n"
+        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {load.partition('.')[0]}\n\n"
         f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```"
     )
@@ -148,6 +153,7 @@ def _method(model: TrainedModel, export: Export) -> Iterator[str]:
     rows = {
         **settings,
         "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
+        "gate": "none" if model.gate is None else f"before layer {model.gate.layer}, on {model.gate.features}",
         "trained parameters": f"{trained:,} of {total:,}",
         "format": f"{export.format}, {dtype_name(export.dtype)}",
     }

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
-from pipeline.conversion.padding import UNPADDED, Padding, padded_widths
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor, map_rows
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
-from pipeline.model.spec import DecoderSpec, StoredResidual, scale_in
-from pipeline.scale.plan import ExpansionPlan, Widths
+from pipeline.model.spec import StoredResidual, scale_in
+from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
+from pipeline.scale.plan import Widths
 
 _logger = log.get_logger(__name__)
 _NORMS_OF_HEADS = ("attention.query_norm", "attention.key_norm")
@@ -63,9 +63,9 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
         if padding != UNPADDED:
             raise ConversionError(f"{model.checkpoint}: --pad-for: nothing was added to the widths; leave it out")
         return _unwidened_export(model, dtype)
-    widths, wider = model.spec.widths, stock_widths(model.plan, model.spec, padding)
+    widths, wider = model.spec.widths, stock_widths(model.plan.expansion, model.spec, padding)
     if padding != UNPADDED:
-        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan, model.spec))
+        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan.expansion, model.spec))
     hidden_size = wider.hidden_size
     new = StoredResidual(widths.hidden_size, scale_in(dtype), model.spec.norm_placement == "after")
     residual = _kept(model.spec.residual, dtype) or new
@@ -106,28 +106,6 @@ def _stored_as(target: str, parts: list[tuple[FusedPart | None, PlannedTensor]])
 
 def _fused(parts: Sequence[PlannedTensor], groups: int) -> Tensor:
     return fuse([planned.make() for planned in parts], groups)
-
-
-def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
-    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one; None if it is."""
-    if plan is None:
-        return None
-    if reason := family_of(spec).why_not_stock:
-        return reason
-    if plan.routed:
-        return "variant route: no ordinary model runs two paths"
-    if plan.norm != "base":
-        return "method.norm separate: an ordinary RMSNorm takes one mean square for both streams (norm: base allows it)"
-    if gated:
-        return "a gate decides for each token (--without-gate leaves it out)"
-    return None
-
-
-def stock_widths(plan: ExpansionPlan, spec: DecoderSpec, padding: Padding = UNPADDED) -> Widths:
-    """The widths of the ordinary model."""
-    base, added = asdict(spec.widths), asdict(plan.expansion)
-    sums = Widths(**{name: base[name] + added[name] for name in base})
-    return padded_widths(sums, spec.head_dim, padding, derives_head_dim=family_of(spec).derives_head_dim)
 
 
 @dataclass(frozen=True)

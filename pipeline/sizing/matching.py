@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import lcm
 from pathlib import Path
 from typing import Literal
@@ -19,11 +19,13 @@ import yaml
 
 from pipeline.config.method import ExpansionWidths, Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.methods import method_for
 from pipeline.methods.baselines import fitting_added_layers
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.plan import heads_fit
+from pipeline.scale.plan import Widths, heads_fit
 from pipeline.sizing.memory import count_trained
 
 MethodName = Literal["fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route"]
@@ -64,13 +66,19 @@ class Family:
 class Matcher:
     """Finds settings for the base `spec`; settings that do not depend on the size are those of the run `config`.
 
-    Added widths and FFN widths are multiples of `multiple_of`.
+    Added widths and FFN widths are multiples of `multiple_of`. With `padding`, and by default where the run's own
+    method has `norm: base`, the whole widths need no zeros instead, in a stock export for the servers that it names.
     """
 
-    def __init__(self, config: RunConfig, spec: DecoderSpec, *, multiple_of: int = 8) -> None:
+    def __init__(
+        self, config: RunConfig, spec: DecoderSpec, *, multiple_of: int = 8, padding: Padding | None = None
+    ) -> None:
         self.config = config
         self.spec = spec
         self.multiple_of = multiple_of
+        own = config.method
+        is_stock = isinstance(own, ScaleMethod) and own.norm == "base"
+        self.padding = padding or (UNPADDED if is_stock else None)
 
     def match(self, names: Iterable[MethodName], target: int | None = None) -> list[Match]:
         """The nearest settings of each method; `target` defaults to what the run's own method trains."""
@@ -115,21 +123,34 @@ class Matcher:
         """SCALE with all widths grown by the same share, as closely as heads and tensor parallelism allow."""
         base, tp_size = self.spec.widths, self.config.parallel.tp_size
         share = hidden_size / base.hidden_size
-        ratio = base.num_attention_heads // base.num_key_value_heads
-        heads = range(ratio, max(base.num_attention_heads, ratio * tp_size) + 1, ratio)
-        fitting = [count for count in heads if heads_fit(count, ratio, tp_size)]
         step = lcm(self.multiple_of, tp_size)
+        intermediate_size = step * max(1, round(share * base.intermediate_size / step))
         own = self.config.method
         kept = own.model_dump(exclude={"variant", "expansion", "l_fp"}) if isinstance(own, ScaleMethod) else {}
         return ScaleMethod(
             **{"name": "scale", **kept},
             variant=variant,
-            expansion=ExpansionWidths(
-                hidden_size=hidden_size,
-                intermediate_size=step * max(1, round(share * base.intermediate_size / step)),
-                num_attention_heads=min(fitting, key=lambda count: abs(count - share * base.num_attention_heads)),
-            ),
+            expansion=self._widths(hidden_size, intermediate_size, share * base.num_attention_heads),
             l_fp=None if variant == "preserve" else self._l_fp(),
+        )
+
+    def _widths(self, hidden_size: int, intermediate_size: int, wanted_heads: float) -> ExpansionWidths:
+        """The added widths with the number of heads nearest to `wanted_heads` that ranks, and servers, can split."""
+        base, tp_size = self.spec.widths, self.config.parallel.tp_size
+        ratio = base.num_attention_heads // base.num_key_value_heads
+        heads = range(ratio, max(base.num_attention_heads, ratio * tp_size) + 1, ratio)
+        fitting = (count for count in heads if heads_fit(count, ratio, tp_size))
+        for count in sorted(fitting, key=lambda count: abs(count - wanted_heads)):
+            added = Widths(hidden_size, intermediate_size, count, count // ratio)
+            if self.padding is not None:
+                whole = asdict(stock_widths(added, self.spec, self.padding))
+                added = Widths(**{name: whole[name] - width for name, width in asdict(base).items()})
+            if heads_fit(added.num_attention_heads, ratio, tp_size) and added.intermediate_size % tp_size == 0:
+                sizes = asdict(added)
+                return ExpansionWidths(**{name: sizes[name] for name in ExpansionWidths.model_fields})
+        raise ConfigError(
+            f"--serve: no added widths that servers split as named also split over parallel.tp_size {tp_size} in "
+            "training; leave --serve out, and pad the export with --pad-for"
         )
 
     def _l_fp(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pipeline.config.method import ScaleMethod
+from pipeline.model.stock_model import describe_serving, why_not_stock
+from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.estimate import CHECKPOINTINGS, Choice, Estimate, Estimator
 from pipeline.sizing.memory import Memory
@@ -150,7 +153,17 @@ def _model_lines(estimator: Estimator) -> list[str]:
         f"batch       {estimator.tokens_per_step:,} tokens a step, {estimator.config.schedule.steps:,} steps",
         f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
         f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}",
+        *_serving_line(estimator),
     ]
+
+
+def _serving_line(estimator: Estimator) -> Iterator[str]:
+    """What servers make of the widths, if the model can leave as an ordinary one."""
+    config, spec = estimator.config, estimator.spec
+    if isinstance(config.method, ScaleMethod):
+        plan = plan_expansion(config.method, spec.widths, spec.num_layers)
+        if why_not_stock(plan, spec, gated=False) is None:
+            yield f"serving     a stock export: {describe_serving(plan.expansion, spec)}"
 
 
 def _table_lines(report: Report) -> list[str]:

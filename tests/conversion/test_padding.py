@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +14,17 @@ from hypothesis import strategies as st
 
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.padding import Padding, padded_widths
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
+from pipeline.model.from_hf import read_spec
+from pipeline.model.stock_model import Padding, describe_serving, padded_widths
 from pipeline.scale.plan import Widths
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 @given(
@@ -60,9 +65,18 @@ def test_needs_are_read(text, padding):
     assert Padding.parse(text) == padding
 
 
+def test_what_servers_make_of_widths_is_told():
+    spec = read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json")
+    assert describe_serving(Widths(256, 1024, 4, 1), spec) == (
+        "split by tp 1; GGUF's K-quants: whole; for both up to tp 8 add hidden_size 256, intermediate_size 1024, "
+        "num_attention_heads 32"
+    )
+    assert describe_serving(Widths(512, 1024, 32, 8), spec) == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
+
+
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"])
 def test_other_needs_are_refused(text):
-    with pytest.raises(ValueError, match="expected tp=<ranks> or gguf"):
+    with pytest.raises(ArgumentTypeError, match="expected tp=<ranks> or gguf"):
         Padding.parse(text)
 
 
@@ -91,7 +105,7 @@ def test_a_padded_export_computes_the_same(tmp_path):
 
     asked = Conversion(model.checkpoint, STORIES, tmp_path / "no", padding=Padding(8))
     for refused in (replace(asked, format="expansion"), replace(asked, format="scale"), replace(asked, format="peft")):
-        with pytest.raises(ConversionError, match=r"leave (it|--precisions and --pad-for) out"):
+        with pytest.raises(ConversionError, match=r"leave (it|--precisions and --pad-for) out|not peft"):
             convert(refused, probe_maker({}))
 
     unwidened = trained(STORIES, tmp_path / "fft")

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.conversion.base_files import copy_base_files, name_on_hub
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.padding import Padding
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import open_base
+from pipeline.model.stock_model import Padding
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.conversion.hub_server import hub
@@ -137,9 +137,10 @@ def test_terms_and_tokenizer_are_kept(format, exports):
         (None, False, {}),
     ],
 )
-def test_terms_in_a_strangers_card(card, licence, expected, checkpoints, tmp_path, monkeypatch):
+def test_terms_in_a_strangers_card(card, licence, expected, checkpoints, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     base = shutil.copytree(STORIES, tmp_path / "base")
+    (base / "README.md").unlink()
     if card is not None:
         (base / "README.md").write_text(card)
     if licence:
@@ -148,6 +149,8 @@ def test_terms_in_a_strangers_card(card, licence, expected, checkpoints, tmp_pat
     front = front_matter(tmp_path / "hf")
     assert {name: value for name, value in front.items() if name.startswith("license")} == expected
     assert not (tmp_path / "made").exists()
+    unreadable = card is not None and card.startswith(("---\nlicense: !!", "---\nlicense: mit\n x", "---\nlicense: [["))
+    assert ("front matter cannot be read" in caplog.text) == unreadable
 
 
 def kept_of(base: Path, folder: Path) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,10 @@ import pytest
 import yaml
 
 from pipeline.config.run import load_config
+from pipeline.errors import ConfigError
 from pipeline.model.from_hf import read_spec
+from pipeline.model.stock_model import Padding, stock_widths
+from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from pipeline.sizing.matching import Matcher, MethodName, as_yaml
@@ -55,6 +59,38 @@ def test_widths_grow_in_the_papers_ratio(run):
     assert matcher.family("adapt").of_size(512).expansion.num_attention_heads == 8
     run_with_lora = run(method={"name": "lora", "rank": 8})
     assert Matcher(run_with_lora, read_spec(LLAMA_1B)).family("adapt").of_size(256).l_fp == 3
+
+
+@pytest.mark.parametrize("needs", ["tp=1", "tp=2", "tp=8,gguf", "gguf"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_widths_for_servers_need_no_padding(needs, tp_size, run):
+    spec, padding = read_spec(STORIES), Padding.parse(needs)
+    matcher = Matcher(run(parallel__tp_size=tp_size), spec, padding=padding)
+    for name in ("preserve", "adapt"):
+        (match,) = matcher.match([name], 100_000)
+        plan = plan_expansion(match.settings, spec.widths, spec.num_layers)
+        assert stock_widths(plan.expansion, spec, padding) == stock_widths(plan.expansion, spec)
+        sums = {key: width + getattr(plan.expansion, key) for key, width in asdict(spec.widths).items()}
+        assert asdict(stock_widths(plan.expansion, spec)) == sums
+        sizes = [matcher.trained(matcher.family(name).of_size(size)) for size in (8, 24, 40, 64)]
+        assert sizes == sorted(sizes)
+
+
+def test_by_default_a_stock_export_needs_no_zeros(run):
+    spec = read_spec(STORIES)
+    for norm in ("base", "separate"):
+        matcher = Matcher(run(method__norm=norm), spec)
+        widths = [matcher.family("preserve").of_size(size).expansion for size in range(8, 65, 8)]
+        whole = [(64 + it.hidden_size, 8 + it.num_attention_heads) for it in widths]
+        assert all(hidden % heads == 0 for hidden, heads in whole) == (norm == "base")
+
+
+def test_widths_that_cannot_be_both_trained_and_served_are_refused(run):
+    """9 servers need 9 key/value heads, of which 6 are new; 4 ranks cannot split these."""
+    spec = replace(read_spec(STORIES), widths=Widths(48, 128, 6, 3))
+    matcher = Matcher(run(parallel__tp_size=4), spec, padding=Padding(9))
+    with pytest.raises(ConfigError, match="--serve: no added widths"):
+        matcher.family("preserve").of_size(8)
 
 
 def test_other_settings_of_the_method_are_kept(run):

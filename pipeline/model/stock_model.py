@@ -1,18 +1,22 @@
-"""The widths of the ordinary model that a widened one becomes, padded with zeros to what its servers can split.
+"""The ordinary model that a widened one may become: whether it can, with which widths, and who can split it.
 
-A zero head attends to zero values, a zero channel is multiplied by zero: outputs stay equal to the last bit of the sums
-that matter. Only time and memory grow.
+Widths may be padded with zeros to what its servers split. A zero head attends to zero values, a zero channel is
+multiplied by zero: outputs stay equal to the last bit of the sums that matter. Only time and memory grow.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from argparse import ArgumentTypeError
+from dataclasses import asdict, dataclass
 
-from pipeline.scale.plan import Widths
+from pipeline.model.families import family_of
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import ExpansionPlan, Widths
 
 _GGUF_BLOCK = 256
 """The elements of a row that GGUF's K-quants need a multiple of."""
+_MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Padding:
         """Reads `tp=8`, `gguf`, or both with a comma between them.
 
         Raises:
-            ValueError: it is something else.
+            ArgumentTypeError: it is something else.
         """
         tp, row_multiple = 1, 1
         for need in text.split(","):
@@ -37,11 +41,46 @@ class Padding:
             elif need.strip() == "gguf":
                 row_multiple = _GGUF_BLOCK
             else:
-                raise ValueError(f"{need.strip()!r}: expected tp=<ranks> or gguf")
+                raise ArgumentTypeError(f"{need.strip()!r}: expected tp=<ranks> or gguf")
         return cls(tp, row_multiple)
 
 
 UNPADDED = Padding()
+
+
+def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
+    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one; None if it is."""
+    if plan is None:
+        return None
+    if reason := family_of(spec).why_not_stock:
+        return reason
+    if plan.routed:
+        return "variant route: no ordinary model runs two paths"
+    if plan.norm != "base":
+        return "method.norm separate: an ordinary RMSNorm takes one mean square for both streams (norm: base allows it)"
+    if gated:
+        return "a gate decides for each token (--without-gate leaves it out)"
+    return None
+
+
+def stock_widths(added: Widths, spec: DecoderSpec, padding: Padding = UNPADDED) -> Widths:
+    """The widths of the ordinary model that a base of the architecture `spec` becomes with `added` widths."""
+    base, more = asdict(spec.widths), asdict(added)
+    sums = Widths(**{name: base[name] + more[name] for name in base})
+    return padded_widths(sums, spec.head_dim, padding, derives_head_dim=family_of(spec).derives_head_dim)
+
+
+def describe_serving(added: Widths, spec: DecoderSpec) -> str:
+    """How servers can split the ordinary model, and the added widths next above that need no padding."""
+    whole, everywhere = stock_widths(added, spec), Padding(_MOST_RANKS, _GGUF_BLOCK)
+    ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if stock_widths(added, spec, Padding(tp)) == whole]
+    rows = "whole" if stock_widths(added, spec, Padding(1, _GGUF_BLOCK)) == whole else "in a larger format"
+    text = f"split by tp {', '.join(map(str, ranks))}; GGUF's K-quants: {rows}"
+    fitting, base = asdict(stock_widths(added, spec, everywhere)), asdict(spec.widths)
+    if fitting == asdict(whole):
+        return text
+    more = ", ".join(f"{name} {fitting[name] - base[name]}" for name in base if name != "num_key_value_heads")
+    return f"{text}; for both up to tp {_MOST_RANKS} add {more}"
 
 
 def padded_widths(widths: Widths, head_dim: int, padding: Padding, *, derives_head_dim: bool) -> Widths:

@@ -2,7 +2,7 @@ r"""Converts a training checkpoint to a Hugging Face folder, and checks that it 
 
     python tools/convert_checkpoint.py --config configs/demo.yaml
     python tools/convert_checkpoint.py --config configs/demo.yaml --format stock --without-gate --output exported
-    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000300 --base data/models/stories260K \
+    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000200 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the run's YAML file")
     add_set_option(parser)
-    parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000300")
+    parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000200")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
     parser.add_argument("--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved")
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")

@@ -1,7 +1,7 @@
 """Prints a checkpoint's method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
 python tools/inspect_checkpoint.py runs/demo                                the newest
-python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000300
+python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000200
 """
 
 from __future__ import annotations

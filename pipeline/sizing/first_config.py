@@ -141,7 +141,7 @@ def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
     hidden = max(1, round(spec.widths.hidden_size * WIDER_BY / matcher.multiple_of)) * matcher.multiple_of
     method = matcher.grown("adapt", hidden)
     assert isinstance(method, ScaleMethod)
-    return method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"})
+    return {**method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"}), "norm": "base"}
 
 
 def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[RunConfig, dict[str, Any]]:
@@ -176,7 +176,8 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "method": f"Every width grows by about an eighth: hidden {base.hidden_size}, FFN {base.intermediate_size}, "
         f"{base.num_attention_heads} heads in the base.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
-        "forgets and learns less.",
+        "forgets and learns less.\n"
+        "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md).",
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
         "base, and keeps the model near it (docs/rehearsal.md).",

@@ -195,8 +195,8 @@ class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
     The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says; to its sum
-    are added `more_squares: [..., 1]`. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads,
-    not its positions.
+    are added `more_squares: [..., 1]`. `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for
+    the backward pass. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
     """
 
     def __init__(
@@ -218,16 +218,24 @@ class RMSNorm(nn.Module):
         self.shared = shared_by_neighbours if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
-    def forward(self, x: Tensor, statistics_of: Tensor | None = None, more_squares: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        statistics_of: Tensor | None = None,
+        more_squares: Tensor | None = None,
+        *,
+        x_fp32: Tensor | None = None,
+    ) -> Tensor:
         weight = self.shared(self.weight, self.tp)
+        x_fp32 = x.float() if x_fp32 is None else x_fp32
         if statistics_of is None and self.normed is None and more_squares is None:
-            normal = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+            normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
-            source = x if statistics_of is None else statistics_of
+            source = x_fp32 if statistics_of is None else statistics_of
             normed = self.normed or NormedChannels(source.shape[-1], 1.0)
             squares = normed.sum_of_squares(source)
             squares = squares if more_squares is None else squares + more_squares
-            normal = x.float() * torch.rsqrt(squares / source.shape[-1] + self.eps)
+            normal = x_fp32 * torch.rsqrt(squares / source.shape[-1] + self.eps)
         # As in transformers, which multiplies by 1 + weight in fp32.
         return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
 
@@ -298,7 +306,12 @@ class WidenedNorm(nn.Module):
         if self._stored_scale is not None:
             added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
             return self.base(x, None, added), self.expansion(x_up, x, added)
-        return self.base(x), self.expansion(x_up, x if self.statistics == "base" else None)
+        if self.statistics == "separate":
+            return self.base(x), self.expansion(x_up)
+        if isinstance(self.base, LayerNorm):
+            return self.base(x), self.expansion(x_up, x)
+        x_fp32 = x.float()
+        return self.base(x, x_fp32=x_fp32), self.expansion(x_up, x_fp32)
 
 
 class WidenedHeadNorm(nn.Module):

@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TEST_WORKERS ?= 2
 # A file's tests stay on one worker, which shares its fixtures; files start in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
@@ -18,20 +20,24 @@ help:  ## list the targets with what they do
 
 install: $(STAMP)  ## create .venv with all dependencies of the project and its tests
 
-$(STAMP): setup.py constraints.txt
+$(CORE): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable .
 	@touch $@
 
-demo: $(STAMP)  ## run the whole pipeline on a small model, about 5 minutes; COMPARE=1 also trains by full fine-tuning
+$(STAMP): $(CORE)
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(CORE)  ## run the whole pipeline on a small model, about 5 minutes; COMPARE=1 also trains by full fine-tuning
 ifdef COMPARE
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert" bash slurm/cpt_korean.sh
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
 KOREAN := korean$(if $(QUICK),_quick)
-reproduce-korean: $(STAMP)  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
+reproduce-korean: $(CORE)  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
 	$(BIN)/python tools/run_study.py configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python tools/report.py runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS
@@ -39,14 +45,14 @@ ifdef ABLATIONS
 endif
 
 FRONTIER := frontier$(if $(QUICK),_quick)
-frontier: $(STAMP)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
+frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
 	$(BIN)/python tools/run_study.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python tools/show_frontier.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA)) --output runs/frontier/summary.json --picture runs/frontier/frontier.svg
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)
 PEOPLE := $(if $(QUICK),--people 400 --vocab-size 1024,--people 2000 --vocab-size 2048)
-reproduce-biography: $(STAMP)  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
+reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
 	$(BIN)/python tools/make_biographies.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/run_study.py configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/show_biographies.py runs/$(subst _,-,$(BIOGRAPHY))

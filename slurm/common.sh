@@ -60,6 +60,8 @@ load_site() {
         export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
     fi
     export PYTHONUNBUFFERED=1
+    # This checkout's code, not the image's.
+    [[ -z "${CONTAINER:-}" ]] || export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
     command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
 }
 

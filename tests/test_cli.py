@@ -66,6 +66,7 @@ def test_inspect_takes_checkpoints_and_token_corpora(tokens, tmp_path, monkeypat
 
 
 def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeypatch, capsys):
+    """tools/run_config.py"""
     write_config(tmp_path, tmp_path, name="base.yaml")
     path = tmp_path / "run.yaml"
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
@@ -80,6 +81,7 @@ def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeyp
 
 
 def test_completion_knows_commands_and_options(monkeypatch, capsys):
+    """tools/completion.py"""
     pytest.importorskip("shtab")
     for shell, syntax in (("bash", ["bash", "-n"]), ("zsh", None)):
         assert called(monkeypatch, "completion", shell) == 0

@@ -52,7 +52,7 @@ def begun(tmp_path_factory) -> tuple[Path, Path]:
 
 def reported(config: Path, capsys) -> tuple[int, list[str]]:
     """The exit code of a dry run, and the faults that it prints."""
-    code = dry_run(Namespace(config=config, gpus=2, gpus_per_node=2, json=True, base_config=None))
+    code = dry_run(Namespace(config=config, set=[], gpus=2, gpus_per_node=2, json=True, base_config=None))
     return code, json.loads(capsys.readouterr().out)["faults"]
 
 

@@ -22,7 +22,24 @@ _INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Unknown keys are refused, and all faults are reported at once with their dotted paths.
 Relative paths count from the working directory, which is the project's root in the scripts of `slurm/`.
-`configs/demo.yaml` is a small example, `configs/cpt_korean_llama3.2_1b.yaml` a real one.
+`configs/demo.yaml` is a small example, `configs/cpt_korean_llama3.2_1b.yaml` a real one, and
+`configs/cpt_korean_llama3.1_8b.yaml` the same for a larger base.
+
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+    scale-cpt config show my_run.yaml --set schedule.steps=20
+
+`init` writes a commented file with sizes that fit the base, the texts and the machine (`--gpus 8` for another one),
+and shows its dry run. `show` prints every setting with its source: the file, a file that it extends, `--set`, or
+the default.
+
+**One file extends another** with `extends: other.yaml`, relative to itself, over any number of levels; a study may
+extend a study. Sections are merged key by key. A list is replaced as a whole. `null` removes a section, such as
+`gate: null`; a section with another `name`, such as another method, replaces the one before.
+
+**`--set KEY=VALUE`** changes a setting for every command that reads a run, and may be repeated: `--set
+schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML, of the type in the tables below. Commands
+that work on a run record them in `changes.json` of its folder, so that the next command, or a resumed job,
+continues the same run; they say so. A later `--set` of the same key, or removing that file, changes it.
 
 This page is printed by `python tools/describe_config.py`.
 """

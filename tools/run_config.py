@@ -1,12 +1,18 @@
 """Shows what a run's configuration says and where each value comes from, or writes a first one for a base and texts.
 
-python tools/run_config.py show configs/demo_fft.yaml --set schedule.steps=20
+    python tools/run_config.py show configs/demo_fft.yaml --set schedule.steps=20
+    python tools/run_config.py init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+
+A first configuration is for --gpus GPUs, or for this machine, and is followed by its dry run.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +21,67 @@ import yaml
 from pipeline import command_line
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import Layer, combined, source_of
+from pipeline.errors import ConfigError
+from pipeline.files import write_text
 from pipeline.run_folder.changes import add_set_option, read_sources
+from pipeline.sizing.cluster import GIB, Cluster, add_cluster_options, cluster_of
 
 _DEFAULT = "default"
 _WIDEST = 80
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print every setting, and where it comes from: a file, --set, or default")
     show.add_argument("config", type=Path, help="the run's YAML file")
     add_set_option(show)
+    init = commands.add_parser("init", help="write a first configuration, with sizes that fit a base and texts")
+    init.add_argument("--base", type=Path, required=True, help="the folder of the model that learns")
+    init.add_argument("--new", nargs="+", required=True, metavar="FILE", help="texts to learn, as for tokenization")
+    init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
+    init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
+    add_cluster_options(init)
     arguments = parser.parse_args()
+    if arguments.command == "init":
+        return _write_first(arguments)
     layers = read_sources(arguments.config, arguments.set)
     print(as_yaml(parse_config(combined(layers), source=str(arguments.config)), layers), end="")
+    return 0
+
+
+def _write_first(arguments: argparse.Namespace) -> int:
+    """Writes a first configuration, prints its dry run, and returns 1 if that finds a fault."""
+    output = arguments.output or Path(f"{arguments.base.resolve().name}.yaml")
+    name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
+    if output.exists():
+        raise ConfigError(f"{output}: this file exists already; give another one as --output")
+    # Imported after the options are checked: torch takes seconds.
+    import torch
+
+    from pipeline.dry_run import as_text, make_plan
+    from pipeline.sizing.first_config import propose
+
+    on_cpu = "gpus" not in arguments and not torch.cuda.is_available()
+    cluster = this_machine(arguments) if "gpus" not in arguments else cluster_of(arguments)
+    config, text = propose(name, arguments.base, arguments.new, arguments.old, cluster, on_cpu=on_cpu)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, text)
+    plan = make_plan(config, cluster)
+    print(as_text(plan, datetime.now().astimezone()), f"wrote {output}", sep="\n\n")
+    return 1 if plan.faults else 0
+
+
+def this_machine(arguments: argparse.Namespace) -> Cluster:
+    """This machine's GPUs; without any, two processes that share its memory."""
+    import torch
+
+    gpus = torch.cuda.device_count() or 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / gpus
+    if torch.cuda.is_available():
+        memory = min(torch.cuda.get_device_properties(number).total_memory for number in range(gpus))
+    own = {"gpus": gpus, "gpus_per_node": gpus, "gpu_memory_gib": max(1.0, round(memory / GIB, 1))}
+    return cluster_of(argparse.Namespace(**{**own, **vars(arguments)}))
 
 
 def as_yaml(config: RunConfig, layers: list[Layer]) -> str:

@@ -57,7 +57,7 @@ def read_run(path: Path, changes: Sequence[str] = ()) -> RunConfig:
 def read_sources(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
     """The layers of that run: the files, the record in its folder, and `changes`. Raises as `read_run`."""
     layers = [*read_layers(path), layer_of(RunConfig, own := parse_changes(changes))]
-    folder = parse_config(combined(layers), source=_source(path, changes)).folder
+    folder = Path(str(combined(layers).get("folder", "")))  # not checked yet: the record may hold what is missing
     earlier = {key: value for key, value in recorded_changes(folder).items() if key not in own}
     if earlier:
         record = str(folder / NAME)
@@ -73,9 +73,11 @@ def recorded_changes(folder: Path) -> dict[str, str]:
     Raises:
         RunFolderError: the record is damaged.
     """
+    if folder == Path() or not folder.is_dir():  # which other checks report if it is a file
+        return {}
     try:
         return read_record(folder / NAME, Changes, RunFolderError, _ADVICE).changes
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return {}
 
 

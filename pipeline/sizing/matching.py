@@ -102,7 +102,7 @@ class Matcher:
             case _:
                 widest = max(widths.hidden_size, self.multiple_of)
                 steps = range(self.multiple_of, widest + 1, self.multiple_of)
-                return Family(steps, lambda size: self._scale(name, size))
+                return Family(steps, lambda size: self.grown(name, size))
 
     def _lora(self, rank: int) -> Lora:
         own = self.config.method
@@ -111,7 +111,7 @@ class Matcher:
         alpha = None if own.alpha is None else own.scale * rank
         return Lora(name="lora", rank=rank, alpha=alpha, target_modules=own.target_modules)
 
-    def _scale(self, variant: Variant, hidden_size: int) -> ScaleMethod:
+    def grown(self, variant: Variant, hidden_size: int) -> ScaleMethod:
         """SCALE with all widths grown by the same share, as closely as heads and tensor parallelism allow."""
         base, tp_size = self.spec.widths, self.config.parallel.tp_size
         share = hidden_size / base.hidden_size

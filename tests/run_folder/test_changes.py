@@ -60,6 +60,18 @@ def test_a_folder_that_another_command_uses_keeps_its_record(path):
     assert recorded_changes(config.folder) == {}
 
 
+def test_a_change_may_give_what_the_file_leaves_out(path):
+    text = path.read_text()
+    path.write_text(text.replace("  steps: 6\n", ""))
+    assert path.read_text() != text
+    with stage_of(read_run(path, ["schedule.steps=20"]), "tokenize", changes=["schedule.steps=20"]):
+        pass
+    assert read_run(path).schedule.steps == 20
+    path.write_text("name: no run\n")
+    with pytest.raises(ConfigError, match="folder: missing"):
+        read_run(path)
+
+
 def test_another_folder_is_another_run(path, tmp_path):
     given = [f"folder={tmp_path / 'other'}", "seed=7"]
     with stage_of(read_run(path, given), "tokenize", changes=given):

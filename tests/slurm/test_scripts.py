@@ -183,3 +183,29 @@ def test_a_batch_that_the_ranks_cannot_divide_is_refused_before_tokenization(tmp
     assert result.returncode == 1
     assert "global_batch_size" in result.stderr.splitlines()[0]
     assert not (tmp_path / "tokens").exists()
+
+
+def test_changes_of_settings_reach_every_stage(tmp_path: Path):
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$PYTHONPATH|$@" >> {tmp_path}/calls\n')
+    (tmp_path / "python").chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTHON"))}
+    environment = {**clean, "PATH": f"{tmp_path}:{clean['PATH']}", "VENV": str(tmp_path), "NPROC": "2"}
+    # `env` stands for a container's command.
+    command = [
+        "bash",
+        PROJECT / "slurm" / "cpt_korean.sh",
+        "configs/demo.yaml",
+        "--set",
+        "name=two words",
+        "--set=seed=7",
+    ]
+    subprocess.run(command, env={**environment, "CONTAINER": "env"}, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 7
+    assert all(call.endswith(" --set=name=two words --set=seed=7") for call in calls)
+    assert all(call.startswith(f"{PROJECT}|") for call in calls), "an image's code would run instead of the checkout's"
+    subprocess.run([*command, "--dry-run", "--json"], env=environment, check=True, capture_output=True)
+    planned = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert planned.startswith("|-m pipeline.train --dry-run --gpus 2") and "--set=seed=7 --json" in planned
+    lost = subprocess.run([*command, "--set"], env=environment, capture_output=True, text=True)
+    assert (lost.returncode, lost.stderr) == (1, "error: --set: expected KEY=VALUE after it\n")

@@ -1,0 +1,195 @@
+"""A first configuration for a base and texts: sizes that fit both, in the paper's proportions."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.sources import merged
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer_training import fertility, texts
+from pipeline.data.units import input_files
+from pipeline.errors import LayoutError
+from pipeline.model.from_hf import open_base
+from pipeline.model.spec import DecoderSpec
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import Estimator, open_estimator
+from pipeline.sizing.matching import Matcher
+
+SAMPLE_BYTES = 2**20
+WIDER_BY = 1 / 8
+"""The paper's share, of every width."""
+_PAPER_HIDDEN_SIZE, _PAPER_RATE = 2048, 1e-3
+_LONGEST, _SHORTEST = 8192, 64
+_SEQUENCES = 4096
+"""Sequences that a run reads at least, where its texts hold them: shorter sequences make more of little text."""
+_STEPS = 1000
+_LARGEST_STEP = 2**22
+"""Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
+_SMALLEST_BATCH = 8
+_MICRO_BATCHES = (16, 8, 4, 2, 1)
+_PACKED = (".zst", ".gz", ".xz", ".parquet", ".arrow")
+_REPEATED = (4, 100_000_000)
+"""Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a kind of text holds, by a sample of it."""
+
+    inputs: list[str]
+    tokens: int
+    tokens_per_byte: float
+
+
+def measure(inputs: Sequence[str], tokenizer: Tokenizer) -> Texts:
+    """Estimates the tokens of files from their sizes and a sample, which also tells how far packed files unpack.
+
+    Raises:
+        DataError: a file is missing, or holds no text.
+    """
+    sample = list(texts(inputs, max_bytes=SAMPLE_BYTES, seed=0))
+    found = fertility(tokenizer, iter(sample))
+    joined = "\n".join(sample).encode()
+    unpacked = len(joined) / max(1, len(zlib.compress(joined)))
+    size = sum(size * (unpacked if path.suffix in _PACKED else 1) for path, size in input_files(inputs).items())
+    return Texts(list(inputs), max(1, round(size * found.tokens_per_byte)), found.tokens_per_byte)
+
+
+def propose(
+    name: str, base: Path, new: Sequence[str], old: Sequence[str], cluster: Cluster, *, on_cpu: bool
+) -> tuple[RunConfig, str]:
+    """A configuration of a run on `cluster`, and the commented YAML that describes it.
+
+    Raises:
+        BaseModelError, DataError: the base or a text cannot be read.
+        ConfigError, LayoutError: no such run is possible.
+    """
+    spec, tokenizer = open_base(base).spec, load_tokenizer(base)
+    learned, known = measure(new, tokenizer), measure(old, tokenizer)
+    values = _values(name, base, spec, tokenizer, learned, known, cluster, on_cpu=on_cpu)
+    config = parse_config(values, source="the proposed configuration")
+    values |= {"method": _method(config, spec), "gate": {}}
+    config, values = _fitted(values, cluster, on_cpu=on_cpu)
+    return config, _as_yaml(values, spec, learned, known, cluster)
+
+
+def _values(
+    name: str,
+    base: Path,
+    spec: DecoderSpec,
+    tokenizer: Tokenizer,
+    learned: Texts,
+    known: Texts,
+    cluster: Cluster,
+    *,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """The settings, with full fine-tuning in the place of the method."""
+    passes = _REPEATED[0] if learned.tokens < _REPEATED[1] else 1
+    read = passes * learned.tokens
+    length = min(_LONGEST, 2 ** int(math.log2(spec.longest_text)))
+    while read < _SEQUENCES * length and length > _SHORTEST:
+        length //= 2
+    batch = 2 ** round(math.log2(max(1.0, min(_LARGEST_STEP, read / _STEPS) / length)))
+    batch = cluster.gpus * max(1, round(max(batch, _SMALLEST_BATCH) / cluster.gpus))
+    steps = max(1, round(read / (batch * length)))
+    own = {"tokens": max(20_000, min(50_000_000, read // 300)), "max_tokens": min(length, 2048)}
+    if not tokenizer.document_start:  # nothing to begin a text with
+        own |= {"openings": known.inputs, "opening_tokens": min(16, length // 4)}
+    return {
+        "name": name,
+        "folder": f"runs/{name}",
+        "base": str(base),
+        "method": {"name": "fft"},
+        "data": {
+            "folder": f"runs/{name}/tokens",
+            "sequence_length": length,
+            "corpora": {
+                "new": {"input": learned.inputs, "heldout_fraction": _heldout(learned, length)},
+                "old": {"input": known.inputs, "heldout_fraction": _heldout(known, length), "role": "replay"},
+                "own_text": {"role": "rehearsal", "sample": own},
+            },
+        },
+        "schedule": {
+            "steps": steps,
+            "global_batch_size": batch,
+            "micro_batch_size": 1,
+            "learning_rate": float(f"{_PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size):.1e}"),
+        },
+        "validation": {"every_steps": max(1, steps // 20), "max_sequences": 64},
+        "checkpoints": {"every_steps": max(1, steps // 10)},
+        "deepspeed": "ds_configs/zero1_fp32.json" if on_cpu else "ds_configs/zero1.json",
+    }
+
+
+def _heldout(text: Texts, length: int) -> float:
+    """A share of the documents that holds about 128 sequences, within limits."""
+    return float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
+
+
+def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
+    matcher = Matcher(config, spec)
+    hidden = max(1, round(spec.widths.hidden_size * WIDER_BY / matcher.multiple_of)) * matcher.multiple_of
+    method = matcher.grown("adapt", hidden)
+    assert isinstance(method, ScaleMethod)
+    return method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"})
+
+
+def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[RunConfig, dict[str, Any]]:
+    """The settings with the first layout that fits, and its largest micro-batch."""
+    layouts: list[dict[str, Any]] = [{}]
+    if not on_cpu:
+        layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
+        layouts += [{"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}]
+    per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
+    for layout in layouts:
+        for micro_batch in (size for size in _MICRO_BATCHES if per_rank % size == 0):
+            fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
+            config = parse_config(fitted, source="the proposed configuration")
+            if _fits(open_estimator(config, cluster)):
+                return config, fitted
+    raise LayoutError(
+        f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "
+        "(--gpus, --gpu-memory-gib), or a tensor-parallel size that tools/estimate.py recommends"
+    )
+
+
+def _fits(estimator: Estimator) -> bool:
+    return estimator.memory(estimator.own_choice)[0].total <= estimator.cluster.usable_bytes
+
+
+def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
+    base, schedule = spec.widths, values["schedule"]
+    tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
+    comments = {
+        "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
+        "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
+        "method": f"Every width grows by about an eighth: hidden {base.hidden_size}, FFN {base.intermediate_size}, "
+        f"{base.num_attention_heads} heads in the base.\n"
+        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
+        "forgets and learns less.",
+        "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
+        f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
+        "base, and keeps the model near it (docs/method.md).",
+        "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
+        "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
+        "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",
+        "deepspeed": f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
+        "`scale-cpt estimate` compares others.",
+    }
+    parts = []
+    for key, value in values.items():
+        comment = "".join(f"# {line}\n" for line in comments.get(key, "").splitlines())
+        style = None if isinstance(value, dict) else False
+        section = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, default_flow_style=style, width=110)
+        parts.append(("\n" if isinstance(value, dict) or comment else "") + comment + section)
+    return "".join(parts).lstrip("\n")

@@ -101,7 +101,7 @@ def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, install
     run(work, "tokenize", "--config", config, "--workers", 1, *(f"--set={change}" for change in SMALL))
     run(work, "sample", "--config", config, "--workers", 1)  # the changes are remembered
     run(work, "upscale", "--config", config)
-    run(work, "train", config)
+    run(work, "train", "--ranks", 2, config)
     run(work, "convert", "--config", config)
     assert json.loads((work / "runs/demo/training.json").read_text())["steps"] == 2
     assert (work / "runs/demo/hf/verification.json").exists()

@@ -168,7 +168,7 @@ def test_training_takes_no_options():
     program = [sys.executable, "-m", "pipeline.train", "--gpus", "2", "configs/demo.yaml"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "only --dry-run takes options" in done.stderr
+    assert "only --dry-run takes these options" in done.stderr
 
 
 def test_a_base_that_is_not_downloaded():

@@ -19,6 +19,10 @@ _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "spiece.model")
 _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
 _IGNORED = ("*/*", "consolidated*")
+_OUT_OF_REACH = (
+    ": the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it where there is a "
+    "network, with the same HF_HOME, or name a folder"
+)
 _logger = log.get_logger(__name__)
 
 
@@ -77,10 +81,12 @@ def hub_faults(what: str, kind: type[UserError]) -> Iterator[None]:
         raise kind(f"{what}: it does not exist, or is private; check the name, or `hf auth login`") from None
     except RevisionNotFoundError:
         raise kind(f"{what}: it has no such revision; name a branch, tag or commit of it") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        raise kind(
-            f"{what}: the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it "
-            "where there is a network, with the same HF_HOME, or name a folder"
-        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise kind(what + _OUT_OF_REACH) from None
     except (HFValidationError, HfHubHTTPError, EntryNotFoundError) as error:
         raise kind(f"{what}: {in_one_line(error):.300}") from None
+    except Exception as error:
+        # The hub's client has another HTTP library from version to version.
+        if not {"TransportError", "ConnectionError"} & {base.__name__ for base in type(error).__mro__}:
+            raise
+        raise kind(what + _OUT_OF_REACH) from None

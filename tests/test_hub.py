@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 import zstandard
+from huggingface_hub import HfApi
 
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
@@ -20,7 +21,7 @@ from pipeline.data.unit_work import Job
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import BaseModelError, DataError
-from pipeline.hub import model_folder, source_of
+from pipeline.hub import hub_faults, model_folder, source_of
 from pipeline.inputs import read_inputs
 from pipeline.sizing.checks import Faults, plan_corpora
 from tests.bases import STORIES
@@ -73,6 +74,13 @@ def test_what_the_cache_lacks_is_refused_in_one_line(name, cache):
     with pytest.raises(BaseModelError, match=f"{name}: no such folder here.*HF_HUB_OFFLINE") as fault:
         model_folder(Path(name))
     assert "\n" not in str(fault.value)
+
+
+def test_a_network_that_fails_is_one_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    asking = hub_faults("org/stories", BaseModelError)
+    with pytest.raises(BaseModelError, match="org/stories: the hub cannot be reached"), asking:
+        HfApi(endpoint="http://127.0.0.1:9").dataset_info("org/stories")  # nothing listens there
 
 
 def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):

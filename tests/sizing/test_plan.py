@@ -183,7 +183,7 @@ def test_a_base_that_is_not_downloaded():
     assert done.returncode == 1
     plan = json.loads(done.stdout)
     assert plan["could_start"] is False
-    assert any("models/Llama-3.2-1B/config.json: no such file" in fault for fault in plan["faults"])
+    assert any("models/Llama-3.2-1B: no such folder here" in fault for fault in plan["faults"])
     assert plan["parameters"]["base"] == 1_235_814_400
     assert plan["tokens"] == 59_999_518_720
     assert plan["checkpoints"]["bytes_each"] == plan["parameters"]["trained"] * 12

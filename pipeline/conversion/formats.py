@@ -23,6 +23,8 @@ from pipeline.model.families import FusedPart, hf_tensor
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.gate import DECAY
 
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
 
 def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
@@ -62,6 +64,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "normed_size": None if spec.residual is None else spec.residual.normed_size,
         "rest_scale": 0.0 if spec.residual is None else spec.residual.scale,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
+        **{heads: getattr(spec.widths, heads) + getattr(plan.expansion, heads) for heads in _HEADS},
         "l_fp": plan.l_fp,
         "collaborative_modules": sorted(plan.collaborative_modules),
         "routed": plan.routed,

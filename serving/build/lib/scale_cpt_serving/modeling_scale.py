@@ -1,0 +1,719 @@
+"""A language model widened by SCALE, for `transformers`. This file is shipped with the weights.
+
+It needs torch and transformers alone:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and `x_up`, and every
+linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Language Models", Eq. 1):
+
+    [ Y    ]   [ base               expansion_to_base      ] [ X    ]
+    [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
+
+`expansion_to_base` exists only in collaborative layers. A routed model runs the layers above `l_fp` twice, with and
+without those blocks, and takes per token the path that the router chooses (Eq. 5).
+
+With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
+closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
+without those blocks, and an open one the other.
+
+Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils.versions import require_version
+
+NEEDED = "5.4.0"
+"""The oldest transformers that runs this file; an older one would fail at one of the imports below."""
+require_version(f"transformers>={NEEDED}", "This model's code needs it: pip install -U transformers")
+
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.utils import can_return_tuple  # noqa: E402
+
+
+class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
+    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
+    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none). The
+    router compares the logits of the first `router_vocab_size` tokens (None: all): the base's, as in training.
+    """
+
+    model_type = "scale"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 512
+    hidden_size: int = 64
+    intermediate_size: int = 172
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 12
+    head_dim: int = 8
+    max_position_embeddings: int = 512
+    expansion_hidden_size: int = 32
+    expansion_intermediate_size: int = 86
+    expansion_num_attention_heads: int = 4
+    expansion_num_key_value_heads: int = 4
+    l_fp: int = 2
+    collaborative_modules: list[str] | tuple[str, ...] = ()
+    routed: bool = False
+    router_threshold: float = 0.5
+    router_vocab_size: int | None = None
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    norm_statistics: str = "separate"
+    normed_size: int | None = None
+    rest_scale: float = 0.0
+    hidden_act: str = "silu"
+    gated_ffn: bool = True
+    query_key_value_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    parallel_residual: bool = False
+    norm_placement: str = "before"
+    gain_offset: bool = False
+    query_key_norm: str = "none"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    layer_types: list[str] | tuple[()] = ()
+    sliding_window: int | None = None
+    rotary: list[dict[str, Any]] | tuple[()] = ()
+    layer_rotary: list[int | None] | tuple[()] = ()
+    gate_layer: int | None = None
+    gate_features: str = "token"
+    gate_decay: float = 0.8
+    gate_bias: float = 0.0
+    gate_threshold: float = 0.0
+    use_cache: bool = True
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
+        # transformers before and after configurations became dataclasses: both take this.
+        for name in ScaleConfig.__annotations__:
+            setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
+        if isinstance(self.rotary, dict):
+            raise ValueError("rotary: written by an earlier version of this model's code; convert the checkpoint again")
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
+        super().__init__(**kwargs)
+
+    def is_collaborative(self, layer: int, module: str) -> bool:
+        """Whether `module` of `layer` has expansion_to_base blocks."""
+        return layer >= self.l_fp and module in self.collaborative_modules
+
+    def why_not_packed(self) -> str | None:
+        """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
+        if any(spec["context"] is not None for spec in self.rotary):
+            return "its rotary frequencies change with a text's length"
+        if self.gate_layer is not None and self.gate_features == "token+running_mean":
+            return "its gate reads a running mean, which servers do not cache; fit one with features: token"
+        return None
+
+
+class StreamPath(NamedTuple):
+    """The streams x [B, S, D] and x_up [B, S, U] of one path.
+
+    `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens.
+    """
+
+    x: Tensor
+    x_up: Tensor
+    masked: bool | Tensor = False
+
+    def plus(self, y: Tensor, y_up: Tensor) -> StreamPath:
+        return StreamPath(self.x + y, self.x_up + y_up, self.masked)
+
+    def normed(self, norm: nn.Module | None) -> StreamPath:
+        if norm is None:
+            return self
+        x, x_up = norm(self.x, self.x_up)
+        return StreamPath(x, x_up, self.masked)
+
+
+class WidenedLinear(nn.Module):
+    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base, expansion) pairs."""
+
+    def __init__(self, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool, collaborative: bool) -> None:
+        super().__init__()
+        (size_in, up_in), (size_out, up_out) = sizes_in, sizes_out
+        self.base = nn.Linear(size_in, size_out, bias=bias)
+        self.expansion_to_base = nn.Linear(up_in, size_out, bias=False) if collaborative else None
+        self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
+        self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
+
+    def forward(self, x: Tensor, x_up: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
+        y = self.base(x)
+        if self.expansion_to_base is not None and masked is not True:
+            widened = y + self.expansion_to_base(x_up)
+            y = torch.where(masked, y, widened) if isinstance(masked, Tensor) else widened
+        return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
+
+
+class StreamNorm(nn.Module):
+    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
+
+    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale` in them. With
+    `gain_offset` (RMSNorm only) the gain is 1 + weight.
+    """
+
+    def __init__(self, config: ScaleConfig, size: int, normed_size: int | None = None, kind: str | None = None) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.gain_offset = config.gain_offset
+        self.normed_size, self.rest_scale = normed_size, config.rest_scale
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if (kind or config.norm) == "layernorm" else None
+
+    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+        source = (x if statistics_of is None else statistics_of).float()
+        if self.bias is None:
+            total = source[..., : self.normed_size].square().sum(-1, keepdim=True)
+            if self.normed_size is not None:
+                total = total + self.rest_scale**2 * source[..., self.normed_size :].square().sum(-1, keepdim=True)
+            normal = x.float() * torch.rsqrt(total / source.shape[-1] + self.eps)
+            if self.gain_offset:
+                return (normal * (1 + self.weight.float())).to(x.dtype)
+            return self.weight * normal.to(x.dtype)
+        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
+        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
+        return self.weight * normal.to(x.dtype) + self.bias
+
+
+class WidenedNorm(nn.Module):
+    """Both streams normalised: the base by its own statistics, the expansion by its own or by the base's."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.shared = config.norm_statistics == "base"
+        of_base = config.normed_size if self.shared else None
+        self.base = StreamNorm(config, config.hidden_size, config.normed_size)
+        self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
+
+    def forward(self, x: Tensor, x_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.base(x), self.expansion(x_up, x if self.shared else None)
+
+
+class WidenedHeadNorm(nn.Module):
+    """Queries or keys normalised, each head or the base's and the added heads as two wholes, by own statistics."""
+
+    def __init__(self, config: ScaleConfig, heads: tuple[int, int]) -> None:
+        super().__init__()
+        of_all = config.query_key_norm == "all"
+        size, size_up = heads if of_all else (config.head_dim, config.head_dim)
+        self.base = StreamNorm(config, size, kind="rmsnorm")
+        # With the base's statistics, the added heads have the base's gains too.
+        own = of_all or config.norm_statistics == "separate"
+        self.expansion = StreamNorm(config, size_up, kind="rmsnorm") if own else None
+
+    def forward(self, heads: Tensor, heads_up: Tensor) -> tuple[Tensor, Tensor]:
+        up = self.base if self.expansion is None else self.expansion
+        return self._normed(self.base, heads), self._normed(up, heads_up)
+
+    @staticmethod
+    def _normed(norm: StreamNorm, flat: Tensor) -> Tensor:
+        return norm(flat.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
+
+
+class Rotary(NamedTuple):
+    """Rotary position embedding: cos and sin [B, 1, S, R]; the first R features of each head are rotated.
+
+    A tuple, so that `device_map` moves it to the device of each layer.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, spec: dict[str, Any], dtype: torch.dtype) -> Rotary:
+        """For positions [B, S]; `spec` is one of the config's rotary embeddings."""
+        frequencies = torch.tensor(spec["frequencies"], device=positions.device)
+        if spec["context"] is not None:
+            length = positions.amax(-1)[:, None, None] + 1
+            others = cls._in_longer_texts(spec, length, 2 * len(frequencies))
+            frequencies = torch.where(length > spec["context"], others, frequencies)
+        angles = positions.float().unsqueeze(-1) * frequencies
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
+        factor = spec["attention_factor"]
+        return cls((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+    @staticmethod
+    def _in_longer_texts(spec: dict[str, Any], length: Tensor, width: int) -> Tensor:
+        """The frequencies beyond the context: others (longrope), or of a theta that grows with the text (dynamic)."""
+        if spec["long_frequencies"] is not None:
+            return torch.tensor(spec["long_frequencies"], device=length.device)
+        stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
+        theta = spec["theta"] * stretched ** (width / (width - 2))
+        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
+        return 1.0 / theta**exponents
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """heads: [B, H, S, K]."""
+        width = self.cos.shape[-1]
+        rotated, rest = heads[..., :width], heads[..., width:]
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+        return torch.cat([rotated, rest], dim=-1)
+
+
+def eager_attention(
+    module: Any,  # noqa: ANN401
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor]:
+    """The interface's literal attention: query [B, H, S, K], key and value [B, H_kv, T, K] -> [B, S, H, K]."""
+    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class ScaleAttention(nn.Module):
+    """Causal attention. The expansion's heads follow the base's; each path has its own set of all heads."""
+
+    is_causal = True
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.sliding_window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        hidden = (config.hidden_size, config.expansion_hidden_size)
+        heads = self._sizes(config.num_attention_heads, config.expansion_num_attention_heads)
+        kv_heads = self._sizes(config.num_key_value_heads, config.expansion_num_key_value_heads)
+        bias, collaborative = config.query_key_value_bias, config.is_collaborative(layer, "attention")
+        self.base_width = heads[0]
+        self.query = WidenedLinear(hidden, heads, bias, collaborative)
+        self.key = WidenedLinear(hidden, kv_heads, bias, collaborative)
+        self.value = WidenedLinear(hidden, kv_heads, bias, collaborative)
+        normed = config.query_key_norm != "none"
+        self.query_norm = WidenedHeadNorm(config, heads) if normed else None
+        self.key_norm = WidenedHeadNorm(config, kv_heads) if normed else None
+        self.output = WidenedLinear(heads, hidden, config.output_bias, collaborative)
+
+    def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
+        return (heads - expansion_heads) * self.head_dim, expansion_heads * self.head_dim
+
+    def forward(
+        self,
+        paths: list[StreamPath],
+        rotary: Rotary | None,
+        mask: Any,  # noqa: ANN401
+        cache: Any,  # noqa: ANN401
+        options: dict[str, Any],
+    ) -> list[tuple[Tensor, Tensor]]:
+        query = self._heads(self.query, self.query_norm, paths)
+        key = self._heads(self.key, self.key_norm, paths)
+        value = self._heads(self.value, None, paths)
+        if rotary is not None:
+            query, key = rotary.rotate(query), rotary.rotate(key)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        chosen = self.config._attn_implementation
+        attend: Callable[..., Any] = eager_attention if chosen == "eager" else ALL_ATTENTION_FUNCTIONS[chosen]
+        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **window, **options)
+        attended = heads.flatten(2).chunk(len(paths), dim=-1)
+        return [
+            self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
+            for flat, path in zip(attended, paths, strict=True)
+        ]
+
+    def _heads(self, projection: WidenedLinear, norm: WidenedHeadNorm | None, paths: list[StreamPath]) -> Tensor:
+        """[B, H, S, K]: the heads of all paths, in the order that keeps query heads with their key/value head."""
+        projected = [projection(*path) for path in paths]
+        flat = torch.cat([part for pair in projected for part in (pair if norm is None else norm(*pair))], dim=-1)
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class ScaleFeedForward(nn.Module):
+    """The feed-forward network: gated (Llama) or plain (GPT-NeoX)."""
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        hidden = (config.hidden_size, config.expansion_hidden_size)
+        inner = (config.intermediate_size, config.expansion_intermediate_size)
+        bias, collaborative = config.ffn_bias, config.is_collaborative(layer, "ffn")
+        self.activation = ACT2FN[config.hidden_act]
+        self.gate = WidenedLinear(hidden, inner, bias, collaborative) if config.gated_ffn else None
+        self.up = WidenedLinear(hidden, inner, bias, collaborative)
+        self.down = WidenedLinear(inner, hidden, bias, collaborative)
+
+    def forward(self, path: StreamPath) -> tuple[Tensor, Tensor]:
+        inner, inner_up = self.up(*path)
+        if self.gate is None:
+            inner, inner_up = self.activation(inner), self.activation(inner_up)
+        else:
+            gate, gate_up = self.gate(*path)
+            inner, inner_up = self.activation(gate) * inner, self.activation(gate_up) * inner_up
+        fed: tuple[Tensor, Tensor] = self.down(inner, inner_up, path.masked)
+        return fed
+
+
+class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """One decoder layer on one path or on the router's two: norms before and after, sequential or parallel residual."""
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.attention_norm = WidenedNorm(config) if before else None
+        self.attention = ScaleAttention(config, layer)
+        self.attention_post_norm = WidenedNorm(config) if after else None
+        self.ffn_norm = WidenedNorm(config) if before else None
+        self.ffn = ScaleFeedForward(config, layer)
+        self.ffn_post_norm = WidenedNorm(config) if after else None
+
+    def forward(
+        self,
+        *streams: Tensor,
+        masked: list[bool | Tensor],
+        rotary: Rotary | None,
+        mask: Any,  # noqa: ANN401
+        past_key_values: Any = None,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, ...]:
+        """x and x_up of each path -> the same: a reentrant checkpoint sees tensors among the arguments only.
+
+        `options` are for the attention function, such as a server's own cache.
+        """
+        paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
+        read = [path.normed(self.attention_norm) for path in paths]
+        attended = self.attention(read, rotary, mask, past_key_values, options)
+        summed = self._sum(paths, attended, self.attention_post_norm)
+        fed = [self.ffn(path.normed(self.ffn_norm)) for path in (paths if self.parallel_residual else summed)]
+        return tuple(stream for path in self._sum(summed, fed, self.ffn_post_norm) for stream in path[:2])
+
+    @staticmethod
+    def _sum(
+        paths: list[StreamPath], changes: list[tuple[Tensor, Tensor]], norm: WidenedNorm | None
+    ) -> list[StreamPath]:
+        normed = changes if norm is None else [norm(*change) for change in changes]
+        return [path.plus(*change) for path, change in zip(paths, normed, strict=True)]
+
+
+class ScaleEmbedding(nn.Module):
+    """The base's token embedding beside the added columns, from which the expansion stream starts: [B, S, D + U]."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.base = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+        self.scale = config.embedding_scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
+        if self.scale == 1.0:
+            return embedded
+        return embedded * torch.tensor(self.scale, dtype=embedded.dtype, device=embedded.device)
+
+
+class GateCache(DynamicLayer):  # type: ignore[misc]
+    """What a gate's running mean has read. Static caches mask their empty places only if all layers are like theirs."""
+
+    is_compileable = True
+
+
+class ScaleGate(nn.Module):
+    """Decides which tokens stay closed, by a linear score of the base's stream x [B, S, D] before `gate_layer`.
+
+    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
+    far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
+    """
+
+    WINDOW_DOUBLINGS = 7  # the mean reads 2 ** 7 tokens; what it leaves out is below the resolution of fp32
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.cache_layer = config.num_hidden_layers
+        self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
+        self.has_mean = config.gate_features == "token+running_mean"
+        size = config.hidden_size * (2 if self.has_mean else 1)
+        self.mean = nn.Parameter(torch.zeros(size))
+        self.std = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+        """The closed tokens, bool [B, S, 1]. What the running mean needs is cached.
+
+        is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
+        """
+        features = x.float()
+        features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
+        if self.has_mean:
+            features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
+        score = ((features - self.mean.float()) / self.std.float() * self.weight.float()).sum(-1, keepdim=True)
+        return score + self.bias <= self.threshold
+
+    def _running_mean(
+        self,
+        values: Tensor,
+        is_text: Tensor | None,
+        documents: Tensor | None,
+        cache: Any,  # noqa: ANN401
+    ) -> Tensor:
+        length = values.shape[1]
+        counts = values.new_ones(*values.shape[:2], 1) if is_text is None else is_text.to(values).unsqueeze(-1)
+        values = values * counts
+        if cache is not None:
+            # One layer more in the cache, so that it is reordered and cropped with the others.
+            if len(cache.layers) == self.cache_layer:
+                cache.layers.append(GateCache())
+            kept = cache.update(values.unsqueeze(1), counts.unsqueeze(1), self.cache_layer)
+            values, counts = (tensor[:, 0, -(length + 2**self.WINDOW_DOUBLINGS - 1) :] for tensor in kept)
+        total = torch.cat([values, counts], dim=-1)
+        for doubling in range(self.WINDOW_DOUBLINGS):
+            shift = 2**doubling
+            if shift >= total.shape[1]:
+                break
+            earlier = self.decay**shift * total[:, :-shift]
+            if documents is not None:
+                earlier = earlier * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1)
+            total = torch.cat([total[:, :shift], total[:, shift:] + earlier], dim=1)
+        total = total[:, -length:]
+        return total[..., :-1] / total[..., -1:].clamp(min=1e-30)
+
+
+class ScaleOutput(nn.Module):
+    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own."""
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.threshold, self.compared = config.router_threshold, slice(config.router_vocab_size)
+        tied = config.tie_word_embeddings
+        self.base = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+
+    def forward(self, paths: list[StreamPath], embedding: Tensor) -> Tensor:
+        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved."""
+        base = embedding if self.base is None else self.base
+        z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
+        if len(paths) == 2:
+            z_p = F.linear(paths[0].x, base).float()
+            old_p, old = z_p[..., self.compared], z[..., self.compared]
+            preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
+                old_p.square().sum(-1, keepdim=True) * old.square().sum(-1, keepdim=True)
+            ).sqrt()
+            z = torch.where(preserved, (z_p + z) / 2, z)
+            x_up = torch.where(preserved, paths[0].x_up, x_up)
+        return z + F.linear(x_up, self.expansion)
+
+
+class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A decoder-only language model widened by SCALE."""
+
+    config_class = ScaleConfig
+    base_model_prefix = ""
+    _no_split_modules = ("ScaleLayer",)
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ("past_key_values",)
+    supports_gradient_checkpointing = True
+    _keep_in_fp32_modules_strict = ("token_gate",)
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__(config)
+        self.embedding = ScaleEmbedding(config)
+        self.layers = nn.ModuleList(ScaleLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.final_norm = WidenedNorm(config)
+        self.output = ScaleOutput(config)
+        self.token_gate = None if config.gate_layer is None else ScaleGate(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """It gives `inputs_embeds`: both streams [B, S, D + U]."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> None:
+        """None: the output projection is two matrices, and a tied one is read from the embedding."""
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:  # noqa: ANN401
+        """Refused: a row of the vocabulary is a row of four matrices, and the router compares the base's rows."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise NotImplementedError("a vocabulary is extended before the model is widened and trained")
+        return self.embedding
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The library's, whose paged cache has the same heads in every layer."""
+        reason = "some layers have two sets of heads" if self.config.routed else self.config.why_not_packed()
+        if reason is not None:
+            raise ValueError(f"continuous batching cannot run this model: {reason}")
+        return super().init_continuous_batching(*args, **kwargs)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CausalLMOutputWithPast:
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
+
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids. Hidden states are such streams of the adapted
+        path: before each layer, and after the last norm.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds")
+        embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        recorded: list[Tensor] | None = [] if output_hidden_states else None
+        paths = self.streams(
+            embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, **kwargs
+        )
+        logits = self.output(paths, self.embedding.base.weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        states = None if recorded is None else tuple(recorded)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
+
+    def streams(
+        self,
+        embedded: Tensor,
+        attention_mask: Any = None,  # noqa: ANN401
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401
+        logits_to_keep: int | Tensor = 0,
+        recorded: list[Tensor] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> list[StreamPath]:
+        """What `output` reads: one path or the router's two, after the last norm and the gate. Arguments: `forward`.
+
+        `recorded` receives the hidden states.
+        """
+        config = self.config
+        start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
+        if position_ids is None:
+            position_ids = self._positions(embedded, attention_mask, past_key_values)
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        masks = attention_mask
+        if not isinstance(masks, dict):  # a server's batches have their own
+            masks = {
+                kind: makers[kind](
+                    config=config,
+                    inputs_embeds=start.x,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for kind in sorted(set(config.layer_types))
+            }
+        tables = [Rotary.at(position_ids, spec, start.x.dtype) for spec in config.rotary]
+        paths, closed = [start], None
+        for index, layer in enumerate(self.layers):
+            if recorded is not None:
+                recorded.append(torch.cat(paths[-1][:2], dim=-1))
+            if self.token_gate is not None and index == self.config.gate_layer:
+                closed = self._closed(paths, attention_mask, position_ids, past_key_values)
+                if not self.config.routed:
+                    paths = [paths[0]._replace(masked=closed)]
+            if self.config.routed and index == self.config.l_fp:
+                paths = [paths[0]._replace(masked=True), paths[0]]
+            rotary = config.layer_rotary[index]
+            table = None if rotary is None else tables[rotary]
+            streams = layer(
+                *(stream for path in paths for stream in path[:2]),
+                masked=[path.masked for path in paths],
+                rotary=table,
+                mask=masks[config.layer_types[index]],
+                past_key_values=past_key_values,
+                **options,
+            )
+            pairs = zip(paths, streams[::2], streams[1::2], strict=True)
+            paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
+        if self.token_gate is not None and closed is None:
+            closed = self._closed(paths, attention_mask, position_ids, past_key_values)
+        if recorded is not None:
+            recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        paths = [StreamPath(path.x[:, kept], path.x_up[:, kept]).normed(self.final_norm) for path in paths]
+        if closed is not None:
+            # Zeros in x_up add exactly nothing to the logits. Without a router both are the same path.
+            preserved, adapted, shut = paths[0], paths[-1], closed[:, kept].to(paths[0].x.device)
+            paths = [
+                StreamPath(torch.where(shut, preserved.x, adapted.x), adapted.x_up.masked_fill(shut, 0)),
+            ]
+        return paths
+
+    def _closed(
+        self,
+        paths: list[StreamPath],
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """The gate's decisions [B, S, 1], on the path that no expansion_to_base block has changed."""
+        if self.token_gate is None:
+            raise ValueError("the model has no gate")
+        x, is_text, documents = paths[0].x, None, None
+        if attention_mask is None and cache is None:
+            # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+            breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
+            documents = F.pad(breaks.cumsum(dim=1), (1, 0))
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            is_text = attention_mask[:, -x.shape[1] :].bool()
+        closed: Tensor = self.token_gate(x, is_text, documents, cache)
+        return closed
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,  # noqa: ANN401
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> dict[str, Any]:
+        """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        contexts = [spec["context"] for spec in self.config.rotary if spec["long_frequencies"] is not None]
+        if any(0 < seen <= context < input_ids.shape[1] for context in contexts):
+            past_key_values = kwargs["next_sequence_length"] = None
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:  # noqa: ANN401
+        """The padding itself, which the gate reads too: `forward` makes the masks."""
+        return attention_mask
+
+    @staticmethod
+    def _positions(embedded: Tensor, attention_mask: Any, cache: Any) -> Tensor:  # noqa: ANN401
+        """Positions count from the first token that is not padding."""
+        length = embedded.shape[1]
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        seen = 0 if cache is None else cache.get_seq_length()
+        return torch.arange(seen, seen + length, device=embedded.device).unsqueeze(0)

@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-quick: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs serve-check gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -90,6 +90,13 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minutes on two cores (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
+serve-check: $(STAMP)  ## what every serving format costs the export of a small run, 5 minutes (CONFIG=my_run.yaml: of a run that is converted)
+ifndef CONFIG
+	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/serve_check.yaml STAGES="tokenize sample upscale train" bash slurm/cpt_korean.sh
+	$(BIN)/python tools/convert_checkpoint.py --config configs/serve_check.yaml --format stock --dtype bf16
+endif
+	$(BIN)/python tools/serve_check.py --config $(or $(CONFIG),configs/serve_check.yaml) --json benchmarks/out/serve_check.json
+
 gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)
 	$(BIN)/python tools/gpu_check.py $(if $(ONLY),--only $(ONLY))
@@ -103,6 +110,9 @@ bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=p
 
 bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other kinds of text (after make frontier QUICK=1; BASE=path: another base, DATA=path: other texts)
 	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --mlp --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
+
+bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
+	$(BIN)/python benchmarks/generation_speed.py --json benchmarks/out/generation.json
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json

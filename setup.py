@@ -53,7 +53,7 @@ setup(
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19.4,<0.20",
-        "transformers>=5.0,<6",
+        "transformers>=5.4,<6",
         "datasets>=4,<6",  # from 4 on they run no scripts
         "tokenizers>=0.21",
         "sentencepiece>=0.2",

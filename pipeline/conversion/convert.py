@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, Measured, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import Probe, probe_maker, verify
+from pipeline.conversion.verify import Probe, Reader, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import TOKENS
@@ -39,7 +40,7 @@ HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
 VERIFICATION = "verification.json"
-MakeProbe = Callable[[TrainedModel], Probe]
+MakeProbe = Callable[[Reader], Probe]
 _logger = log.get_logger(__name__)
 
 
@@ -172,7 +173,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
         base_probe = make_probe(model.with_tokenizer(None)) if model.manifest.run.vocabulary else probe
-        costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), export.dtype)
+        own = {text: math.log(found.exported_perplexity) for text, found in report.texts.items()}
+        costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), own, export.dtype)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_text(folder / CARD, model_card(model, export, Measured(report, costs, conversion.command), base_name))
         write_json(folder / RECORD, {**record, **written})
@@ -184,14 +186,18 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
 
 
 def _costs_of_precisions(
-    conversion: Conversion, export: tuple[Path, Probe], base: tuple[Path, Probe], dtype: torch.dtype
+    conversion: Conversion,
+    export: tuple[Path, Probe],
+    base: tuple[Path, Probe],
+    own: precisions.Nll,
+    dtype: torch.dtype,
 ) -> dict[ServedPrecision, precisions.Loss]:
-    """What the 16-bit types and the precisions asked for cost the export.
+    """What the 16-bit types and the precisions asked for cost the export, whose nll in its own type is `own`.
 
     Raises:
         ConversionError: it loses more than its base in one that was asked for.
     """
-    found = precisions.losses(export, base, dtype, ("bf16", "fp16", *conversion.precisions))
+    found = precisions.losses(export, base, own, dtype, ("bf16", "fp16", *conversion.precisions))
     for name, loss in found.items():
         if not loss.is_acceptable:
             message = f"{conversion.output}: {precisions.describe(name, loss)}"

@@ -24,6 +24,8 @@ from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY
 from pipeline.scale.plan import ExpansionPlan
 
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
 
 def why_not(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
@@ -101,6 +103,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "normed_size": None if spec.residual is None else spec.residual.normed_size,
         "rest_scale": 0.0 if spec.residual is None else spec.residual.scale,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
+        **{heads: getattr(spec.widths, heads) + getattr(plan.expansion, heads) for heads in _HEADS},
         "l_fp": plan.l_fp,
         "collaborative_modules": sorted(plan.collaborative_modules),
         "routed": plan.routed,

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils.versions import require_version
 
-NEEDED = "5.0.0"
+NEEDED = "5.4.0"
 """The oldest transformers that runs this file; an older one would fail at one of the imports below."""
 require_version(f"transformers>={NEEDED}", "This model's code needs it: pip install -U transformers")
 
@@ -41,11 +41,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.utils import can_return_tuple  # noqa: E402
 
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
-    """The base's sizes under their usual names, and what was added to each as `expansion_…`.
-
+    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
     `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none). The
     router compares the logits of the first `router_vocab_size` tokens (None: all): the base's, as in training.
     """
@@ -57,8 +57,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     hidden_size: int = 64
     intermediate_size: int = 172
     num_hidden_layers: int = 2
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 8
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 12
     head_dim: int = 8
     max_position_embeddings: int = 512
     expansion_hidden_size: int = 32
@@ -110,6 +110,14 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     def is_collaborative(self, layer: int, module: str) -> bool:
         """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
+
+    def why_not_packed(self) -> str | None:
+        """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
+        if any(spec["context"] is not None for spec in self.rotary):
+            return "its rotary frequencies change with a text's length"
+        if self.gate_layer is not None and self.gate_features == "token+running_mean":
+            return "its gate reads a running mean, which servers do not cache; fit one with features: token"
+        return None
 
 
 class StreamPath(NamedTuple):
@@ -303,7 +311,7 @@ class ScaleAttention(nn.Module):
         self.output = WidenedLinear(heads, hidden, config.output_bias, collaborative)
 
     def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
-        return heads * self.head_dim, expansion_heads * self.head_dim
+        return (heads - expansion_heads) * self.head_dim, expansion_heads * self.head_dim
 
     def forward(
         self,
@@ -311,6 +319,7 @@ class ScaleAttention(nn.Module):
         rotary: Rotary | None,
         mask: Any,  # noqa: ANN401
         cache: Any,  # noqa: ANN401
+        options: dict[str, Any],
     ) -> list[tuple[Tensor, Tensor]]:
         query = self._heads(self.query, self.query_norm, paths)
         key = self._heads(self.key, self.key_norm, paths)
@@ -321,8 +330,8 @@ class ScaleAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         chosen = self.config._attn_implementation
         attend: Callable[..., Any] = eager_attention if chosen == "eager" else ALL_ATTENTION_FUNCTIONS[chosen]
-        options = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)
+        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **window, **options)
         attended = heads.flatten(2).chunk(len(paths), dim=-1)
         return [
             self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
@@ -381,11 +390,15 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         rotary: Rotary | None,
         mask: Any,  # noqa: ANN401
         past_key_values: Any = None,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
     ) -> tuple[Tensor, ...]:
-        """x and x_up of each path -> the same: a reentrant checkpoint sees tensors among the arguments only."""
+        """x and x_up of each path -> the same: a reentrant checkpoint sees tensors among the arguments only.
+
+        `options` are for the attention function, such as a server's own cache.
+        """
         paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
         read = [path.normed(self.attention_norm) for path in paths]
-        attended = self.attention(read, rotary, mask, past_key_values)
+        attended = self.attention(read, rotary, mask, past_key_values, options)
         summed = self._sum(paths, attended, self.attention_post_norm)
         fed = [self.ffn(path.normed(self.ffn_norm)) for path in (paths if self.parallel_residual else summed)]
         return tuple(stream for path in self._sum(summed, fed, self.ffn_post_norm) for stream in path[:2])
@@ -399,7 +412,7 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class ScaleEmbedding(nn.Module):
-    """The base's token embedding, and the added columns, from which the expansion stream starts."""
+    """The base's token embedding beside the added columns, from which the expansion stream starts: [B, S, D + U]."""
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -407,12 +420,11 @@ class ScaleEmbedding(nn.Module):
         self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
         self.scale = config.embedding_scale
 
-    def forward(self, tokens: Tensor) -> StreamPath:
-        x, x_up = self.base(tokens), self.expansion(tokens)
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
         if self.scale == 1.0:
-            return StreamPath(x, x_up)
-        scale = torch.tensor(self.scale, dtype=x.dtype, device=x.device)
-        return StreamPath(x * scale, x_up * scale)
+            return embedded
+        return embedded * torch.tensor(self.scale, dtype=embedded.dtype, device=embedded.device)
 
 
 class GateCache(DynamicLayer):  # type: ignore[misc]
@@ -531,43 +543,98 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.embedding.base
+        """It gives `inputs_embeds`: both streams [B, S, D + U]."""
+        return self.embedding
 
     def get_output_embeddings(self) -> None:
         """None: the output projection is two matrices, and a tied one is read from the embedding."""
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:  # noqa: ANN401
+        """Refused: a row of the vocabulary is a row of four matrices, and the router compares the base's rows."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise NotImplementedError("a vocabulary is extended before the model is widened and trained")
+        return self.embedding
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The library's, whose paged cache has the same heads in every layer."""
+        reason = "some layers have two sets of heads" if self.config.routed else self.config.why_not_packed()
+        if reason is not None:
+            raise ValueError(f"continuous batching cannot run this model: {reason}")
+        return super().init_continuous_batching(*args, **kwargs)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,  # noqa: ANN401
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all)."""
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
+
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids. Hidden states are such streams of the adapted
+        path: before each layer, and after the last norm.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds")
+        embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        recorded: list[Tensor] | None = [] if output_hidden_states else None
+        paths = self.streams(
+            embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, **kwargs
+        )
+        logits = self.output(paths, self.embedding.base.weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        states = None if recorded is None else tuple(recorded)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
+
+    def streams(
+        self,
+        embedded: Tensor,
+        attention_mask: Any = None,  # noqa: ANN401
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401
+        logits_to_keep: int | Tensor = 0,
+        recorded: list[Tensor] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> list[StreamPath]:
+        """What `output` reads: one path or the router's two, after the last norm and the gate. Arguments: `forward`.
+
+        `recorded` receives the hidden states.
+        """
         config = self.config
-        if (config.use_cache if use_cache is None else use_cache) and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
-        start = self.embedding(input_ids)
+        start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
         if position_ids is None:
-            position_ids = self._positions(input_ids, attention_mask, past_key_values)
+            position_ids = self._positions(embedded, attention_mask, past_key_values)
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks = {
-            kind: makers[kind](
-                config=config,
-                inputs_embeds=start.x,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
-            for kind in sorted(set(config.layer_types))
-        }
+        masks = attention_mask
+        if not isinstance(masks, dict):  # a server's batches have their own
+            masks = {
+                kind: makers[kind](
+                    config=config,
+                    inputs_embeds=start.x,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for kind in sorted(set(config.layer_types))
+            }
         tables = [Rotary.at(position_ids, spec, start.x.dtype) for spec in config.rotary]
         paths, closed = [start], None
         for index, layer in enumerate(self.layers):
+            if recorded is not None:
+                recorded.append(torch.cat(paths[-1][:2], dim=-1))
             if self.token_gate is not None and index == self.config.gate_layer:
                 closed = self._closed(paths, attention_mask, position_ids, past_key_values)
                 if not self.config.routed:
@@ -582,12 +649,15 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 rotary=table,
                 mask=masks[config.layer_types[index]],
                 past_key_values=past_key_values,
+                **options,
             )
             pairs = zip(paths, streams[::2], streams[1::2], strict=True)
             paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
         if self.token_gate is not None and closed is None:
             closed = self._closed(paths, attention_mask, position_ids, past_key_values)
-        kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+        if recorded is not None:
+            recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         paths = [StreamPath(path.x[:, kept], path.x_up[:, kept]).normed(self.final_norm) for path in paths]
         if closed is not None:
             # Zeros in x_up add exactly nothing to the logits. Without a router both are the same path.
@@ -595,11 +665,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             paths = [
                 StreamPath(torch.where(shut, preserved.x, adapted.x), adapted.x_up.masked_fill(shut, 0)),
             ]
-        logits = self.output(paths, self.embedding.base.weight)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return paths
 
     def _closed(
         self,
@@ -616,7 +682,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
             breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
             documents = F.pad(breaks.cumsum(dim=1), (1, 0))
-        if attention_mask is not None and attention_mask.dim() == 2:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             is_text = attention_mask[:, -x.shape[1] :].bool()
         closed: Tensor = self.token_gate(x, is_text, documents, cache)
         return closed
@@ -625,6 +691,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self,
         input_ids: Tensor,
         past_key_values: Any = None,  # noqa: ANN401
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
         """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
@@ -633,7 +700,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if any(0 < seen <= context < input_ids.shape[1] for context in contexts):
             past_key_values = kwargs["next_sequence_length"] = None
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, **kwargs
+            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
         return inputs
 
@@ -643,10 +710,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return attention_mask
 
     @staticmethod
-    def _positions(input_ids: Tensor, attention_mask: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+    def _positions(embedded: Tensor, attention_mask: Any, cache: Any) -> Tensor:  # noqa: ANN401
         """Positions count from the first token that is not padding."""
-        length = input_ids.shape[1]
-        if attention_mask is not None and attention_mask.dim() == 2:
+        length = embedded.shape[1]
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         seen = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(seen, seen + length, device=input_ids.device).unsqueeze(0)
+        return torch.arange(seen, seen + length, device=embedded.device).unsqueeze(0)

@@ -29,6 +29,8 @@ from pipeline.parallel.quantized import rounded
 TYPES: dict[ServedPrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = 0.01
 """How much more perplexity than its base an export may lose to a precision."""
+Nll = Mapping[str, float]
+"""The nll a token of each text."""
 
 
 def _of_blocks(size: int | None, round_block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -114,7 +116,7 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
     A gate and PEFT's adapters keep their type, as servers keep it.
     """
     handles, kept, as_they_are = [], {}, ("lora_", *(model._keep_in_fp32_modules_strict or ()))
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, output = set(model.get_input_embeddings().modules()), model.get_output_embeddings()
 
     def convert(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
         kept[module] = [parameter.data for parameter in module.parameters(recurse=False)]
@@ -130,7 +132,7 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
         has_weights = next(module.parameters(recurse=False), None) is not None
         if has_weights and not any(part in name for part in as_they_are):
             # Where the embedding is tied, the output projection may read its matrix.
-            during = model if module is embedding and model.config.tie_word_embeddings else module
+            during = model if module in embeddings and model.config.tie_word_embeddings else module
             handles.append(during.register_forward_pre_hook(partial(convert, module)))
             handles.append(during.register_forward_hook(partial(restore, module), always_call=True))
     try:
@@ -140,17 +142,25 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
             handle.remove()
 
 
-@torch.no_grad()
-def nll_in(model: PreTrainedModel, probe: Probe, precision: ServedPrecision) -> dict[str, float]:
-    """The nll a token of each text (a list of windows [S]), computed with weights of `precision`."""
+Score = Callable[[Tensor], Tensor]
+"""A model as a server runs it: the tokens of a window [S] -> its logits [S, V]."""
+
+
+@contextmanager
+def scored_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[Score]:
+    """`model` with weights of `precision`, as long as the context lasts."""
+    with served_in(model, precision), torch.no_grad():
+        yield lambda window: model(window.unsqueeze(0), use_cache=False).logits[0]
+
+
+def nll_of(score: Score, probe: Probe) -> dict[str, float]:
+    """The nll a token of each text (a list of windows [S])."""
     found = {}
-    with served_in(model, precision):
-        for name, windows in probe.items():
-            total = 0.0
-            for window in windows:
-                logits = model(window.unsqueeze(0), use_cache=False).logits[0, :-1].double()
-                total += float(F.cross_entropy(logits, window[1:], reduction="sum"))
-            found[name] = total / sum(len(window) - 1 for window in windows)
+    for name, windows in probe.items():
+        total = 0.0
+        for window in windows:
+            total += float(F.cross_entropy(score(window)[:-1].double(), window[1:], reduction="sum"))
+        found[name] = total / sum(len(window) - 1 for window in windows)
     return found
 
 
@@ -165,6 +175,17 @@ class Loss:
     export_factor: float
     base_factor: float
 
+    @classmethod
+    def of(cls, export: Nll, base: Nll, plain_export: Nll, plain_base: Nll) -> Loss:
+        """From the nll of both models in the precision, and in the one that they are compared with (`plain`)."""
+
+        def factor(found: Nll, plain: Nll) -> float:
+            best = min(plain, key=plain.__getitem__)
+            return perplexity(found[best] - plain[best])
+
+        perplexities = {text: perplexity(value) for text, value in export.items()}
+        return cls(perplexities, factor(export, plain_export), factor(base, plain_base))
+
     @property
     def is_acceptable(self) -> bool:
         """Whether the export loses hardly more than its base, or the base itself cannot be served so."""
@@ -172,31 +193,25 @@ class Loss:
 
 
 def losses(
-    export: tuple[Path, Probe], base: tuple[Path, Probe], dtype: torch.dtype, wanted: Sequence[ServedPrecision]
+    export: tuple[Path, Probe],
+    base: tuple[Path, Probe],
+    plain: Nll,
+    dtype: torch.dtype,
+    wanted: Sequence[ServedPrecision],
 ) -> dict[ServedPrecision, Loss]:
-    """What each precision costs the export, whose files are in `dtype`, and its base.
+    """What each precision costs the export, whose files are in `dtype` and give it the nll `plain`, and its base.
 
     Each is a folder, and the text in the tokens of its own vocabulary.
     """
-    nll: list[dict[ServedPrecision, dict[str, float]]] = []
     own: ServedPrecision = next(name for name, its in TYPES.items() if its == dtype)
-    for path, probe in (export, base):
+    of_export, of_base = {own: plain}, dict[ServedPrecision, Nll]()
+    for (path, probe), found in ((export, of_export), (base, of_base)):
         model = load_exported(path, base[0], dtype)
-        nll.append({name: nll_in(model, probe, name) for name in dict.fromkeys((own, *wanted))})
-    of_export, of_base = nll
-    best = [min(its[own], key=its[own].__getitem__) for its in nll]
-
-    def factor(its: Mapping[ServedPrecision, Mapping[str, float]], text: str, precision: ServedPrecision) -> float:
-        return perplexity(its[precision][text] - its[own][text])
-
-    return {
-        name: Loss(
-            {text: perplexity(value) for text, value in of_export[name].items()},
-            factor(of_export, best[0], name),
-            factor(of_base, best[1], name),
-        )
-        for name in wanted
-    }
+        for name in dict.fromkeys((own, *wanted)):
+            if name not in found:
+                with scored_in(model, name) as score:
+                    found[name] = nll_of(score, probe)
+    return {name: Loss.of(of_export[name], of_base[name], plain, of_base[own]) for name in wanted}
 
 
 def describe(name: ServedPrecision, loss: Loss) -> str:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -104,9 +105,27 @@ class Report:
     texts: dict[str, Comparison] = field(default_factory=dict)
 
 
+class Sizes(Protocol):
+    """What limits a window of text: of our models and of those of transformers."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Reader(Protocol):
+    """A model that reads text: the folder of its tokenizer, and its sizes."""
+
+    @property
+    def tokenizer(self) -> Path: ...
+    @property
+    def spec(self) -> Sizes: ...
+
+
 def probe_maker(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
-) -> Callable[[TrainedModel], Probe]:
+) -> Callable[[Reader], Probe]:
     """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
 
     Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
@@ -115,7 +134,7 @@ def probe_maker(
 
     keys = keys or {}
 
-    def make(model: TrainedModel) -> Probe:
+    def make(model: Reader) -> Probe:
         tokenizer = load_tokenizer(model.tokenizer)
         length = min(TOKENS, model.spec.max_position_embeddings)
         count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))

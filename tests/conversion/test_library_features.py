@@ -7,7 +7,15 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
@@ -94,6 +102,73 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, load):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     found = gradients()
     assert all(torch.allclose(found[key], gradient, atol=1e-6) for key, gradient in expected.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["exaone4", "gemma3"])
+def test_outputs_are_what_the_library_asks_for(name, load):
+    """Embedded tokens in place of tokens, tuples, hidden states, and the logits of some tokens."""
+    model = load(name)
+    tokens = some_tokens(model.config, 2, 9)
+    expected = model(tokens).logits
+    embedded = model.get_input_embeddings()(tokens)
+    assert embedded.shape == (2, 9, model.config.hidden_size + model.config.expansion_hidden_size)
+    assert torch.equal(model(inputs_embeds=embedded).logits, expected)
+    continued = [
+        generate(model, tokens),
+        generate(model, tokens[:, :0], inputs_embeds=embedded, attention_mask=torch.ones_like(tokens)),
+    ]
+    assert torch.equal(continued[0][:, 9:], continued[1])
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model(tokens, inputs_embeds=embedded)
+
+    assert torch.equal(model(tokens, return_dict=False)[0], expected)
+    assert torch.equal(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([1, 5])).logits, expected[:, [1, 5]])
+
+    states = model(tokens, output_hidden_states=True).hidden_states
+    assert model(tokens).hidden_states is None and len(states) == model.config.num_hidden_layers + 1
+    assert torch.equal(states[0], embedded) and {state.shape for state in states} == {embedded.shape}
+    if not model.config.routed:
+        base = model.embedding.base.weight if model.output.base is None else model.output.base
+        weights = torch.cat([base, model.output.expansion], dim=1)
+        assert torch.allclose(states[-1] @ weights.T, expected, atol=1e-4)
+
+
+def test_embeddings_may_need_gradients(load):
+    """As adapters on a frozen model with gradient checkpointing ask for."""
+    model = load("phi3").train().requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    tokens = some_tokens(model.config, 2, 9)
+    assert model(tokens).logits.requires_grad
+
+
+def test_the_vocabulary_is_not_resized(load):
+    model = load("phi3")
+    assert model.resize_token_embeddings(model.config.vocab_size) is model.get_input_embeddings()
+    with pytest.raises(NotImplementedError, match="extended before the model is widened"):
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+
+
+@pytest.mark.parametrize("name", ["mistral window"])
+def test_continuous_batching_generates_the_same(name, load):
+    """Requests of different lengths in one batch, over a paged cache that the library sizes by the configuration."""
+    model = load(name)
+    prompts = [some_tokens(model.config, length, seed=length).tolist() for length in (5, LENGTH, 11)]
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    paged = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
+    found = model.generate_batch(prompts, settings, paged)
+    assert len(found) == len(prompts)
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        alone = generate(model, torch.tensor([prompt]))[0, len(prompt) :].tolist()
+        assert answer.generated_tokens == alone
+
+
+@pytest.mark.parametrize(("name", "reason"), [("exaone4", "two sets of heads"), ("phi3", "with a text's length")])
+def test_continuous_batching_refuses_what_would_be_wrong(name, reason, load):
+    with pytest.raises(ValueError, match=reason):
+        load(name).generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
 class Copies(Dataset):

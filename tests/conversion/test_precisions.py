@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import get_args
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from pipeline.conversion import ServedPrecision, stock
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.precisions import Loss, losses, nll_in, served_in, stored_as
+from pipeline.conversion.precisions import Loss, losses, nll_of, scored_in, served_in, stored_as
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
@@ -59,6 +60,11 @@ def test_zeros_stay_zeros_and_odd_rows_are_left_in_16_bits(precision):
 def a_probe() -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return {"a": [torch.randint(0, 512, (24,), generator=generator) for _ in range(2)]}
+
+
+def nll_in(model, probe, precision):
+    with scored_in(model, precision) as score:
+        return nll_of(score, probe)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "q8_0", "int8"])
@@ -126,9 +132,15 @@ def test_a_stock_export_survives_every_precision(widened, tmp_path):
         widened.checkpoint, widened.base.path, tmp_path / "hf", "stock", torch.bfloat16, precisions=("q8_0", "fp8")
     )
     assert convert(asked, PROBE) and not convert(asked, PROBE)
-    rows = json.loads((tmp_path / "hf" / "verification.json").read_text())["precisions"]
+    report = json.loads((tmp_path / "hf" / "verification.json").read_text())
+    rows, plain = report["precisions"], report["texts"]["stories"]["exported_perplexity"]
     assert set(rows) == {"bf16", "fp16", "q8_0", "fp8"} and rows["bf16"]["export_factor"] == 1.0
-    found = losses((tmp_path / "hf", PROBE(widened)), (STORIES, PROBE(widened)), torch.bfloat16, ALL)
+    # What verification has measured is not measured again, and is the same.
+    assert rows["bf16"]["perplexities"] == {"stories": pytest.approx(plain, rel=1e-12)}
+    probe = PROBE(widened)
+    exported = load_hf_model(tmp_path / "hf", torch.bfloat16)
+    assert nll_in(exported, probe, "bf16")["stories"] == pytest.approx(math.log(plain), rel=1e-3)
+    found = losses((tmp_path / "hf", probe), (STORIES, probe), {"stories": math.log(plain)}, torch.bfloat16, ALL)
     # A model of a few steps predicts hardly anything: eight bits for a whole matrix move it by some percent.
     assert {name for name, loss in found.items() if not loss.is_acceptable} <= {"fp8_tensor"}
     assert found["fp8_tensor"].export_factor < 1.1

@@ -170,7 +170,7 @@ def test_the_export_is_gated_and_verified(fitted):
     model, base = load_hf_model(conversion.output), reference(STORIES)
     tokens = torch.tensor([[1, 403, 407, 261, 378]])
     with torch.no_grad():
-        shut = ~model.token_gate.forward(model.embedding(tokens).x, None, None, None)
+        shut = ~model.token_gate.forward(model.embedding.base(tokens), None, None, None)
         assert shut.shape == (1, 5, 1)
         difference = (model(tokens).logits - base(tokens).logits).abs().max()
     assert difference < 1e-4

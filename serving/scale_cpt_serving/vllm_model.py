@@ -1,0 +1,98 @@
+"""The model in vLLM: the layers of `modeling_scale.py`, whose attention vLLM computes over its own paged cache.
+
+One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model has two sets of heads
+in the cache; below, both paths are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from scale_cpt_serving.modeling_scale import ScaleConfig, ScaleForCausalLM, StreamPath
+
+_ATTENTION = "scale_vllm"
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+    """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H, K]."""
+    flat = (heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value))
+    return module.served(*flat).view(1, -1, query.shape[1], query.shape[3]), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
+
+
+def why_not(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
+    """Why a model cannot be served so; None if it can."""
+    if ranks > 1:
+        return "it runs on one rank: leave --tensor-parallel-size and --pipeline-parallel-size out"
+    if quantized:
+        return "it is served in the type of its weights: leave --quantization out"
+    return config.why_not_packed()
+
+
+class ScaleForVllm(nn.Module):
+    """A causal language model by vLLM's interface; hidden states are the streams of one path or of two."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: ScaleConfig = vllm_config.model_config.hf_config
+        reason = why_not(config, vllm_config.parallel_config.world_size, vllm_config.quant_config is not None)
+        if reason is not None:
+            raise ValueError(f"{vllm_config.model_config.model}: {reason}")
+        config._attn_implementation = _ATTENTION
+        self.model = ScaleForCausalLM(config)
+        self.widths = [config.hidden_size, config.expansion_hidden_size]
+        for index, layer in enumerate(self.model.layers):
+            paths = 2 if config.routed and index >= config.l_fp else 1
+            layer.attention.served = Attention(
+                num_heads=paths * config.num_attention_heads,
+                head_size=config.head_dim,
+                scale=layer.attention.scaling,
+                num_kv_heads=paths * config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                per_layer_sliding_window=layer.attention.sliding_window,
+                prefix=f"{prefix}.layers.{index}.attention" if prefix else f"layers.{index}.attention",
+            )
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """[N] -> [N, D + U]."""
+        return self.model.embedding(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,  # noqa: ANN401
+        inputs_embeds: Tensor | None = None,
+        **_: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """The hidden states [N, paths (D + U)] of all requests' new tokens [N]."""
+        embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        # Masks are vLLM's. A dict keeps the model from making its own.
+        none = dict.fromkeys(self.model.config.layer_types)
+        paths = self.model.streams(embedded.unsqueeze(0), attention_mask=none, position_ids=positions.unsqueeze(0))
+        return torch.cat([stream for path in paths for stream in path[:2]], dim=-1)[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[N, paths (D + U)] -> [N, V]."""
+        streams = hidden_states.unsqueeze(0).split(self.widths * (hidden_states.shape[-1] // sum(self.widths)), dim=-1)
+        paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], strict=True)]
+        return self.model.output(paths, self.model.embedding.base.weight)[0]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fills the parameters; returns their names."""
+        parameters, loaded = dict(self.model.named_parameters()), set()
+        for name, tensor in weights:
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+            loaded.add(f"model.{name}")
+        return loaded

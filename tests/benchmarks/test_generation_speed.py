@@ -1,0 +1,37 @@
+"""The benchmark of generation runs at its smallest size, and its models are what they stand for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import generation_speed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "out" / "rows.json"
+    sizes = ["--layers", "1", "--vocab-size", "64", "--new-tokens", "3", "--turns", "1"]
+    monkeypatch.setattr("sys.argv", ["generation_speed.py", *sizes, "--json", str(output)])
+    generation_speed.main()
+    rows = {row["model"]: row for row in json.loads(output.read_text())["rows"]}
+    assert list(rows) == ["base", "stock", "scale"] and rows["base"]["ratio_to_base"] == 1
+    assert rows["stock"]["goal"] == 1.265625 and rows["scale"]["goal"] == pytest.approx(1.3 * 1.265625)
+    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(3) for row in rows.values())
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_scale_export_has_the_stock_exports_blocks():
+    made = generation_speed.models(1024, 1, 64, torch.float32)
+    count = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in made.items()}
+    assert count["base"] < count["stock"] == count["scale"]
+
+
+def test_other_widths_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["generation_speed.py", "--hidden-size", "1000"])
+    with pytest.raises(SystemExit):
+        generation_speed.main()
+    assert "expected a multiple of 1024, found 1000" in capsys.readouterr().err

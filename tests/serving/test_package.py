@@ -1,0 +1,83 @@
+"""The package in serving/: it holds the modelling file itself, and loads exports without the code in their folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.conversion import modeling_scale
+from pipeline.conversion.formats import choose_export
+from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from tests.bases import STORIES
+from tests.conversion.checkpoints import save_many, scale, trained
+from tests.distributed import run_ranks
+from tests.widened import some_tokens
+
+ROOT = Path(__file__).parents[2]
+CODE = Path(modeling_scale.__file__)
+LOAD = """
+import sys, torch, scale_cpt_serving
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+assert type(model) is scale_cpt_serving.ScaleForCausalLM and "pipeline" not in sys.modules
+torch.save(model(torch.load(sys.argv[2])).logits.detach(), sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A routed export, whose own code would end the process."""
+    folder = tmp_path_factory.mktemp("served")
+    run_ranks(save_many, 1, [(STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "run")])
+    (folder / "hf").mkdir()
+    write_hf_folder(folder / "hf", choose_export(trained(STORIES, folder / "run"), "scale", torch.float32), STORIES)
+    (folder / "hf" / "modeling_scale.py").write_text("raise SystemExit('the code in the folder ran')\n")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The wheel, unpacked as pip would."""
+    folder = tmp_path_factory.mktemp("package")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "--wheel-dir", str(folder), str(ROOT / "serving")], check=True, capture_output=True)
+    (wheel,) = folder.glob("scale_cpt_serving-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_package_holds_the_one_modelling_file(installed):
+    assert (ROOT / "serving" / "scale_cpt_serving" / "modeling_scale.py").resolve() == CODE
+    copied = installed / "scale_cpt_serving" / "modeling_scale.py"
+    assert not copied.is_symlink() and copied.read_bytes() == CODE.read_bytes()
+    (metadata,) = installed.glob("*.dist-info")
+    assert f"transformers<6,>={modeling_scale.NEEDED[:3]}" in (metadata / "METADATA").read_text().replace(" ", "")
+    assert "[vllm.general_plugins]\nscale = scale_cpt_serving:register" in (metadata / "entry_points.txt").read_text()
+
+
+def test_an_export_is_loaded_without_the_code_in_its_folder(folder, installed, tmp_path):
+    tokens = some_tokens(load_hf_model(folder).config, 2, 20)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "tokens.pt"), str(tmp_path / "logits.pt")]
+    environment = {"PYTHONPATH": str(installed), "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = load_hf_model(folder)(tokens).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_servers_read_the_sizes_of_caches_from_the_configuration(folder):
+    """What vLLM checks of any model: the size of a head, and that key/value heads divide query heads."""
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (12, 6)
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0 and config["head_dim"] == 8
+    layer = load_hf_model(folder).layers[0].attention
+    assert layer.query.base.out_features + layer.query.base_to_expansion.out_features == 12 * 8
+    assert layer.key.base.out_features + layer.key.base_to_expansion.out_features == 6 * 8

@@ -39,6 +39,7 @@ COMMANDS = {
         "inspect": "inspect_checkpoint",
         "inspect-data": "inspect_data",
         "report": "report",
+        "serve-check": "serve_check",
     },
     "many runs": {
         "study": "run_study",

@@ -196,7 +196,8 @@ class RMSNorm(nn.Module):
 
     The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says; to its sum
     are added `more_squares: [..., 1]`. `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for
-    the backward pass. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    the backward pass. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its
+    positions.
     """
 
     def __init__(

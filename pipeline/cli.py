@@ -104,7 +104,9 @@ def usage() -> str:
     for subject, commands in COMMANDS.items():
         lines.append(f"{subject}:")
         lines += [f"  {command:17} {_summary(program)}" for command, program in commands.items()]
-    return "\n".join([*lines, "", f"{PROGRAM} --version prints the version. Every command is a program of tools/ too."])
+    return "\n".join(
+        [*lines, "", f"{PROGRAM} --version prints the version. Every command but train is a program of tools/ too."]
+    )
 
 
 def _summary(program: str) -> str:

@@ -89,10 +89,10 @@ def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) 
         speed = statistics.median(line[_SPEED] for line in lines[-_LATEST_STEPS:])
         tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
         step_s = tokens_per_step / (speed * cluster.gpus)
-        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a GPU, measured in {METRICS}")
+        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a rank, measured in {METRICS}")
     if estimate is None:
         return None
-    source = f"{cluster.peak_tflops:g} TFLOP/s a GPU at MFU {cluster.mfu:g}, and the estimate's messages"
+    source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}; see --peak-tflops, --mfu"
     return Duration(0, estimate.step_s, left * estimate.step_s, source)
 
 
@@ -298,13 +298,13 @@ def _layout(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.estimate is None:
-        yield "memory a GPU", _UNKNOWN
+        yield "memory a rank", _UNKNOWN
         return
     memory = plan.estimate.memory
     kinds = ", ".join(f"{kind.name} {getattr(memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
-    yield "memory a GPU", f"{memory.total / GIB:.2f} of {plan.cluster.usable_bytes / GIB:.0f} usable GiB: {kinds}"
+    yield "memory a rank", f"{memory.total / GIB:.2f} of {plan.cluster.usable_bytes / GIB:.0f} usable GiB: {kinds}"
     if plan.estimate.host_bytes:
-        yield "memory a GPU", f"{plan.estimate.host_bytes / GIB:.2f} GiB in its host's memory"
+        yield "memory a rank", f"{plan.estimate.host_bytes / GIB:.2f} GiB in its host's memory"
 
 
 def _corpus(corpus: CorpusPlan) -> str:

@@ -1,12 +1,14 @@
-"""Trains the run that a configuration describes. Every rank runs this program:
+"""Trains the run that a configuration describes.
 
-    torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
     scale-cpt train --ranks 2 configs/demo.yaml
+    torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
+
+Every rank runs this program; --ranks starts them on this machine.
 
 With --dry-run a single process, on any machine, prints the run's plan and what would prevent it, and exits with 0 only
 if nothing would:
 
-    python -m pipeline.train --dry-run --gpus 16 configs/demo.yaml
+    scale-cpt train --dry-run --gpus 16 configs/demo.yaml
 
 Training resumes from the run's newest checkpoint, and does nothing if the run is finished. On a signal (SIGTERM,
 SIGUSR1, Ctrl-C) it saves and exits with code 75.

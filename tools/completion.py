@@ -1,7 +1,9 @@
 """Prints a script with which bash or zsh completes the commands of scale-cpt and their options.
 
-scale-cpt completion bash > ~/.local/share/bash-completion/completions/scale-cpt
-scale-cpt completion zsh > "${fpath[1]}/_scale-cpt"
+    scale-cpt completion bash > ~/.local/share/bash-completion/completions/scale-cpt
+    scale-cpt completion zsh > "${fpath[1]}/_scale-cpt"
+
+The shell reads the script when it starts.
 """
 
 from __future__ import annotations

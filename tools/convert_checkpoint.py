@@ -1,8 +1,8 @@
 r"""Converts a training checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
-    python tools/convert_checkpoint.py --config configs/demo.yaml
-    python tools/convert_checkpoint.py --config configs/demo.yaml --format stock --without-gate --output exported
-    python tools/convert_checkpoint.py --checkpoint runs/demo/checkpoints/step_00000200 --base data/models/stories260K \
+    scale-cpt convert --config configs/demo.yaml
+    scale-cpt convert --config configs/demo.yaml --format stock --without-gate --output exported
+    scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
 With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code

@@ -1,6 +1,8 @@
 """Prints every setting of a run configuration, with its type, default and meaning, as docs/configuration.md.
 
-python tools/describe_config.py > docs/configuration.md
+    scale-cpt describe-config > docs/configuration.md
+
+A test compares that page with this output.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ extend a study. Sections are merged key by key. A list is replaced as a whole. `
 Commands that work on a run record them in `changes.json` of its folder, so that the next command, or a resumed job,
 continues the same run; they say so. A later `--set` of the same key, or removing that file, changes it.
 
-This page is printed by `python tools/describe_config.py`.
+This page is printed by `scale-cpt describe-config`.
 
 ## A complete file
 

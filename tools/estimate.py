@@ -1,6 +1,6 @@
 """Estimates parameters, memory, traffic, FLOPs and time of a run without a GPU, and recommends a layout.
 
-    python tools/estimate.py --config configs/demo.yaml --gpus 2
+    scale-cpt estimate --config configs/demo.yaml --gpus 2
 
 The base's weights are not needed: its config.json is enough (--base-config, if its folder is missing).
 """

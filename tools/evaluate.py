@@ -1,8 +1,8 @@
 """Scores Hugging Face folders: perplexity on given texts, benchmarks, or the final table of a run.
 
-    python tools/evaluate.py --model exported --data data/*/*.heldout.jsonl.zst
-    python tools/evaluate.py --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
-    python tools/evaluate.py --config configs/demo.yaml
+    scale-cpt evaluate --model exported --data data/*/*.heldout.jsonl.zst
+    scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
+    scale-cpt evaluate --config configs/demo.yaml
 
 Several models are compared in one table. --tasks takes lm-eval's names; with --data their documents come from local
 files and nothing is downloaded, and --include-path adds your own tasks. --config scores the base and the exported model

@@ -1,6 +1,6 @@
 """Adds pieces for a new language to a base's tokenizer, so that it cuts that language into fewer tokens.
 
-    python tools/extend_vocabulary.py --base data/models/stories260K --corpus data/ko/reviews.jsonl.zst \
+    scale-cpt vocabulary --base data/models/stories260K --corpus data/ko/reviews.jsonl.zst \\
         --old-texts data/en/stories.jsonl.zst --add 2000 --output runs/korean_vocabulary
 
 A text without a letter of the new language is cut exactly as before; this is checked on all texts that are read. The

@@ -1,6 +1,6 @@
 """Fits the gate of a finished run, which decides per token whether the text is new (docs/gate.md).
 
-    python tools/fit_gate.py --config run.yaml
+    scale-cpt gate --config run.yaml
 
 Reads the section `gate` of the configuration and the run's newest checkpoint; writes `<folder>/gate`, and prints how
 much of each held-out corpus opens and what that does to its perplexity. A gate that is fitted already is only shown.

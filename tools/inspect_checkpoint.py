@@ -1,7 +1,9 @@
 """Prints a checkpoint's method, widths, base, step, tokens, trained share, and the norms of its blocks.
 
-python tools/inspect_checkpoint.py runs/demo                                the newest
-python tools/inspect_checkpoint.py runs/demo/checkpoints/step_00000200
+    scale-cpt inspect runs/demo
+    scale-cpt inspect runs/demo/checkpoints/step_00000200
+
+A run stands for its newest checkpoint.
 """
 
 from __future__ import annotations

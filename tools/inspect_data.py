@@ -1,7 +1,9 @@
 """Shows what a token corpus holds, checks its shards against the manifest, and decodes some documents.
 
-python tools/inspect_data.py runs/demo/tokens/korean --tokenizer data/models/stories260K
-python tools/inspect_data.py runs/demo/tokens                                               a line for each
+    scale-cpt inspect-data runs/demo/tokens/korean --tokenizer data/models/stories260K
+    scale-cpt inspect-data runs/demo/tokens
+
+A folder of corpora gives a line for each.
 """
 
 from __future__ import annotations

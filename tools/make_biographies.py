@@ -1,6 +1,6 @@
 """Makes the texts of the biography study: invented people, five biographies of each, and questions about them.
 
-    python tools/make_biographies.py --people 4000 --pool-fraction 0.1 --output runs/biography/texts
+    scale-cpt biographies --people 4000 --pool-fraction 0.1 --output runs/biography/texts
 
 The same arguments give the same bytes. docs/biographies.md describes the files.
 """

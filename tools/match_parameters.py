@@ -1,6 +1,6 @@
 """Prints `method:` sections with which each method trains as many parameters as the run's own.
 
-    python tools/match_parameters.py --config configs/demo.yaml --methods lora llama_pro adapt
+    scale-cpt match --config configs/demo.yaml --methods lora llama_pro adapt
 
 SCALE's widths grow together, by the same share of the base's. With --serve tp=8,gguf a stock export of them needs no
 --pad-for. A comment above each section gives its parameter count.

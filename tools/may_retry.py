@@ -1,6 +1,6 @@
 """Decides whether a stage that ended is retried, and records its end.
 
-    python tools/may_retry.py --config configs/demo.yaml --stage train --exit-code 137
+    scale-cpt may-retry --config configs/demo.yaml --stage train --exit-code 137
 
 Prints the reason, and exits with 0 for yes and 3 for no; 1 would also mean that Python itself failed.
 """

@@ -27,7 +27,7 @@ def main() -> None:
     with published_folder(folder.absolute()) as unfinished:
         for name in FOLDERS:
             shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
-    print(f"{folder}: {', '.join(FOLDERS)}")
+    print(f"made {folder} with {', '.join(FOLDERS)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")
 
 
 if __name__ == "__main__":

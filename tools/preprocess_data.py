@@ -1,8 +1,8 @@
 """Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any moment.
 
-    python tools/preprocess_data.py --config configs/demo.yaml
-    python tools/preprocess_data.py --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
-    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
+    scale-cpt tokenize --config configs/demo.yaml
+    scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
+    scale-cpt tokenize --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
 
 Give the input, or a run configuration: then every corpus that it names is made, with the run's tokenizer.
 """

@@ -1,11 +1,11 @@
 """Writes one HTML page that shows what runs learned and forgot: figures, tables, costs.
 
-    python tools/report.py runs/korean --output report.html
-    python tools/report.py runs/korean --output report.html --beside docs/results/paper-korean
-    python tools/report.py runs/demo runs/demo-fft --output report.html --png docs/figures
+    scale-cpt report runs/korean --output report.html
+    scale-cpt report runs/korean --output report.html --beside docs/results/paper-korean
+    scale-cpt report runs/demo runs/demo-fft --output report.html --png docs/figures
 
-    python tools/report.py runs/mine --compare mine-v1           # a run's name beside it, or its folder
-    python tools/report.py runs/mine --watch 60                  # again every minute, until it is finished
+    scale-cpt report runs/mine --compare mine-v1           # a run's name beside it, or its folder
+    scale-cpt report runs/mine --watch 60                  # again every minute, until it is finished
 
 A RUN is a study's folder, with its summary.json, or a run's folder, with its metrics.jsonl.
 """

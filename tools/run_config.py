@@ -1,7 +1,7 @@
 """Shows what a run's configuration says and where each value comes from, or writes a first one for a base and texts.
 
-    python tools/run_config.py show configs/demo_fft.yaml --set schedule.steps=20
-    python tools/run_config.py init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+    scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
 
 A first configuration is for --gpus GPUs, or for this machine, and is followed by its dry run.
 """
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -26,19 +26,34 @@ from pipeline.files import write_text
 from pipeline.run_folder.changes import add_set_option, read_sources
 from pipeline.sizing.cluster import GIB, Cluster, add_cluster_options, cluster_of
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _DEFAULT = "default"
+_SHOW = "    scale-cpt config show configs/demo.yaml --set schedule.steps=20"
+_INIT = """\
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+    scale-cpt config init --base org/name --new hf://org/texts --old general.jsonl --gpus 8
+
+Records hold their text under the key `text`, and a line of a .txt file is a document. Other files: `text_key`,
+`messages_key` or `document` of the corpus, in the file that is written (docs/data.md)."""
 _WIDEST = 80
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("show", help="print every setting, and where it comes from: a file, --set, or default")
+    show = _command(commands, "show", "print every setting, and where it comes from: a file, --set, or default", _SHOW)
     show.add_argument("config", type=Path, help="the run's YAML file")
     add_set_option(show)
-    init = commands.add_parser("init", help="write a first configuration, with sizes that fit a base and texts")
-    init.add_argument("--base", type=Path, required=True, help="the folder of the model that learns")
-    init.add_argument("--new", nargs="+", required=True, metavar="FILE", help="texts to learn, as for tokenization")
+    init = _command(commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT)
+    init.add_argument(
+        "--base",
+        type=Path,
+        required=True,
+        help="the model that learns: its folder, or its name on the hub (org/name@revision)",
+    )
+    init.add_argument(
+        "--new", nargs="+", required=True, metavar="FILE", help="texts to learn: files, quoted patterns, hf://org/name"
+    )
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
     add_cluster_options(init)
@@ -48,6 +63,11 @@ def main() -> int:
     layers = read_sources(arguments.config, arguments.set)
     print(as_yaml(parse_config(combined(layers), source=str(arguments.config)), layers), end="")
     return 0
+
+
+def _command(commands: _Commands, name: str, what: str, text: str) -> argparse.ArgumentParser:
+    text = f"{what[0].upper()}{what[1:]}.\n\n{text}"
+    return commands.add_parser(name, help=what, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def _write_first(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Runs a study: all runs that it compares, several at a time; prints its tables and writes summary.json.
 
-    python tools/run_study.py configs/studies/korean_quick.yaml
+    scale-cpt study configs/studies/korean_quick.yaml
 
 Stopped (Ctrl-C) or killed, the same command continues; finished runs are skipped. On a cluster slurm/run_study.sh
 submits every run as a job of its own.

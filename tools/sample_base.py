@@ -1,7 +1,7 @@
 """Text that a base model writes itself, as a token corpus for rehearsal: restartable at any moment.
 
-    python tools/sample_base.py --config configs/….yaml
-    python tools/sample_base.py --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
+    scale-cpt sample --config configs/….yaml
+    scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
 
 With a run's configuration, every corpus of role rehearsal that it names is made; without one, give the base and the
 settings, which are those of `data.corpora.<name>.sample` in docs/configuration.md.

@@ -1,7 +1,7 @@
 r"""Shows what each format that servers use costs an export, beside what it costs the export's base.
 
-    python tools/serve_check.py --config configs/serve_check.yaml
-    python tools/serve_check.py --export exported --base path/to/base --json serve_check.json
+    scale-cpt serve-check --config configs/serve_check.yaml
+    scale-cpt serve-check --export exported --base path/to/base --json serve_check.json
     make serve-check CONFIG=my_run.yaml
 
 Both models are measured in fp32 and in every format of --formats: the perplexity of held-out text, and how many tokens

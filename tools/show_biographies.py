@@ -1,6 +1,8 @@
 """Prints the tables of a finished study of biographies: both tasks at the end, and Task 0 while Task 1 was learned.
 
-python tools/show_biographies.py runs/biography
+    scale-cpt show-biographies runs/biography
+
+The study's folder is the `folder` of its YAML file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prints what each run of a finished study learned and forgot, with and without its gate, and whether the goals hold.
 
-    python tools/show_frontier.py configs/studies/frontier_quick.yaml --output runs/frontier/summary.json
-    python tools/show_frontier.py configs/studies/frontier_quick.yaml --picture frontier.svg
+    scale-cpt frontier configs/studies/frontier_quick.yaml --output runs/frontier/summary.json
+    scale-cpt frontier configs/studies/frontier_quick.yaml --picture frontier.svg
 
 The file of --output has a row for each run and seed, one for each gated model, and one for the base.
 """

@@ -1,8 +1,10 @@
 """Prints the state of a run from its folder alone: running, waiting, done or failed, its progress, speed and end.
 
-python tools/status.py runs/demo
-python tools/status.py runs/demo --json
-python tools/status.py runs/korean          a study: one line per started run
+    scale-cpt status runs/demo
+    scale-cpt status runs/demo --json
+    scale-cpt status runs/korean
+
+A study's folder gives a line for each run that has started.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on given texts.
 
-    python tools/train_tokenizer.py --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \
+    scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \\
         --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst
 """
 

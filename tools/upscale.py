@@ -1,6 +1,6 @@
 """Computes the initial expansion of a base model, once, for training on any layout.
 
-    python tools/upscale.py --config configs/demo.yaml
+    scale-cpt upscale --config configs/demo.yaml
 
 Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Skips an expansion that exists and is intact.
 Before that, the base's logits on a probe text are compared with those of transformers, in fp32: of all its layers, or

@@ -203,7 +203,10 @@ def load_manifest(folder: Path) -> Manifest:
         content = read_bytes(path, CheckpointError, _USE_ANOTHER)
         manifest = Manifest.model_validate_json(content)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path}: no such file; expected a checkpoint such as step_00000500") from None
+        raise DamagedCheckpointError(
+            f"{path}: no such file; expected a run's folder or one of its checkpoints, such as "
+            "checkpoints/step_00000500"
+        ) from None
     except OSError as error:
         raise _unreadable(path, error) from None
     except ValidationError as error:

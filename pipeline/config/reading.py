@@ -61,7 +61,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = untrusted_files.read_text(path, ConfigError, "name a YAML file", limit=_MAX_BYTES)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}; give a run's YAML file") from None
     values = parse_yaml(text, f"{path}: not a YAML file")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(values).__name__}")

@@ -134,7 +134,8 @@ def _split_files(folder: Path) -> list[Path]:
         state = read_record(path, _State, DataError, "save the dataset again")
     except FileNotFoundError:
         raise DataError(
-            f"{folder}: a folder without state.json was not saved by `datasets`; give its files by a pattern"
+            f"{folder}: a folder without state.json was not saved by `datasets`; "
+            f"give its files by a pattern, such as '{folder}/*.txt'"
         ) from None
     return [folder / name for name in _plain(path, [file.filename for file in state.data_files])]
 

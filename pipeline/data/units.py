@@ -79,7 +79,9 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
         # Path.glob takes no absolute pattern.
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         if not matches:
-            raise DataError(f"{name}: no such file, and no file matches it as a pattern")
+            raise DataError(
+                f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
+            )
         for match in map(Path, matches):
             found += tables.saved_dataset_files(match) if match.is_dir() else [match]
     for file in found:
@@ -184,7 +186,10 @@ def good_documents(
                 if max_bytes is not None and taken >= max_bytes // len(files):
                     break
     if is_empty:
-        raise DataError(f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}")
+        raise DataError(
+            f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
+            "give records a string under that key, or set text_key, or messages_key for chats"
+        )
 
 
 def _drawn(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:

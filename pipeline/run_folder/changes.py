@@ -62,7 +62,9 @@ def read_sources(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
     if earlier:
         record = str(folder / NAME)
         given = ", ".join(f"{key}={value}" for key, value in earlier.items())
-        _logger.info("%s, from an earlier --set: %s (remove the file to drop them)", record, given)
+        _logger.info(
+            "%s, from an earlier --set, overrides the YAML file: %s (remove the record to drop them)", record, given
+        )
         layers.insert(-1, layer_of(RunConfig, earlier, record))
     return layers
 

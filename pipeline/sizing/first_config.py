@@ -37,6 +37,9 @@ _LARGEST_STEP = 2**22
 _SMALLEST_BATCH = 8
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _PACKED = (".zst", ".gz", ".xz", ".parquet", ".arrow")
+_LINES = (
+    "\nA line of a .txt file is a document; `document: file` in its corpus makes the whole file one (docs/data.md)."
+)
 _REPEATED = (4, 100_000_000)
 """Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
 
@@ -180,7 +183,9 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md).",
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
-        "base, and keeps the model near it (docs/rehearsal.md).",
+        "base, and keeps the model near it (docs/rehearsal.md)."
+        + _LINES
+        * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
         "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",

@@ -121,7 +121,7 @@ def test_a_tokenizer_with_more_ids_than_the_base_has_rows_is_found_before_tokeni
 def test_missing_input_files(tmp_path):
     config = write_config(tmp_path, tmp_path / "none", data__corpora__korean__input=["none.jsonl"])
     (found,) = plan_of(config).faults
-    assert found == "none.jsonl: no such file, and no file matches it as a pattern"
+    assert found == "none.jsonl: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
 
 
 def test_a_gpu_that_is_too_small(tokens, tmp_path):

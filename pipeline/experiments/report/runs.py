@@ -87,7 +87,10 @@ def _read(folder: Path, name: str) -> list[Run]:
     if (folder / SUMMARY).is_file():
         tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
         return [_of_study(folder, name, row, tried) for row in read_rows(folder)]
-    raise RunFolderError(f"{folder}: expected a study's {SUMMARY}, a list, or a run's {METRICS}; found neither")
+    raise RunFolderError(
+        f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
+        "check the path, or train first"
+    )
 
 
 def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import cli
+from pipeline.cli import PROGRAMS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/**/*.md")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -22,7 +25,10 @@ PROJECT_FILE = re.compile(
 MODULE = re.compile(r"\bpipeline(?:\.[a-z_0-9]+)+")
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
-TOOL_CALL = re.compile(r"python (?:(tools|benchmarks)/(\w+)\.py)((?:[^\n`]|\\\n)*)")
+PROGRAM_CALL = re.compile(
+    rf"(?:python ((?:tools|benchmarks)/\w+\.py)|scale-cpt ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
+    r"((?:\\\n|[^\n`])*)"
+)
 NOT_NAMED_BY_TESTS = {
     "tools/describe_config.py": "this module runs it",
     "slurm/ranks.sh": "sourced by slurm/common.sh",
@@ -49,9 +55,14 @@ def is_module(name: str) -> bool:
 
 
 def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    """What a script, or `scale-cpt COMMAND`, prints."""
+    name, *words = script.removeprefix("scale-cpt ").split()
+    monkeypatch.setattr(sys, "argv", [name, *words, *arguments])
     with pytest.raises(SystemExit) as exit:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        if script.startswith("scale-cpt "):
+            cli.load(PROGRAMS[name]).main()
+        else:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
     assert not exit.value.code, script
     return capsys.readouterr().out
 
@@ -59,9 +70,9 @@ def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, cap
 def check_commands(text: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag that a command of the text gives to a tool or benchmark is one that it has."""
     shown: dict[str, set[str]] = {}
-    for folder, tool, rest in TOOL_CALL.findall(text):
+    for script, command, rest in PROGRAM_CALL.findall(text):
         flags = re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
-        shown.setdefault(f"{folder}/{tool}.py", set()).update(flags)
+        shown.setdefault(script or f"scale-cpt {command}", set()).update(flags)
     assert shown, f"{where} shows no command"
     for script, flags in sorted(shown.items()):
         known = output_of(script, "--help", monkeypatch=monkeypatch, capsys=capsys)

@@ -41,7 +41,8 @@ extend a study. Sections are merged key by key. A list is replaced as a whole. `
 **`--set KEY=VALUE`** changes a setting for every command that reads a run, and may be repeated:
 `--set schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML, of the type in the tables below.
 Commands that work on a run record them in `changes.json` of its folder, so that the next command, or a resumed job,
-continues the same run; they say so. A later `--set` of the same key, or removing that file, changes it.
+continues the same run; they say so. These changes override the YAML file, also after it is edited. A later `--set` of
+the same key, or removing `changes.json`, changes them.
 
 This page is printed by `scale-cpt describe-config`.
 

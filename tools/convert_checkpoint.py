@@ -1,4 +1,4 @@
-r"""Converts a training checkpoint to a Hugging Face folder, and checks that it is the model that trained.
+r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
     scale-cpt convert --config configs/demo.yaml
     scale-cpt convert --config configs/demo.yaml --format stock --without-gate --output exported

@@ -1,4 +1,4 @@
-"""Prints every setting of a run configuration, with its type, default and meaning, as docs/configuration.md.
+"""Prints every setting of a run, with type, default and meaning, as docs/configuration.md.
 
     scale-cpt describe-config > docs/configuration.md
 

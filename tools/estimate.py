@@ -1,4 +1,4 @@
-"""Estimates parameters, memory, traffic, FLOPs and time of a run without a GPU, and recommends a layout.
+"""Estimates parameters, memory, traffic, FLOPs and time of a run, and recommends a layout.
 
     scale-cpt estimate --config configs/demo.yaml --gpus 2
 

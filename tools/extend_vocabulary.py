@@ -1,4 +1,4 @@
-"""Adds pieces for a new language to a base's tokenizer, so that it cuts that language into fewer tokens.
+"""Adds pieces for a new language to a base's tokenizer, which then needs fewer tokens for it.
 
     scale-cpt vocabulary --base data/models/stories260K --corpus data/ko/reviews.jsonl.zst \\
         --old-texts data/en/stories.jsonl.zst --add 2000 --output runs/korean_vocabulary

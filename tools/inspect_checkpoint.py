@@ -1,4 +1,4 @@
-"""Prints a checkpoint's method, widths, base, step, tokens, trained share, and the norms of its blocks.
+"""Prints a checkpoint's method, widths, base, step, trained share, and the norms of its blocks.
 
     scale-cpt inspect runs/demo
     scale-cpt inspect runs/demo/checkpoints/step_00000200

@@ -1,4 +1,4 @@
-"""Shows what a token corpus holds, checks its shards against the manifest, and decodes some documents.
+"""Shows what a token corpus holds, checks it against its manifest, and decodes some documents.
 
     scale-cpt inspect-data runs/demo/tokens/korean --tokenizer data/models/stories260K
     scale-cpt inspect-data runs/demo/tokens

@@ -1,4 +1,4 @@
-"""Makes the texts of the biography study: invented people, five biographies of each, and questions about them.
+"""Makes the texts of the biography study: invented people, their biographies, and questions.
 
     scale-cpt biographies --people 4000 --pool-fraction 0.1 --output runs/biography/texts
 

@@ -1,4 +1,4 @@
-"""Documents to token corpora (Megatron's .bin/.idx with a manifest): streamed, parallel, restartable at any moment.
+"""Makes token corpora (Megatron's .bin/.idx with a manifest) of documents; can be restarted.
 
     scale-cpt tokenize --config configs/demo.yaml
     scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine

@@ -1,4 +1,4 @@
-"""Shows what a run's configuration says and where each value comes from, or writes a first one for a base and texts.
+"""Shows a run's configuration and where each value comes from, or writes a first one.
 
     scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml

@@ -1,4 +1,4 @@
-"""Runs a study: all runs that it compares, several at a time; prints its tables and writes summary.json.
+"""Runs all runs that a study compares, several at a time; prints tables, writes summary.json.
 
     scale-cpt study configs/studies/korean_quick.yaml
 

@@ -1,4 +1,4 @@
-"""Prints the tables of a finished study of biographies: both tasks at the end, and Task 0 while Task 1 was learned.
+"""Prints the tables of a finished study of biographies: both tasks, and Task 0 over time.
 
     scale-cpt show-biographies runs/biography
 

@@ -1,4 +1,4 @@
-"""Prints what each run of a finished study learned and forgot, with and without its gate, and whether the goals hold.
+"""Prints what each run of a study learned and forgot, with and without its gate.
 
     scale-cpt frontier configs/studies/frontier_quick.yaml --output runs/frontier/summary.json
     scale-cpt frontier configs/studies/frontier_quick.yaml --picture frontier.svg

@@ -1,4 +1,4 @@
-"""Prints the state of a run from its folder alone: running, waiting, done or failed, its progress, speed and end.
+"""Prints a run's state from its folder: running, waiting, done or failed; progress, speed and end.
 
     scale-cpt status runs/demo
     scale-cpt status runs/demo --json

@@ -1,4 +1,4 @@
-"""Trains a SentencePiece tokenizer (BPE or unigram, byte fallback), and compares tokenizers on given texts.
+"""Trains a SentencePiece tokenizer (BPE or unigram), and compares tokenizers on given texts.
 
     scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \\
         --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst

@@ -10,6 +10,7 @@ import pytest
 import yaml
 import zstandard
 from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
@@ -57,6 +58,19 @@ def test_a_folder_of_that_name_wins(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder(Path("org/stories")) == Path("org/stories")
     assert source_of(Path("org/stories")) is None
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **options: asked.update(options) or str(cache))
+    model_folder(Path("org/stories"), weights=weights)
+    described = ["config.json", "README.md", "tokenizer.model", "tokenizer.model.v3", "merges.txt", "qwen.tiktoken"]
+    terms = ["LICENSE", "LICENSE.txt", "Licence.md", "NOTICE", "USE_POLICY.md", "ACCEPTABLE_USE_POLICY.md"]
+    others = ["modeling_x.py", "pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors"]
+    wanted = [*described, *terms, *(["model-00001-of-00002.safetensors"] if weights else [])]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert [*filter_repo_objects([*wanted, *others], **patterns)] == wanted
 
 
 @pytest.mark.parametrize("path", ["stories", "/org/stories", "a/b/c", "../stories", "~/stories"])

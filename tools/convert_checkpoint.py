@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
+from pipeline.cli import PROGRAM
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, ServedPrecision
 from pipeline.model.stock_model import UNPADDED, Padding
@@ -110,7 +111,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         padding=arguments.pad_for,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
-        command=shlex.join(["python", *sys.argv]),
+        command=_command(),
     )
     if convert(conversion, make_probe):
         logger.info("wrote %s", conversion.output)
@@ -118,6 +119,12 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         logger.info("%s: already converted", conversion.output)
     if arguments.push:
         logger.info("pushed to %s", hub.push(conversion.output, arguments.push, private=arguments.private))
+
+
+def _command() -> str:
+    """The command line, which the front `scale-cpt` has begun with its own name and that of the command."""
+    program, *arguments = sys.argv
+    return f"{program if program.startswith(f'{PROGRAM} ') else f'python {program}'} {shlex.join(arguments)}"
 
 
 if __name__ == "__main__":

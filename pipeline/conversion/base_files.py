@@ -28,13 +28,6 @@ _MORE_TEMPLATES = "additional_chat_templates"
 _TEMPLATE_NAMES = re.compile(r"[\w-]+\.jinja")
 
 
-def name_on_hub(base: Path) -> str | None:
-    """The name of a base on the Hugging Face Hub, if its folder is one that huggingface_hub downloaded."""
-    place = base.resolve()
-    kind, *parts = place.parent.parent.name.split("--") if place.parent.name == "snapshots" else [""]
-    return "/".join(parts) if kind == "models" and parts else None
-
-
 def terms_in(folder: Path) -> list[str]:
     """The names of the licence, notice and policy files in `folder`."""
     return list(_matching(folder, _TERMS))

@@ -17,7 +17,6 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, ServedPrecision, precisions
-from pipeline.conversion.base_files import name_on_hub
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, Measured, model_card
@@ -28,6 +27,7 @@ from pipeline.data.unit_work import keys_of
 from pipeline.data.units import TOKENS
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
+from pipeline.hub import source_of
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.stock_model import UNPADDED, Padding
@@ -51,7 +51,7 @@ class Conversion:
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
     in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
     folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on
-    the Hugging Face Hub, for the model card and PEFT; by default as the base's folder says. `command` is for the card.
+    the Hugging Face Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card.
     """
 
     checkpoint: Path
@@ -163,7 +163,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         return True
     if model.manifest.run.vocabulary is not None:
         _check_tokenizer(model)
-    base_name, dtype = conversion.base_name or name_on_hub(model.base.path), conversion.dtype or model.base.dtype
+    base_name, dtype = conversion.base_name or _name_on_hub(model), conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
@@ -223,6 +223,12 @@ def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
         )
     gate.check_fits(model.plan, model.spec.widths.hidden_size, str(folder))
     return replace(model, gate=gate)
+
+
+def _name_on_hub(model: TrainedModel) -> str | None:
+    """The base's name on the hub: where it came from in training, or lies in the hub's cache now."""
+    source = model.manifest.run.base.hub or source_of(model.base.path)
+    return None if source is None else source.partition("@")[0]
 
 
 def _check_tokenizer(model: TrainedModel) -> None:

@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """Reads and checks everything that a run names, except for weights and checkpoints.
+    """Reads and checks everything that a run names, except for weights and the files of checkpoints.
 
     Raises:
         UserError: the first fault; see the functions below.
@@ -71,6 +71,7 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
     if is_finished(config, base):
         return inputs._replace(finished=True)
+    check_resume(config, base, tokenizer.fingerprint)
     return inputs._replace(starts_at_base=training_method(config).starts_at_base())
 
 

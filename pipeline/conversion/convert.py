@@ -24,7 +24,7 @@ from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, Reader, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
-from pipeline.data.units import TOKENS
+from pipeline.data.units import are_texts
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
 from pipeline.hub import source_of
@@ -50,8 +50,8 @@ class Conversion:
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
     in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
-    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on
-    the Hugging Face Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card.
+    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on the Hugging Face
+    Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card.
     """
 
     checkpoint: Path
@@ -102,7 +102,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
     corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
     texts = {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
     return probe_maker(
-        {name: files for name, files in texts.items() if not any(file.endswith(TOKENS) for file in files)},
+        {name: files for name, files in texts.items() if are_texts(files)},
         {name: keys_of(corpus, config.tokenizer) for name, corpus in corpora.items()},
     )
 

@@ -1,7 +1,8 @@
 """Models named on the Hugging Face hub, `org/name` or `org/name@revision`: fetched into the hub's cache.
 
 Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python. The cache names a
-folder after the commit, so that every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN work as everywhere.
+folder after the commit, so that every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN
+work as everywhere.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import hub_faults, model_folder, source_of
 from pipeline.inputs import read_inputs
 from pipeline.sizing.checks import Faults, plan_corpora
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -108,6 +111,13 @@ def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
         read_inputs(load_config(path), 1)
+
+
+def test_a_first_configuration_names_its_base_on_the_hub(cache):
+    texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
+    config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0), on_cpu=True)
+    assert config.base == cache
+    assert yaml.safe_load(text)["base"] == "org/stories@main"
 
 
 # --- Datasets --------------------------------------------------------------------------------------------------------

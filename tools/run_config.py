@@ -37,7 +37,9 @@ def main() -> int:
     show.add_argument("config", type=Path, help="the run's YAML file")
     add_set_option(show)
     init = commands.add_parser("init", help="write a first configuration, with sizes that fit a base and texts")
-    init.add_argument("--base", type=Path, required=True, help="the folder of the model that learns")
+    init.add_argument(
+        "--base", type=Path, required=True, help="the model that learns: a folder, or org/name on the hub"
+    )
     init.add_argument("--new", nargs="+", required=True, metavar="FILE", help="texts to learn, as for tokenization")
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")

@@ -16,7 +16,7 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, ServedPrecision, precisions
+from pipeline.conversion import Format, ServedPrecision, modeling_scale, precisions
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, Measured, model_card
@@ -110,7 +110,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
 def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     """Writes `conversion.output`, verified, completely or not at all.
 
-    Returns False, and writes nothing, if an equal request has already made it.
+    Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
     Raises:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
@@ -140,8 +140,11 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_base_name": conversion.base_name,
     }
     found = _records(conversion.output)
-    if any(all(made.get(key) == value for key, value in request.items()) for made in found):
-        return False
+    code = file_hash(Path(modeling_scale.__file__))
+    for made in found:
+        is_current = made.get("written_format") != "scale" or made.get("code") == code
+        if is_current and all(made.get(key) == value for key, value in request.items()):
+            return False
     _check_output(conversion, found)
     for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
         pass
@@ -166,6 +169,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     base_name, dtype = conversion.base_name or _name_on_hub(model), conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
+    if export.format == "scale":
+        written["code"] = code
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)

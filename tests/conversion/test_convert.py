@@ -97,6 +97,16 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     assert load_hf_model(again.output).dtype == torch.bfloat16
 
 
+def test_a_folder_with_the_code_of_another_version_is_converted_again(published, tmp_path):
+    probe = probe_maker(TEXTS)
+    again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
+    record = json.loads((again.output / "conversion.json").read_text())
+    assert ("code" in record) == (record["written_format"] == "scale")
+    (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
+    assert convert(again, probe) == (record["written_format"] == "scale")
+    assert not convert(again, probe)
+
+
 def test_a_folder_that_differs_is_not_published(conversion):
     def disturb(model):
         (partial,) = conversion.output.parent.iterdir()

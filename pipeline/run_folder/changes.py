@@ -63,7 +63,10 @@ def read_sources(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
         record = str(folder / NAME)
         given = ", ".join(f"{key}={value}" for key, value in earlier.items())
         _logger.info("%s, from an earlier --set: %s (remove the file to drop them)", record, given)
-        layers.insert(-1, layer_of(RunConfig, earlier, record))
+        # A section that was set as a whole comes before what was set in it later.
+        for depth in sorted({key.count(".") for key in earlier}):
+            at_depth = {key: value for key, value in earlier.items() if key.count(".") == depth}
+            layers.insert(-1, layer_of(RunConfig, at_depth, record))
     return layers
 
 
@@ -88,7 +91,9 @@ def changes_on_record(folder: Path, changes: Sequence[str]) -> Iterator[None]:
     The run's folder is not recorded: it would be another one's after a move.
     """
     before = recorded_changes(folder)
-    after = before | {key: value for key, value in parse_changes(changes).items() if key != "folder"}
+    new = {key: value for key, value in parse_changes(changes).items() if key != "folder"}
+    replaced = tuple(f"{key}." for key in new)
+    after = {key: value for key, value in before.items() if not key.startswith(replaced)} | new
     if after == before:
         yield
         return

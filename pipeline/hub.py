@@ -43,7 +43,7 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
         return path
     from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
 
-    with hub_faults(f"{path}: no such folder here, and not to be had from the Hugging Face hub", BaseModelError):
+    with hub_faults(f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub", BaseModelError):
         found = snapshot_download(
             named["repo"],
             revision=named["revision"],

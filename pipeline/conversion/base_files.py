@@ -61,7 +61,7 @@ def _copy(source: Path, name: str, folder: Path) -> None:
 def _complete_templates(folder: Path) -> None:
     """Puts the chat template where every server looks: a file of its own, and tokenizer_config.json.
 
-    Code that tokenizer_config.json names is not kept: who trusts an export's code trusts ours.
+    Code that tokenizer_config.json names is not kept: the only code of an export is `modeling_scale.py`.
     """
     config: dict[str, Any] = {}
     with suppress(FileNotFoundError):

@@ -217,7 +217,8 @@ def test_a_folder_in_another_format_is_not_replaced(published, tmp_path, monkeyp
 def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
     assert json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
     monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.0")
-    with pytest.raises(ImportError, match=f"transformers>={re.escape(NEEDED)} is required .*found transformers==4.57.0"):
+    needed = f"transformers>={re.escape(NEEDED)} is required .*found transformers==4.57.0"
+    with pytest.raises(ImportError, match=needed):
         runpy.run_path(str(published.output / "modeling_scale.py"))
 
 

@@ -105,7 +105,7 @@ def changes_on_record(folder: Path, changes: Sequence[str]) -> Iterator[None]:
         if before:
             write_record(folder / NAME, Changes(changes=before))
         else:
-            (folder / NAME).unlink()
+            (folder / NAME).unlink(missing_ok=True)  # several jobs of one stage may fail
         raise
 
 

@@ -32,6 +32,8 @@ _logger = log.get_logger(__name__)
 def model_folder(path: Path, *, weights: bool = True) -> Path:
     """The folder of a model on this machine: `path` itself where it exists or is no name on the hub.
 
+    Nor is `models/mine` where there is a folder `models`: what is missing there must not become a stranger's model.
+
     `weights`: without them a few small files are fetched, which describe the architecture and the tokenizer.
 
     Raises:
@@ -39,7 +41,7 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
             while the cache lacks it.
     """
     named = _NAME.fullmatch(str(path))
-    if path.exists() or named is None:
+    if path.exists() or named is None or Path(named["repo"]).parent.is_dir():
         return path
     from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
 

@@ -61,6 +61,7 @@ def test_a_folder_of_that_name_wins(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder(Path("org/stories")) == Path("org/stories")
     assert source_of(Path("org/stories")) is None
+    assert model_folder(Path("org/other")) == Path("org/other")  # a missing folder beside it, and nobody's model
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -84,15 +84,15 @@ def main() -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion import hub
+    from pipeline.conversion import publish
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
 
     if arguments.base_name:
-        hub.check_name(arguments.base_name, "--base-name")
+        publish.check_name(arguments.base_name, "--base-name")
     if arguments.push:
-        hub.check_can_push(arguments.push)
+        publish.check_can_push(arguments.push)
     dtype = TYPES[arguments.dtype] if arguments.dtype else None
     if config is not None:
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
@@ -118,7 +118,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     else:
         logger.info("%s: already converted", conversion.output)
     if arguments.push:
-        logger.info("pushed to %s", hub.push(conversion.output, arguments.push, private=arguments.private))
+        logger.info("pushed to %s", publish.push(conversion.output, arguments.push, private=arguments.private))
 
 
 def _command() -> str:

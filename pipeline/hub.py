@@ -1,7 +1,8 @@
 """Models named on the Hugging Face hub, `org/name` or `org/name@revision`: fetched into the hub's cache.
 
-Only safetensors, JSON and tokenizers are fetched, never Python. The cache names a folder after the commit, so that
-every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN work as everywhere.
+Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python. The cache names a
+folder after the commit, so that every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN
+work as everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pipeline import log
 from pipeline.errors import BaseModelError, UserError, in_one_line
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
-_DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "spiece.model")
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
+# An export passes them on, and its own card quotes the base's (pipeline/conversion/base_files.py).
+_TERMS = ("README.md", "LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "COPYRIGHT*", "COPYING*", "*USE_POLICY*")
 _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
 _IGNORED = ("*/*", "consolidated*")
@@ -29,6 +32,8 @@ _logger = log.get_logger(__name__)
 def model_folder(path: Path, *, weights: bool = True) -> Path:
     """The folder of a model on this machine: `path` itself where it exists or is no name on the hub.
 
+    Nor is `models/mine` where there is a folder `models`: what is missing there must not become a stranger's model.
+
     `weights`: without them a few small files are fetched, which describe the architecture and the tokenizer.
 
     Raises:
@@ -36,15 +41,15 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
             while the cache lacks it.
     """
     named = _NAME.fullmatch(str(path))
-    if path.exists() or named is None:
+    if path.exists() or named is None or Path(named["repo"]).parent.is_dir():
         return path
     from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
 
-    with hub_faults(f"{path}: no such folder here, and not fetched from the Hugging Face hub", BaseModelError):
+    with hub_faults(f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub", BaseModelError):
         found = snapshot_download(
             named["repo"],
             revision=named["revision"],
-            allow_patterns=[*_DESCRIPTION, *([_WEIGHTS] if weights else [])],
+            allow_patterns=[*_DESCRIPTION, *_TERMS, *([_WEIGHTS] if weights else [])],
             ignore_patterns=list(_IGNORED),
         )
     _logger.info("%s: %s on the hub, in %s", path, source_of(Path(found)), found)
@@ -52,11 +57,12 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
 
 
 def source_of(folder: Path) -> str | None:
-    """`org/name@commit` of a folder in the hub's cache; None for another."""
-    cached = folder.parent.parent.name
-    if folder.parent.name != "snapshots" or not cached.startswith("models--"):
+    """`org/name@commit` of a folder in the hub's cache, or of a link to one; None for another."""
+    snapshot = folder.resolve()
+    cached = snapshot.parent.parent.name
+    if snapshot.parent.name != "snapshots" or not cached.startswith("models--"):
         return None
-    return f"{cached.removeprefix('models--').replace('--', '/', 1)}@{folder.name}"
+    return f"{cached.removeprefix('models--').replace('--', '/', 1)}@{snapshot.name}"
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """Reads and checks everything that a run names, except for weights and checkpoints.
+    """Reads and checks everything that a run names, except for weights and the files of checkpoints.
 
     Raises:
         UserError: the first fault; see the functions below.
@@ -69,7 +69,7 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     encoded_prompts(config, tokenizer, base.spec)
     open_samples(config, tokenizer.fingerprint)
     inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
-    if is_finished(config, base):
+    if check_resume(config, base, tokenizer.fingerprint):
         return inputs._replace(finished=True)
     return inputs._replace(starts_at_base=training_method(config).starts_at_base())
 
@@ -253,42 +253,25 @@ def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> Non
         build_model(config, spec, tp)
 
 
-def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> None:
-    """Checks that the run can continue from its newest checkpoint, if it has one; the checkpoint's files are not read.
+def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> bool:
+    """Whether an earlier attempt finished the run, which is logged. The checkpoints' files are not read.
 
     Raises:
-        CheckpointError: the checkpoint is of another base, method or data.
+        CheckpointError: the newest checkpoint is of another base, base_precision or method, or, unless the run is
+            finished, of other data.
     """
-    if is_finished(config, base):
-        return
     for checkpoint in candidates(config.folder / "checkpoints"):
         try:
             manifest = load_manifest(checkpoint)
         except DamagedCheckpointError:
-            continue  # resuming takes the one before
+            continue  # resuming reports it, and takes the one before
+        step, steps = manifest.position.step, config.schedule.steps
+        if (config.folder / TRAINING).exists() and step >= steps:
+            check_same_model(manifest, checkpoint, base.hashes(), config)
+            _logger.info("%s is already at step %d of %d: nothing to train", config.folder, step, steps)
+            return True
         with torch.device("meta"):
             model = build_model(config, base.spec, SINGLE)
         check_same_run(manifest, checkpoint, describe_run(config, base, model, tokenizer_fingerprint))
-        return
-
-
-def is_finished(config: RunConfig, base: BaseFolder) -> bool:
-    """Whether an earlier attempt finished the run; logs it if so.
-
-    Raises:
-        CheckpointError: it did, but with another base, base_precision or method than the configuration has now.
-    """
-    found = candidates(config.folder / "checkpoints") if (config.folder / TRAINING).exists() else []
-    if not found:
         return False
-    try:
-        manifest = load_manifest(found[0])
-    except DamagedCheckpointError:
-        return False  # resuming reports it, and takes the one before
-    if manifest.position.step < config.schedule.steps:
-        return False
-    check_same_model(manifest, found[0], base.hashes(), config)
-    _logger.info(
-        "%s is already at step %d of %d: nothing to train", config.folder, manifest.position.step, config.schedule.steps
-    )
-    return True
+    return False

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from pipeline import __version__, cli
-from pipeline.config.run import load_config, parse_config
+from pipeline.config.run import parse_config
 from pipeline.errors import CONFIG_ERROR
+from pipeline.run_folder.changes import read_run
 from pipeline.shipped import shipped
 from tests.training.runs import write_config
 
@@ -72,7 +73,7 @@ def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeyp
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
     assert called(monkeypatch, "config", "show", path, "--set", "schedule.steps=20") == 0
     shown = capsys.readouterr().out
-    assert parse_config(yaml.safe_load(shown), source="shown") == load_config(path, ["schedule.steps=20"])
+    assert parse_config(yaml.safe_load(shown), source="shown") == read_run(path, ["schedule.steps=20"])
     for line in (rf"seed: 5 +# {path}", r"  steps: 20 +# --set", rf"  micro_batch_size: 2 +# {tmp_path}/base.yaml"):
         assert re.search(f"(?m)^{line}$", shown), line
     assert re.search(r"(?m)^  window: 128 +# default$", shown)

@@ -18,11 +18,13 @@ from pipeline.checkpoint.manifest import (
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.dry_run import dry_run, make_plan
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.inputs import read_inputs
 from pipeline.methods import build_model
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
+from pipeline.run_folder.changes import changes_on_record, read_run, recorded_changes
 from pipeline.run_folder.lock import RunLock
 from pipeline.sizing import checks
 from pipeline.sizing.checks import check_before_tokenizing
@@ -95,6 +97,18 @@ def test_a_change_that_the_run_refuses_is_reported(begun, capsys, changes, fault
     assert any(fault in found for found in faults), faults
 
 
+def test_a_change_of_a_run_that_has_begun_is_not_remembered(begun):
+    run, tokens = begun
+    path = write_config(run, tokens)
+    for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
+        with (
+            pytest.raises(CheckpointError, match="step_00000001: was trained with another"),
+            changes_on_record(run, changes),
+        ):
+            read_inputs(read_run(path, changes), 2)
+        assert recorded_changes(run) == {}
+
+
 def test_all_faults_are_listed(begun, capsys):
     run, tokens = begun
     changes = {"method__l_fp": 99, "schedule__global_batch_size": 9, "data__corpora__korean__input": ["none.jsonl"]}
@@ -124,7 +138,7 @@ def test_a_run_without_a_held_out_part_is_refused_before_tokenizing(tmp_path, ca
     config = write_config(tmp_path, tmp_path / "none", data__corpora=corpora, data__replay_fraction=0.0)
     code, (fault,) = reported(config, capsys)
     assert code == 1
-    assert "none has a held-out part to score" in fault
+    assert "none has held-out text to score" in fault
 
 
 @pytest.mark.parametrize(

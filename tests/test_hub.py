@@ -10,6 +10,7 @@ import pytest
 import yaml
 import zstandard
 from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
@@ -24,7 +25,10 @@ from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import hub_faults, model_folder, source_of
 from pipeline.inputs import read_inputs
 from pipeline.sizing.checks import Faults, plan_corpora
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -57,6 +61,20 @@ def test_a_folder_of_that_name_wins(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder(Path("org/stories")) == Path("org/stories")
     assert source_of(Path("org/stories")) is None
+    assert model_folder(Path("org/other")) == Path("org/other")  # a missing folder beside it, and nobody's model
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **options: asked.update(options) or str(cache))
+    model_folder(Path("org/stories"), weights=weights)
+    described = ["config.json", "README.md", "tokenizer.model", "tokenizer.model.v3", "merges.txt", "qwen.tiktoken"]
+    terms = ["LICENSE", "LICENSE.txt", "Licence.md", "NOTICE", "USE_POLICY.md", "ACCEPTABLE_USE_POLICY.md"]
+    others = ["modeling_x.py", "pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors"]
+    wanted = [*described, *terms, *(["model-00001-of-00002.safetensors"] if weights else [])]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert [*filter_repo_objects([*wanted, *others], **patterns)] == wanted
 
 
 @pytest.mark.parametrize("path", ["stories", "/org/stories", "a/b/c", "../stories", "~/stories"])
@@ -94,6 +112,13 @@ def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
         read_inputs(load_config(path), 1)
+
+
+def test_a_first_configuration_names_its_base_on_the_hub(cache):
+    texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
+    config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0), on_cpu=True)
+    assert config.base == cache
+    assert yaml.safe_load(text)["base"] == "org/stories@main"
 
 
 # --- Datasets --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
+from pipeline.cli import PROGRAM
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, ServedPrecision
 from pipeline.model.stock_model import UNPADDED, Padding
@@ -83,15 +84,15 @@ def main() -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion import hub
+    from pipeline.conversion import publish
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
 
     if arguments.base_name:
-        hub.check_name(arguments.base_name, "--base-name")
+        publish.check_name(arguments.base_name, "--base-name")
     if arguments.push:
-        hub.check_can_push(arguments.push)
+        publish.check_can_push(arguments.push)
     dtype = TYPES[arguments.dtype] if arguments.dtype else None
     if config is not None:
         conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
@@ -110,14 +111,20 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         padding=arguments.pad_for,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
-        command=shlex.join(["python", *sys.argv]),
+        command=_command(),
     )
     if convert(conversion, make_probe):
         logger.info("wrote %s", conversion.output)
     else:
         logger.info("%s: already converted", conversion.output)
     if arguments.push:
-        logger.info("pushed to %s", hub.push(conversion.output, arguments.push, private=arguments.private))
+        logger.info("pushed to %s", publish.push(conversion.output, arguments.push, private=arguments.private))
+
+
+def _command() -> str:
+    """The command line, which the front `scale-cpt` has begun with its own name and that of the command."""
+    program, *arguments = sys.argv
+    return f"{program if program.startswith(f'{PROGRAM} ') else f'python {program}'} {shlex.join(arguments)}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from pipeline import command_line, log
-from pipeline.config.run import load_config
 from pipeline.conversion import ServedPrecision, llama_cpp
 from pipeline.conversion.convert import HF_FOLDER, RECORD, MakeProbe, run_probe
 from pipeline.conversion.hf_folder import load_exported
@@ -38,6 +37,7 @@ from pipeline.errors import ConversionError
 from pipeline.files import write_json
 from pipeline.log import progress_bar
 from pipeline.model.output import perplexity
+from pipeline.run_folder.changes import add_set_option, read_run
 from pipeline.untrusted_files import read_object
 
 _logger = log.get_logger(__name__)
@@ -194,6 +194,7 @@ def check(export: Path, base: Path, make_probe: MakeProbe, formats: Sequence[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the run's YAML file: checks <folder>/hf on its held-out text")
+    add_set_option(parser)
     parser.add_argument("--export", type=Path, help="a folder that tools/convert_checkpoint.py wrote")
     parser.add_argument("--base", type=Path, help="the base's folder (default: the one that it was converted with)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to measure on (JSONL, .txt …)")
@@ -203,9 +204,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if (arguments.config is None) == (arguments.export is None):
         parser.error("give --config or --export")
+    if arguments.set and not arguments.config:
+        parser.error("--set changes a run's configuration; name it with --config")
     make_probe: MakeProbe = probe_maker({})
     if arguments.config:
-        config = load_config(arguments.config)
+        config = read_run(arguments.config, arguments.set)
         export, make_probe = config.folder / HF_FOLDER, run_probe(config)
     else:
         export = arguments.export

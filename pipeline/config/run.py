@@ -6,7 +6,7 @@ Unknown keys are refused, and all faults are reported together with their dotted
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from pipeline.config.reading import (
     Section,
     checked,
 )
-from pipeline.config.sources import combined, layer_of, parse_changes, read_layers
+from pipeline.config.sources import combined, read_layers
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
@@ -372,17 +372,15 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
-def load_config(path: Path, changes: Iterable[str] = (), *, base: HubModels = "whole") -> RunConfig:
+def load_config(path: Path, *, base: HubModels = "whole") -> RunConfig:
     """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
 
-    `changes` are settings such as `schedule.steps=20`, which take precedence over the file's. The commands of a run
-    read it through `pipeline.run_folder.changes`, which also knows the changes of earlier commands.
+    The commands of a run read it through `pipeline.run_folder.changes`, which also knows `--set`.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or does not describe a run.
     """
-    layers = [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
-    return with_models(parse_config(combined(layers), source=str(path)), base)
+    return with_models(parse_config(combined(read_layers(path)), source=str(path)), base)
 
 
 def with_models(config: RunConfig, base: HubModels) -> RunConfig:

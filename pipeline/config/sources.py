@@ -41,13 +41,13 @@ def read_layers(path: Path) -> list[Layer]:
     before = ""
     current: Path | None = path
     while current is not None:
-        if (resolved := current.resolve()) in seen:
-            raise ConfigError(f"{before}{current}: this file is extended already; remove one of the keys {EXTENDS}")
-        seen.append(resolved)
         try:
             values = read_yaml(current)
         except ConfigError as error:
             raise ConfigError(f"{before}{error}") from None
+        if (resolved := current.resolve()) in seen:
+            raise ConfigError(f"{before}{current}: this file is extended already; remove one of the keys {EXTENDS}")
+        seen.append(resolved)
         parent = values.pop(EXTENDS, None)
         if parent is not None and not isinstance(parent, str):
             raise ConfigError(f"{current}: {EXTENDS}: expected the path of one YAML file, found {parent!r}")

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.errors import BaseModelError
 from pipeline.files import write_json, write_text
-from pipeline.untrusted_files import read_inside, read_object, read_text
+from pipeline.untrusted_files import read_inside, read_object
 
 _GENERATION = "generation_config.json"
 # Licences ask that they, notices and policies are passed on.
@@ -23,16 +24,8 @@ _TOKENIZER = re.compile(
     r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json"
 )
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 _TEMPLATE_NAMES = re.compile(r"[\w-]+\.jinja")
-
-
-def name_on_hub(base: Path) -> str | None:
-    """The name of a base on the Hugging Face Hub, if its folder is one that huggingface_hub downloaded."""
-    place = base.resolve()
-    kind, *parts = place.parent.parent.name.split("--") if place.parent.name == "snapshots" else [""]
-    return "/".join(parts) if kind == "models" and parts else None
 
 
 def terms_in(folder: Path) -> list[str]:
@@ -44,11 +37,11 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     """Copies into `folder` what an export keeps of the folder `base`, with the tokenizer of the folder `tokenizer`.
 
     Raises:
-        BaseModelError: a file cannot be read, or links out of its folder.
+        BaseModelError, DataError: a file cannot be read, or links out of its folder.
     """
     for name in (_GENERATION, *terms_in(base)):
         _copy(base, name, folder)
-    for name in (_TEMPLATE, *_matching(tokenizer, _TOKENIZER)):
+    for name in (TEMPLATE, *_matching(tokenizer, _TOKENIZER)):
         _copy(tokenizer, name, folder)
     for name in _matching(tokenizer / _MORE_TEMPLATES, _TEMPLATE_NAMES):
         (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
@@ -68,31 +61,16 @@ def _copy(source: Path, name: str, folder: Path) -> None:
 def _complete_templates(folder: Path) -> None:
     """Puts the chat template where every server looks: a file of its own, and tokenizer_config.json.
 
-    Code that tokenizer_config.json names is not kept: who trusts an export's code trusts ours.
+    Code that tokenizer_config.json names is not kept: the only code of an export is `modeling_scale.py`.
     """
-    config, template = _tokenizer_config(folder), None
+    config: dict[str, Any] = {}
     with suppress(FileNotFoundError):
-        template = read_text(folder / _TEMPLATE, BaseModelError)
-    held = config.get("chat_template")
-    if template is None and (template := _default_template(held)) is not None:
-        write_text(folder / _TEMPLATE, template)
-    if template is not None and not isinstance(held, list):
-        config["chat_template"] = template
+        config = read_object(folder / _TOKENIZER_CONFIG, BaseModelError)
+    template = template_in(folder, config)
+    if template is not None:
+        write_text(folder / TEMPLATE, template)
+        if not isinstance(config.get("chat_template"), list):
+            config["chat_template"] = template
     config.pop("auto_map", None)
     if config:
         write_json(folder / _TOKENIZER_CONFIG, config)
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    try:
-        return read_object(folder / _TOKENIZER_CONFIG, BaseModelError)
-    except FileNotFoundError:
-        return {}
-
-
-def _default_template(held: object) -> str | None:
-    """The template among those of tokenizer_config.json that applies where none is named."""
-    if isinstance(held, list):
-        named = (one for one in held if isinstance(one, dict) and one.get("name") == "default")
-        held = next(named, {}).get("template")
-    return held if isinstance(held, str) else None

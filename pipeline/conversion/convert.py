@@ -16,8 +16,7 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, ServedPrecision, precisions
-from pipeline.conversion.base_files import name_on_hub
+from pipeline.conversion import Format, ServedPrecision, modeling_scale, precisions
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, Measured, model_card
@@ -25,9 +24,10 @@ from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, Reader, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
-from pipeline.data.units import TOKENS
+from pipeline.data.units import are_texts
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
+from pipeline.hub import source_of
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.stock_model import UNPADDED, Padding
@@ -50,8 +50,8 @@ class Conversion:
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
     in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
-    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on
-    the Hugging Face Hub, for the model card and PEFT; by default as the base's folder says. `command` is for the card.
+    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on the Hugging Face
+    Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card.
     """
 
     checkpoint: Path
@@ -102,7 +102,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
     corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
     texts = {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
     return probe_maker(
-        {name: files for name, files in texts.items() if not any(file.endswith(TOKENS) for file in files)},
+        {name: files for name, files in texts.items() if are_texts(files)},
         {name: keys_of(corpus, config.tokenizer) for name, corpus in corpora.items()},
     )
 
@@ -110,7 +110,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
 def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     """Writes `conversion.output`, verified, completely or not at all.
 
-    Returns False, and writes nothing, if an equal request has already made it.
+    Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
     Raises:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
@@ -140,8 +140,11 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_base_name": conversion.base_name,
     }
     found = _records(conversion.output)
-    if any(all(made.get(key) == value for key, value in request.items()) for made in found):
-        return False
+    code = file_hash(Path(modeling_scale.__file__))
+    for made in found:
+        is_current = made.get("written_format") != "scale" or made.get("code") == code
+        if is_current and all(made.get(key) == value for key, value in request.items()):
+            return False
     _check_output(conversion, found)
     for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
         pass
@@ -163,9 +166,11 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         return True
     if model.manifest.run.vocabulary is not None:
         _check_tokenizer(model)
-    base_name, dtype = conversion.base_name or name_on_hub(model.base.path), conversion.dtype or model.base.dtype
+    base_name, dtype = conversion.base_name or _name_on_hub(model), conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
     written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
+    if export.format == "scale":
+        written["code"] = code
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
     with published_folder(conversion.output) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
@@ -223,6 +228,12 @@ def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
         )
     gate.check_fits(model.plan, model.spec.widths.hidden_size, str(folder))
     return replace(model, gate=gate)
+
+
+def _name_on_hub(model: TrainedModel) -> str | None:
+    """The base's name on the hub: where it came from in training, or lies in the hub's cache now."""
+    source = model.manifest.run.base.hub or source_of(model.base.path)
+    return None if source is None else source.partition("@")[0]
 
 
 def _check_tokenizer(model: TrainedModel) -> None:

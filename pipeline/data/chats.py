@@ -6,7 +6,7 @@ answers only, and each is learned once. The template is a stranger's program; tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.own_records import checksum
 from pipeline.untrusted_files import read_object, read_text
 
+TEMPLATE = "chat_template.jinja"
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
 
 
@@ -35,7 +36,10 @@ class ChatTemplate:
         if file.suffix == ".model":
             raise DataError(f"{file}: it would read the markers of chats as text, expected a tokenizer.json; {_ADVICE}")
         described = _described(file)
-        self.source = _template_of(file, described)
+        source = template_in(file.parent, described)
+        if not source:
+            raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
+        self.source = source
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in described.items()
@@ -107,18 +111,20 @@ def _described(file: Path) -> dict[str, Any]:
         return {}
 
 
-def _template_of(file: Path, described: dict[str, Any]) -> str:
+def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
+    """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
+
+    Raises:
+        DataError: its file cannot be read.
+    """
     try:
-        return read_text(file.with_name("chat_template.jinja"), DataError)
+        return read_text(folder / TEMPLATE, DataError)
     except FileNotFoundError:
         found = described.get("chat_template")
     if isinstance(found, list):  # several, by their names
-        found = next(
-            (own.get("template") for own in found if isinstance(own, dict) and own.get("name") == "default"), None
-        )
-    if not isinstance(found, str) or not found:
-        raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
-    return found
+        named = (own.get("template") for own in found if isinstance(own, dict) and own.get("name") == "default")
+        found = next(named, None)
+    return found if isinstance(found, str) else None
 
 
 def _is_message(message: object) -> bool:

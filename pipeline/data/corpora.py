@@ -11,7 +11,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.records import Document
 from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.unit_work import Job, is_heldout, keys_of
-from pipeline.data.units import good_documents
+from pipeline.data.units import are_texts, good_documents
 from pipeline.errors import DataError
 
 TOKENIZER = "tools/preprocess_data.py"
@@ -80,16 +80,21 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
 
 
 def check_heldout(config: RunConfig) -> None:
-    """Raises DataError where no corpus has a held-out part, without which a run can be neither gated nor evaluated."""
-    if not any(has_heldout(config.data, name) for name in config.data.corpora):
+    """Raises DataError where no corpus has held-out text, without which a run can be neither gated nor evaluated."""
+    if not any(map(_has_heldout_text, config.data.corpora.values())):
         raise DataError(
-            f"data.corpora of {config.name}: none has a held-out part to score; name other files as heldout_input, or "
+            f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
             "set heldout_fraction, such as 0.005, before the corpus is tokenized"
         )
 
 
+def _has_heldout_text(corpus: Corpus) -> bool:
+    heldout = corpus.heldout_input or (corpus.input if corpus.heldout_fraction else [])
+    return bool(heldout) and are_texts(heldout)
+
+
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
-    """The held-out documents of every corpus that has any, by the corpus's name.
+    """The held-out documents of every corpus that has any as text, by the corpus's name.
 
     Raises:
         DataError: no corpus has any.
@@ -98,7 +103,7 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     return {
         name: _documents(corpus, config.tokenizer)
         for name, corpus in config.data.corpora.items()
-        if has_heldout(config.data, name)
+        if _has_heldout_text(corpus)
     }
 
 

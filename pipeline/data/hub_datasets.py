@@ -1,7 +1,7 @@
 """Datasets named on the Hugging Face hub: `hf://org/name[/config][@revision][/split][?documents=N]`.
 
-One is streamed once, into shards of JSONL in HF_HOME, and read from there ever after: its revision stays the commit of
-that day. Killed, the next call continues after the last whole shard. Only text comes along: strings, and lists and
+One is streamed once, into shards of JSONL in HF_HOME, and read from there later: its revision stays the commit of
+that day. After a kill the next call continues behind the last whole shard. Only text is kept: strings, and lists and
 objects of strings, such as the messages of a chat.
 
 Nothing of a dataset is run: `datasets` 4 and later have no scripts, and only readers of plain formats are accepted.

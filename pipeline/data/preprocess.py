@@ -138,11 +138,6 @@ def preprocess(
 def _import(job: Job, plan: Plan, tokenizer: Tokenizer, workers: Workers) -> Manifest:
     """Makes the corpus of tokens that another program wrote; nothing of it is kept after a kill but finished links."""
     files = [Path(path) for path, _ in plan.inputs]
-    if any(file.suffix != TOKENS for file in files) or job.heldout_fraction or job.messages_key or job.prompt_key:
-        raise DataError(
-            f"{', '.join(job.inputs)}: tokens are imported as they are: name no files of text beside them, and neither "
-            "heldout_fraction nor prompts; a held-out part has inputs of its own"
-        )
     make_folder(job.output)
     parts = import_shards(job.output, files, Path(job.tokenizer), workers)
     inputs = [
@@ -166,6 +161,13 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         DataError: one of them cannot be used.
     """
     files = input_files(job.inputs)
+    if any(file.suffix == TOKENS for file in files) and (
+        any(file.suffix != TOKENS for file in files) or job.heldout_fraction or job.messages_key or job.prompt_key
+    ):
+        raise DataError(
+            f"{', '.join(job.inputs)}: tokens are imported as they are: name no files of text beside them, and neither "
+            "heldout_fraction nor prompts; a held-out part has inputs of its own"
+        )
     return Plan(
         inputs=[(str(file), size) for file, size in files.items()],
         fingerprint=tokenizer.fingerprint,

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline import log
+from pipeline.config.data import Corpus
 from pipeline.data.chats import chat_template
 from pipeline.data.file_content import content_of
 from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
@@ -75,20 +76,7 @@ class Job:
         return self.state / "reference_only.json"
 
 
-class Described(Protocol):
-    """A job, or the corpus of a configuration."""
-
-    @property
-    def text_key(self) -> str: ...
-    @property
-    def prompt_key(self) -> str | None: ...
-    @property
-    def document(self) -> DocumentUnit: ...
-    @property
-    def messages_key(self) -> str | None: ...
-
-
-def keys_of(described: Described, tokenizer: Path) -> Keys:
+def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
     """Where documents are in the inputs of a corpus.
 
     Raises:

@@ -91,6 +91,11 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
+def are_texts(inputs: Sequence[str]) -> bool:
+    """Whether `inputs` are documents, not the tokens that another program made of them."""
+    return not any(name.endswith(TOKENS) for name in inputs)
+
+
 def is_here(inputs: Sequence[str]) -> bool:
     """Whether all `inputs` are on this machine; False where one would be streamed from the hub first."""
     return all(hub_datasets.is_streamed(name) for name in inputs if name.startswith(hub_datasets.PREFIX))

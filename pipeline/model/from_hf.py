@@ -65,7 +65,7 @@ def _read_config(file: Path) -> PretrainedConfig:
     try:
         values = read_object(file, BaseModelError, "copy the folder again")
     except FileNotFoundError:
-        model_folder(file.parent)  # says why a model on the hub could not be had
+        model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
         raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
     model_type, quantized = values.get("model_type"), values.get("quantization_config")
     if model_type == _WIDENED:

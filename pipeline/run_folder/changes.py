@@ -65,7 +65,10 @@ def read_sources(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
         _logger.info(
             "%s, from an earlier --set, overrides the YAML file: %s (remove the record to drop them)", record, given
         )
-        layers.insert(-1, layer_of(RunConfig, earlier, record))
+        # A section that was set as a whole comes before what was set in it later.
+        for depth in sorted({key.count(".") for key in earlier}):
+            at_depth = {key: value for key, value in earlier.items() if key.count(".") == depth}
+            layers.insert(-1, layer_of(RunConfig, at_depth, record))
     return layers
 
 
@@ -90,7 +93,9 @@ def changes_on_record(folder: Path, changes: Sequence[str]) -> Iterator[None]:
     The run's folder is not recorded: it would be another one's after a move.
     """
     before = recorded_changes(folder)
-    after = before | {key: value for key, value in parse_changes(changes).items() if key != "folder"}
+    new = {key: value for key, value in parse_changes(changes).items() if key != "folder"}
+    replaced = tuple(f"{key}." for key in new)
+    after = {key: value for key, value in before.items() if not key.startswith(replaced)} | new
     if after == before:
         yield
         return
@@ -102,7 +107,7 @@ def changes_on_record(folder: Path, changes: Sequence[str]) -> Iterator[None]:
         if before:
             write_record(folder / NAME, Changes(changes=before))
         else:
-            (folder / NAME).unlink()
+            (folder / NAME).unlink(missing_ok=True)  # several jobs of one stage may fail
         raise
 
 

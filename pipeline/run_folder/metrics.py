@@ -18,7 +18,8 @@ METRICS = "metrics.jsonl"
 TEXTS = "prompts"
 """The key of what the model wrote after each prompt, in the lines of validations."""
 # Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
-_NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base", "base_stream_cosine")
+# Earlier versions also wrote perplexity_growth, which is forgetting by another name.
+_NOT_OF_A_CORPUS = ("forgetting", "perplexity_growth", "seconds", "kl_from_base", "base_stream_cosine")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 

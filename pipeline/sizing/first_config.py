@@ -18,8 +18,10 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts
 from pipeline.data.units import input_files
 from pipeline.errors import LayoutError
+from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import UNPADDED
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import Estimator, open_estimator
 from pipeline.sizing.matching import Matcher
@@ -72,17 +74,20 @@ def propose(
 ) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
+    `base` may be a model on the hub, which is fetched; the YAML names it as it was given.
+
     Raises:
         BaseModelError, DataError: the base or a text cannot be read.
         ConfigError, LayoutError: no such run is possible.
     """
-    spec, tokenizer = open_base(base).spec, load_tokenizer(base)
+    folder = model_folder(base)
+    spec, tokenizer = open_base(folder).spec, load_tokenizer(folder)
     learned, known = measure(new, tokenizer), measure(old, tokenizer)
-    values = _values(name, base, spec, tokenizer, learned, known, cluster, on_cpu=on_cpu)
+    values = _values(name, folder, spec, tokenizer, learned, known, cluster, on_cpu=on_cpu)
     config = parse_config(values, source="the proposed configuration")
     values |= {"method": _method(config, spec), "gate": {}}
     config, values = _fitted(values, cluster, on_cpu=on_cpu)
-    return config, _as_yaml(values, spec, learned, known, cluster)
+    return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 
 
 def _values(
@@ -140,7 +145,7 @@ def _heldout(text: Texts, length: int) -> float:
 
 
 def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
-    matcher = Matcher(config, spec)
+    matcher = Matcher(config, spec, padding=UNPADDED)
     hidden = max(1, round(spec.widths.hidden_size * WIDER_BY / matcher.multiple_of)) * matcher.multiple_of
     method = matcher.grown("adapt", hidden)
     assert isinstance(method, ScaleMethod)

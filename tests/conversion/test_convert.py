@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -95,6 +96,16 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     assert (again.output / "model.safetensors").stat().st_mtime_ns == before
     assert convert(replace(again, dtype=torch.bfloat16), probe)
     assert load_hf_model(again.output).dtype == torch.bfloat16
+
+
+def test_a_folder_with_the_code_of_another_version_is_converted_again(published, tmp_path):
+    probe = probe_maker(TEXTS)
+    again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
+    record = json.loads((again.output / "conversion.json").read_text())
+    assert ("code" in record) == (record["written_format"] == "scale")
+    (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
+    assert convert(again, probe) == (record["written_format"] == "scale")
+    assert not convert(again, probe)
 
 
 def test_a_folder_that_differs_is_not_published(conversion):
@@ -206,7 +217,8 @@ def test_a_folder_in_another_format_is_not_replaced(published, tmp_path, monkeyp
 def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
     assert json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
     monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.0")
-    with pytest.raises(ImportError, match=r"transformers>=5\.0\.0 is required .*found transformers==4\.57\.0"):
+    needed = f"transformers>={re.escape(NEEDED)} is required .*found transformers==4.57.0"
+    with pytest.raises(ImportError, match=needed):
         runpy.run_path(str(published.output / "modeling_scale.py"))
 
 

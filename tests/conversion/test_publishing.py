@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -17,11 +18,14 @@ from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.conversion.base_files import copy_base_files, name_on_hub
+from pipeline import cli
+from pipeline.checkpoint.manifest import load_manifest
+from pipeline.conversion.base_files import copy_base_files
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
+from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from pipeline.model.stock_model import Padding
 from tests.bases import STORIES
@@ -103,6 +107,23 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     for name, found in report["texts"].items():
         assert f"| {name} | {found['tokens']} | {found['training_perplexity']:.4g} |" in text
     assert "`python convert.py`" in text and ("trust_remote_code=True" in text) == (format == "scale")
+
+
+def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path, monkeypatch):
+    """Of a base that training had from the hub, wherever it lies now; by the front as by the tool."""
+    checkpoint = shutil.copytree(checkpoints["peft"], tmp_path / "checkpoints" / checkpoints["peft"].name)
+    manifest = load_manifest(checkpoint)
+    record = manifest.run.base.model_copy(update={"hub": "someone/stories@abc"})
+    manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(checkpoint)
+    arguments = ["--checkpoint", checkpoint, "--base", base, "--output", tmp_path / "my hf", "--format", "peft"]
+    monkeypatch.setattr(sys, "argv", ["scale-cpt", "convert", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert front_matter(tmp_path / "my hf")["base_model"] == "someone/stories"
+    adapters = json.loads((tmp_path / "my hf" / "adapter_config.json").read_text())
+    assert adapters["base_model_name_or_path"] == "someone/stories"
+    assert f"`scale-cpt convert {shlex.join(map(str, arguments))}`" in (tmp_path / "my hf" / "README.md").read_text()
 
 
 def test_the_widths_of_a_padded_export_are_its_own(base, checkpoints, tmp_path):
@@ -217,9 +238,8 @@ def test_the_links_of_a_downloaded_snapshot_are_followed(tmp_path):
     for blob in (cached / "blobs").iterdir():
         (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
     assert {"tokenizer.json", "generation_config.json"} <= kept_of(snapshot, tmp_path / "out")
-    assert name_on_hub(snapshot) == "someone/stories" and name_on_hub(STORIES) is None
     (tmp_path / "linked").symlink_to(snapshot)
-    assert name_on_hub(tmp_path / "linked") == "someone/stories"
+    assert source_of(tmp_path / "linked") == "someone/stories@abc" and source_of(STORIES) is None
 
 
 LOADERS = {

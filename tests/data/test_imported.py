@@ -9,9 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config.run import load_config
+from pipeline.data.corpora import check_heldout, heldout_corpora
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.errors import DataError
+from pipeline.sizing.checks import Faults, plan_corpora
 from tests.data.helpers import documents, run_main, stories, stories_tokenizer, tokenize, write_jsonl
+from tests.training.runs import write_config
 
 
 def write_megatron(prefix: Path, texts: list[list[int]], *, dtype: type = np.uint16, sentences: int = 1) -> Path:
@@ -97,3 +101,19 @@ def test_what_is_not_right_is_refused(tmp_path):
         with pytest.raises(DataError, match=message):
             tokenize(tmp_path / "out", *inputs, **settings)
         assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_imported_held_out_tokens_are_validated_but_not_scored(tmp_path):
+    """The dry run says what tokenization and evaluation would not take."""
+    prefix = write_megatron(tmp_path / "held", encoded(documents(5)))
+    held = {"data__corpora__korean__heldout_input": [f"{prefix}.bin"]}
+    config = load_config(write_config(tmp_path / "run", tmp_path / "tokens", **held))
+    assert [*heldout_corpora(config)] == ["english"]
+    both = {**held, "data__corpora__english__heldout_input": [f"{prefix}.bin"]}
+    with pytest.raises(DataError, match="none has held-out text to score"):
+        check_heldout(load_config(write_config(tmp_path / "run", tmp_path / "tokens", **both)))
+
+    share = {"data__corpora__korean": {"input": [f"{prefix}.bin"], "heldout_fraction": 0.1}}
+    faults = Faults()
+    plan_corpora(load_config(write_config(tmp_path / "run", tmp_path / "tokens", **share)), stories_tokenizer(), faults)
+    assert "tokens are imported as they are" in str(faults.errors[0])

@@ -16,6 +16,7 @@ from pipeline.experiments.pending import finished_count, pending_tasks, run_coun
 from pipeline.experiments.results import is_trained
 from pipeline.experiments.study import load_study
 from pipeline.experiments.study_runs import StudyRuns, Trial
+from pipeline.run_folder.attempts import stage_of
 from tests.bases import STORIES
 from tests.experiments.studies import study_values, write_study
 
@@ -163,6 +164,15 @@ def test_a_run_with_other_settings_is_refused(opened):
     longer.write()  # nothing is trained yet
     (run.config.folder / "checkpoints").mkdir()
     longer.write()
+    with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
+        run.write()
+
+
+def test_a_run_that_was_changed_by_hand_is_refused_before_it_trains(opened):
+    run = opened().trial(Trial("adapt", 2e-3, 1))
+    run.write()
+    with stage_of(run.config, "tokenize", changes=["schedule.weight_decay=0.5"]):
+        pass
     with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
         run.write()
 

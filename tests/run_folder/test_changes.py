@@ -6,6 +6,8 @@ import logging
 
 import pytest
 
+from pipeline.config.method import Lora
+from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, DataError, FolderTakenError, RunFolderError
 from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.changes import NAME, read_run, recorded_changes
@@ -30,6 +32,22 @@ def test_a_change_holds_for_later_commands_until_another_replaces_it(path, caplo
     assert (later.schedule.steps, later.seed, later.data.corpora["korean"].weight) == (30, 7, 2)
     (later.folder / NAME).unlink()
     assert read_run(path).schedule.steps == 6
+
+
+def test_a_section_and_its_keys_are_set_one_after_the_other(path):
+    def settled(*given: str) -> RunConfig:
+        config = read_run(path, given)
+        with stage_of(config, "tokenize", changes=given):
+            pass
+        assert read_run(path) == config  # without --set it is the same run
+        return config
+
+    assert settled("data.corpora.english.epochs=2").data.corpora["english"].epochs == 2
+    assert list(settled("data.corpora.english=null", "data.replay_fraction=0").data.corpora) == ["korean"]
+    assert recorded_changes(path.parent) == {"data.corpora.english": "null", "data.replay_fraction": "0"}
+    config = settled("data.corpora.english.input=[a.jsonl]", "data.corpora.english.weight=2")
+    assert (config.data.corpora["english"].weight, config.data.corpora["english"].heldout_input) == (2, [])
+    assert settled("method.rank=4", "method.name=lora").method == Lora(name="lora", rank=4)
 
 
 def test_commands_that_only_look_record_nothing(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -13,6 +14,9 @@ from pipeline import cli
 from pipeline.config.run import load_config, parse_config
 from pipeline.dry_run import make_plan
 from pipeline.errors import ConfigError, DataError, LayoutError
+from pipeline.model.from_hf import open_base
+from pipeline.model.stock_model import stock_widths
+from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
@@ -33,7 +37,10 @@ def test_it_starts_and_its_text_describes_it(cluster, on_cpu, tmp_path, monkeypa
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
     added = config.method.expansion
-    assert (added.hidden_size, added.intermediate_size, added.num_attention_heads, config.method.l_fp) == (8, 24, 2, 1)
+    assert (added.hidden_size, added.intermediate_size, added.num_attention_heads, config.method.l_fp) == (16, 24, 2, 1)
+    spec = open_base(STORIES).spec
+    own, whole = plan_expansion(config.method, spec.widths, spec.num_layers).expansion, asdict(spec.widths)
+    assert asdict(stock_widths(own, spec)) == {name: whole[name] + added for name, added in asdict(own).items()}
     assert config.deepspeed.name == ("zero1_fp32.json" if on_cpu else "zero1.json")
     assert config.gate is not None and set(data.fractions) == {"replay", "rehearsal"}
     assert 1e-3 < schedule.learning_rate < 1e-2

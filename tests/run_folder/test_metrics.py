@@ -1,0 +1,16 @@
+"""Which figures of a line of metrics.jsonl are held-out scores of a corpus."""
+
+from __future__ import annotations
+
+from pipeline.run_folder.metrics import validations_in
+
+
+def test_figures_that_follow_from_others_are_no_scores():
+    """Also those of runs that began with an earlier version, whose first line lacks them."""
+    first = {"step": 0, "perplexity/ko": 9.0, "bits_per_byte/ko": 1.5}
+    last = first | {"step": 4, "perplexity_growth/ko": 0.1, "forgetting/ko": 0.1, "kl_from_base/ko": 0.2}
+    training = {"step": 2, "loss": 3.0, "prompts": {"ko": "text"}}
+    found = validations_in([first, training, last])
+    assert [(one.step, one.figures) for one in found] == [
+        (step, {"ko": {"perplexity": 9.0, "bits_per_byte": 1.5}}) for step in (0, 4)
+    ]

@@ -33,7 +33,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "fit_gate.py"
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
     "adapt": {},
-    "preserve": {"method__variant": "preserve", "method__l_fp": None},
+    "preserve": {"method__norm": "base", "method__variant": "preserve", "method__l_fp": None},
 }
 
 

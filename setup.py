@@ -55,6 +55,7 @@ setup(
         "deepspeed>=0.19.4,<0.20",
         "transformers>=5.4,<6",
         "datasets>=4,<6",  # from 4 on they run no scripts
+        "huggingface_hub>=1,<3",
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
         "protobuf>=4",

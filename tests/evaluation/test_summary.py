@@ -128,5 +128,5 @@ def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     config = run_config(tmp_path, english={"input": [file], "heldout_fraction": 0.25}, other={"input": [file]})
     found = {name: list(documents) for name, documents in heldout_corpora(config).items()}
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75
-    with pytest.raises(DataError, match="none has a held-out part"):
+    with pytest.raises(DataError, match="none has held-out text"):
         heldout_corpora(run_config(tmp_path, other={"input": [file]}))

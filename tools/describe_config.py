@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline import command_line
+from pipeline.config.reading import is_section
 from pipeline.config.run import RunConfig
 
 _INTRODUCTION = """# Configuration
@@ -113,7 +114,7 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_section(annotation):
         return [annotation]
     return [inner for part in get_args(annotation) for inner in _sections(part)]
 
@@ -128,7 +129,7 @@ def _type(annotation: Any) -> str:  # noqa: ANN401
         return " or ".join(dict.fromkeys(_type(part) for part in parts))
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_section(annotation):
         return "section"
     return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
 

@@ -30,7 +30,6 @@ COMMANDS = {
     "before it": {
         "new": "new_folder",
         "estimate": "estimate",
-        "match": "match_parameters",
         "tokenizer": "train_tokenizer",
         "vocabulary": "extend_vocabulary",
     },

@@ -21,7 +21,6 @@ from pipeline.errors import LayoutError
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import UNPADDED
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import Estimator, open_estimator
 from pipeline.sizing.matching import Matcher
@@ -145,7 +144,7 @@ def _heldout(text: Texts, length: int) -> float:
 
 
 def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
-    matcher = Matcher(config, spec, padding=UNPADDED)
+    matcher = Matcher(config, spec, unpadded=True)
     hidden = max(1, round(spec.widths.hidden_size * WIDER_BY / matcher.multiple_of)) * matcher.multiple_of
     method = matcher.grown("adapt", hidden)
     assert isinstance(method, ScaleMethod)

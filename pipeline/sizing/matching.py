@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 
 from pipeline.config.method import ExpansionWidths, Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
@@ -23,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.methods import method_for
 from pipeline.methods.baselines import fitting_added_layers
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
+from pipeline.model.stock_model import UNPADDED, stock_widths
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import Widths, heads_fit
 from pipeline.sizing.memory import count_trained
@@ -66,19 +65,18 @@ class Family:
 class Matcher:
     """Finds settings for the base `spec`; settings that do not depend on the size are those of the run `config`.
 
-    Added widths and FFN widths are multiples of `multiple_of`. With `padding`, and by default where the run's own
-    method has `norm: base`, the whole widths need no zeros instead, in a stock export for the servers that it names.
+    Added widths and FFN widths are multiples of `multiple_of`. If `unpadded`, and by default where the run's own method
+    has `norm: base`, a stock export of them needs no zeros.
     """
 
     def __init__(
-        self, config: RunConfig, spec: DecoderSpec, *, multiple_of: int = 8, padding: Padding | None = None
+        self, config: RunConfig, spec: DecoderSpec, *, multiple_of: int = 8, unpadded: bool | None = None
     ) -> None:
         self.config = config
         self.spec = spec
         self.multiple_of = multiple_of
-        own = config.method
-        is_stock = isinstance(own, ScaleMethod) and own.norm == "base"
-        self.padding = padding or (UNPADDED if is_stock else None)
+        is_stock = isinstance(config.method, ScaleMethod) and config.method.norm == "base"
+        self.unpadded = is_stock if unpadded is None else unpadded
 
     def match(self, names: Iterable[MethodName], target: int | None = None) -> list[Match]:
         """The nearest settings of each method; `target` defaults to what the run's own method trains."""
@@ -135,22 +133,21 @@ class Matcher:
         )
 
     def _widths(self, hidden_size: int, intermediate_size: int, wanted_heads: float) -> ExpansionWidths:
-        """The added widths with the number of heads nearest to `wanted_heads` that ranks, and servers, can split."""
+        """The added widths with the number of heads nearest to `wanted_heads` that the ranks can split."""
         base, tp_size = self.spec.widths, self.config.parallel.tp_size
         ratio = base.num_attention_heads // base.num_key_value_heads
         heads = range(ratio, max(base.num_attention_heads, ratio * tp_size) + 1, ratio)
         fitting = (count for count in heads if heads_fit(count, ratio, tp_size))
         for count in sorted(fitting, key=lambda count: abs(count - wanted_heads)):
             added = Widths(hidden_size, intermediate_size, count, count // ratio)
-            if self.padding is not None:
-                whole = asdict(stock_widths(added, self.spec, self.padding))
+            if self.unpadded:
+                whole = asdict(stock_widths(added, self.spec, UNPADDED))
                 added = Widths(**{name: whole[name] - width for name, width in asdict(base).items()})
             if heads_fit(added.num_attention_heads, ratio, tp_size) and added.intermediate_size % tp_size == 0:
                 sizes = asdict(added)
                 return ExpansionWidths(**{name: sizes[name] for name in ExpansionWidths.model_fields})
         raise ConfigError(
-            f"--serve: no added widths that servers split as named also split over parallel.tp_size {tp_size} in "
-            "training; leave --serve out, and pad the export with --pad-for"
+            f"parallel.tp_size: {tp_size} ranks cannot split any number of added heads; take a smaller one"
         )
 
     def _l_fp(self) -> int:
@@ -158,16 +155,3 @@ class Matcher:
         if isinstance(own, ScaleMethod) and own.l_fp is not None:
             return own.l_fp
         return min(self.spec.num_layers - 1, max(1, round(self.spec.num_layers * PAPER_L_FP_SHARE)))
-
-
-def as_yaml(matches: Iterable[Match]) -> str:
-    """A YAML document per method: its section `method` without defaults, after a comment with its parameter count."""
-    documents = []
-    for match in matches:
-        section = match.settings.model_dump(mode="json", include={"name", "variant"})
-        section |= match.settings.model_dump(mode="json", exclude_defaults=True)
-        documents.append(
-            f"# {match.name}: {match.trained:,} trained parameters of {match.target:,} wanted ({match.off:+.2%})\n"
-            + yaml.safe_dump({"method": section}, sort_keys=False)
-        )
-    return "---\n".join(documents)

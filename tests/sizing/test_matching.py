@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import yaml
 
 from pipeline.config.run import load_config
-from pipeline.errors import ConfigError
 from pipeline.model.from_hf import read_spec
-from pipeline.model.stock_model import Padding, stock_widths
-from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.matching import Matcher, MethodName, as_yaml
+from pipeline.sizing.matching import Matcher, MethodName
 from tests.bases import STORIES
 from tests.training.runs import write_config
 
@@ -61,21 +54,6 @@ def test_widths_grow_in_the_papers_ratio(run):
     assert Matcher(run_with_lora, read_spec(LLAMA_1B)).family("adapt").of_size(256).l_fp == 3
 
 
-@pytest.mark.parametrize("needs", ["tp=1", "tp=2", "tp=8,gguf", "gguf"])
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_widths_for_servers_need_no_padding(needs, tp_size, run):
-    spec, padding = read_spec(STORIES), Padding.parse(needs)
-    matcher = Matcher(run(parallel__tp_size=tp_size), spec, padding=padding)
-    for name in ("preserve", "adapt"):
-        (match,) = matcher.match([name], 100_000)
-        plan = plan_expansion(match.settings, spec.widths, spec.num_layers)
-        assert stock_widths(plan.expansion, spec, padding) == stock_widths(plan.expansion, spec)
-        sums = {key: width + getattr(plan.expansion, key) for key, width in asdict(spec.widths).items()}
-        assert asdict(stock_widths(plan.expansion, spec)) == sums
-        sizes = [matcher.trained(matcher.family(name).of_size(size)) for size in (8, 24, 40, 64)]
-        assert sizes == sorted(sizes)
-
-
 def test_by_default_a_stock_export_needs_no_zeros(run):
     spec = read_spec(STORIES)
     for norm in ("base", "separate"):
@@ -83,14 +61,6 @@ def test_by_default_a_stock_export_needs_no_zeros(run):
         widths = [matcher.family("preserve").of_size(size).expansion for size in range(8, 65, 8)]
         whole = [(64 + it.hidden_size, 8 + it.num_attention_heads) for it in widths]
         assert all(hidden % heads == 0 for hidden, heads in whole) == (norm == "base")
-
-
-def test_widths_that_cannot_be_both_trained_and_served_are_refused(run):
-    """9 servers need 9 key/value heads, of which 6 are new; 4 ranks cannot split these."""
-    spec = replace(read_spec(STORIES), widths=Widths(48, 128, 6, 3))
-    matcher = Matcher(run(parallel__tp_size=4), spec, padding=Padding(9))
-    with pytest.raises(ConfigError, match="--serve: no added widths"):
-        matcher.family("preserve").of_size(8)
 
 
 def test_other_settings_of_the_method_are_kept(run):
@@ -108,22 +78,9 @@ def test_the_sections_can_be_trained_on_several_ranks(run):
     tp_size = 4
     config = run(parallel__tp_size=tp_size)
     matches = Matcher(config, read_spec(STORIES)).match(["lora", "llama_pro", "route"], 100_000)
-    sections = [document["method"] for document in yaml.safe_load_all(as_yaml(matches))]
-    for match, section in zip(matches, sections, strict=True):
-        changed = run(method=section, parallel__tp_size=tp_size)
+    for match in matches:
+        changed = run(method=match.settings.model_dump(mode="json"), parallel__tp_size=tp_size)
         assert changed.method == match.settings
         estimator = open_estimator(changed, Cluster(gpus=tp_size))
         estimator.estimate(estimator.own_choice)
         assert estimator.parameters.trained == match.trained
-
-
-def test_the_command_line():
-    command = [sys.executable, "tools/match_parameters.py", "--config", "configs/demo.yaml"]
-    command += ["--methods", "lora", "route"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("#")] == ["# lora", "# route"]
-    assert [document["method"]["name"] for document in yaml.safe_load_all(done.stdout)] == ["lora", "scale"]
-    refused = subprocess.run([*command, "--target", "0"], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1] == "error: --target: expected a number above 0, found 0"

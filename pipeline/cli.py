@@ -114,8 +114,9 @@ def _summary(program: str) -> str:
 
 
 def _for_folder(command: str, arguments: list[str]) -> str:
-    """The program of a command; `inspect` also takes token corpora."""
+    """The program of a command; `inspect` also takes token corpora, which a run's folder may hold too."""
     folders = [Path(argument) for argument in arguments if not argument.startswith("-")]
+    folders = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
     if command == "inspect" and any(
         next(folder.glob(name), None) for folder in folders for name in ("*.idx", "*/*.idx")
     ):

@@ -17,7 +17,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate
 from pipeline.conversion.formats import describe_formats, why_not
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
-from pipeline.errors import ConfigError, LayoutError
+from pipeline.errors import LayoutError
 from pipeline.files import free_bytes
 from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
 from pipeline.rehearsal.corpus import plan_of, sampling_jobs
@@ -90,7 +90,7 @@ def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) 
         tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
         step_s = tokens_per_step / (speed * cluster.gpus)
         return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a rank, measured in {METRICS}")
-    if estimate is None:
+    if estimate is None or cluster.on_cpu:
         return None
     source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}; see --peak-tflops, --mfu"
     return Duration(0, estimate.step_s, left * estimate.step_s, source)
@@ -186,7 +186,7 @@ def _estimate(
     if estimate is not None and not estimate.fits(cluster):
         faults.errors.append(
             LayoutError(
-                f"memory: a GPU needs {estimate.memory.total / GIB:.1f} GiB of the usable "
+                f"memory: a rank needs {estimate.memory.total / GIB:.1f} GiB of the usable "
                 f"{cluster.usable_bytes / GIB:.0f}; tools/estimate.py recommends a layout that fits"
             )
         )
@@ -292,7 +292,8 @@ def as_text(plan: Plan, now: datetime) -> str:
 
 
 def _layout(plan: Plan) -> str:
-    gpus = f"{plan.cluster.gpus} GPUs on {plan.cluster.nodes} node(s)"
+    kind = "CPU processes" if plan.cluster.on_cpu else "GPUs"
+    gpus = f"{plan.cluster.gpus} {kind} on {plan.cluster.nodes} node(s)"
     return gpus if plan.choice is None else f"{gpus}: dp {plan.dp_size}, {plan.choice}"
 
 
@@ -335,7 +336,7 @@ def _validation(plan: Plan) -> str:
 
 def _duration(plan: Plan, now: datetime) -> str:
     if plan.duration is None:
-        return _UNKNOWN
+        return "unknown on CPUs until the first steps are measured" if plan.cluster.on_cpu else _UNKNOWN
     duration = plan.duration
     left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
     end = _end(duration, now).strftime("%Y-%m-%d %H:%M")
@@ -346,10 +347,8 @@ def dry_run(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.config` on the cluster of `arguments`. Returns 1 if the run could not start.
 
     Raises:
-        ConfigError: the configuration is invalid, or the number of ranks is missing.
+        ConfigError: the configuration is invalid.
     """
-    if "gpus" not in arguments:
-        raise ConfigError("--dry-run: give the number of ranks with --gpus")
     config = read_run(arguments.config, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
     now = datetime.now().astimezone()

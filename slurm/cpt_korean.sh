@@ -31,7 +31,7 @@ load_site
 choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
-    read -ra cluster < <(planned_cluster "$0")
+    read -ra cluster <<<"$(planned_cluster "$0")"
     here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
 fi
 

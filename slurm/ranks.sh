@@ -57,19 +57,12 @@ allocated_ranks() {
 }
 
 # Without an allocation: what the #SBATCH lines and sbatch's environment request; with NPROC, or where there is no Slurm,
-# the ranks on this machine. Without GPUs their memory is the machine's.
+# nothing, which means this machine.
 planned_cluster() {
-    local nodes=1 ranks memory
+    local nodes=1 ranks
     if on_slurm; then
         nodes=$SLURM_JOB_NUM_NODES ranks=$(allocated_ranks)
     elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
-        ranks=$(count_ranks)
-        if (($(gpus_here) > 0)); then
-            memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
-        else
-            memory=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024 / ranks))
-        fi
-        echo "--gpus $ranks --gpus-per-node $ranks --gpu-memory-gib $((memory / 1024 > 0 ? memory / 1024 : 1))"
         return
     else
         local tasks gpus=${SBATCH_GPUS_PER_NODE:-1}

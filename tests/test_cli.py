@@ -62,6 +62,10 @@ def test_inspect_takes_checkpoints_and_token_corpora(tokens, tmp_path, monkeypat
     (tmp_path / "run" / "tokens" / "korean" / "000.idx").touch()
     for arguments in ([str(tmp_path / "run")], ["--json", str(tmp_path / "none")], ["--help"]):
         assert cli._for_folder("inspect", arguments) == "inspect_checkpoint"
+    (tmp_path / "own" / "korean").mkdir(parents=True)  # data.folder may be the run's own
+    (tmp_path / "own" / "korean" / "000.idx").touch()
+    (tmp_path / "own" / "checkpoints").mkdir()
+    assert cli._for_folder("inspect", [str(tmp_path / "own")]) == "inspect_checkpoint"
     assert called(monkeypatch, "inspect", tokens / "korean") == 0
     assert "tokens " in capsys.readouterr().out
 

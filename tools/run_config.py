@@ -9,7 +9,6 @@ A first configuration is for --gpus GPUs, or for this machine, and is followed b
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -24,7 +23,7 @@ from pipeline.config.sources import Layer, combined, source_of
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
 from pipeline.run_folder.changes import add_set_option, read_sources
-from pipeline.sizing.cluster import GIB, Cluster, add_cluster_options, cluster_of
+from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _DEFAULT = "default"
@@ -77,31 +76,16 @@ def _write_first(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     # Imported after the options are checked: torch takes seconds.
-    import torch
-
     from pipeline.dry_run import as_text, make_plan
     from pipeline.sizing.first_config import propose
 
-    on_cpu = "gpus" not in arguments and not torch.cuda.is_available()
-    cluster = this_machine(arguments) if "gpus" not in arguments else cluster_of(arguments)
-    config, text = propose(name, arguments.base, arguments.new, arguments.old, cluster, on_cpu=on_cpu)
+    cluster = cluster_of(arguments)
+    config, text = propose(name, arguments.base, arguments.new, arguments.old, cluster, on_cpu=cluster.on_cpu)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)
     print(as_text(plan, datetime.now().astimezone()), f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
-
-
-def this_machine(arguments: argparse.Namespace) -> Cluster:
-    """This machine's GPUs; without any, two processes that share its memory."""
-    import torch
-
-    gpus = torch.cuda.device_count() or 2
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / gpus
-    if torch.cuda.is_available():
-        memory = min(torch.cuda.get_device_properties(number).total_memory for number in range(gpus))
-    own = {"gpus": gpus, "gpus_per_node": gpus, "gpu_memory_gib": max(1.0, round(memory / GIB, 1))}
-    return cluster_of(argparse.Namespace(**{**own, **vars(arguments)}))
 
 
 def as_yaml(config: RunConfig, layers: list[Layer]) -> str:

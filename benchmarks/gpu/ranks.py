@@ -28,7 +28,8 @@ from pipeline.health.watchdog import Watchdog
 from pipeline.local_ranks import reserved_port
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 
-_DEAD_AFTER_S, _PATIENCE_S = 6.0, 60.0
+_DEAD_AFTER_S = {"cuda": 6.0, "cpu": 30.0}  # the cores of a CPU may be shared
+_PATIENCE_S = {"cuda": 60.0, "cpu": 300.0}
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -97,9 +98,9 @@ def check_watchdog(setting: Setting) -> Iterator[Row]:
             what: _start_watched(what, ports.enter_context(reserved_port()), backend, setting) for what in _SIGNALS
         }
         for what, (folder, first, second) in started.items():
-            disturbed = _appears(folder / "disturbed", first)
+            disturbed = _appears(folder / "disturbed", first, _PATIENCE_S[setting.device_type])
             began = time.monotonic()
-            first.join(_PATIENCE_S)
+            first.join(_PATIENCE_S[setting.device_type])
             seconds = time.monotonic() - began
             for process in (first, second):
                 process.kill()
@@ -119,8 +120,8 @@ def _start_watched(what: str, port: int, backend: str, setting: Setting) -> tupl
     return folder, first, second
 
 
-def _appears(path: Path, process: BaseProcess) -> bool:
-    deadline = time.monotonic() + _PATIENCE_S
+def _appears(path: Path, process: BaseProcess, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
     while not path.exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
     return path.exists()
@@ -141,10 +142,10 @@ def _watched(rank: int, port: int, device_type: str, backend: str, folder: Path,
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=2 * _PATIENCE_S),
+        timeout=timedelta(seconds=2 * _PATIENCE_S[device_type]),
     )
     phases = Phases(device)
-    limits = Limits(beat_every_s=0.5, dead_after_s=_DEAD_AFTER_S, hung_after_s=300, slow_after_s=300)
+    limits = Limits(beat_every_s=0.5, dead_after_s=_DEAD_AFTER_S[device_type], hung_after_s=300, slow_after_s=300)
     with Watchdog(limits, phases, folder / "stacks"):
         for step in range(1000):
             with phases("data"):

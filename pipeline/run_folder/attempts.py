@@ -23,6 +23,7 @@ from pipeline.config.run import RunConfig
 from pipeline.errors import (
     FINISHED,
     FOLDER_TAKEN,
+    INTERRUPTED,
     RESUME_LATER,
     USER_ERROR,
     ConfigError,
@@ -364,6 +365,9 @@ def _recorded(stage: str, folder: Path) -> Iterator[None]:
     record_stage(folder, stage)
     try:
         yield
+    except KeyboardInterrupt:
+        record_end(folder, stage=stage, exit_code=INTERRUPTED)
+        raise
     except Exception as error:
         code = exit_code_of(error)
         record_end(folder, stage=stage, exit_code=code, error=in_one_line(error))

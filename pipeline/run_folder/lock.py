@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -199,9 +200,7 @@ class RunLock:
 
     def check_free(self) -> None:
         """Raises FolderTakenError if another process owns the lock, as entering it would."""
-        touched, owner = self._read()
-        is_stale = touched / 1e9 < time.time() - self._stale_after_s
-        if owner is not None and not is_stale and not owner.is_gone(self._own):
+        if (owner := living_owner(self._path)) is not None:
             raise self._refusal(owner)
 
     def _create(self) -> bool:
@@ -299,6 +298,25 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:
     """The lock file of a stage of the run in `folder`."""
     return folder / f"{stage}.lock"
+
+
+def living_owner(path: Path) -> LockOwner | None:
+    """The owner of the lock `path`, unless it is known to be gone or has not touched the lock for a while."""
+    try:
+        owner = read_lock_owner(path)
+        gone = owner is None or owner.is_gone(LockOwner.this_process()) or age_s(path) > STALE_AFTER_S
+    except FileNotFoundError:
+        return None
+    return None if gone else owner
+
+
+def age_s(path: Path) -> float:
+    """The seconds since `path` was written, by the clock of its file system, which need not be this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as now:
+            return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+    except OSError:  # nothing can be written there: this machine's clock has to do
+        return time.time() - path.stat().st_mtime
 
 
 def read_lock_owner(path: Path) -> LockOwner | None:

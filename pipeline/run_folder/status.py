@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pipeline.errors import FINISHED, RESUME_LATER, RunFolderError
+from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, StageEnd, count_restarts, newest_checkpoint_step, read_attempts
-from pipeline.run_folder.lock import STALE_AFTER_S, LockOwner, job_state, lock_path, read_lock_owner
+from pipeline.run_folder.lock import LockOwner, age_s, job_state, living_owner, lock_path
 from pipeline.run_folder.metrics import METRICS, last_metrics, only_numbers
 
 TRAINING = "training.json"
@@ -103,22 +103,21 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[State, str]:
-    trained_note = " (all steps are trained)" if trained else ""
-    owner = read_lock_owner(lock_path(folder))
-    if owner is not None and _is_alive(folder, owner):
+    note = " (all steps are trained)" if trained else ""
+    if owner := living_owner(lock_path(folder)):
         return "running", f"train: {owner}"
     if not attempts:
         return "not started", "no attempt is on record"
     last = attempts[-1]
     if owner := _stage_owner(attempts, last.stage):
-        return "running", f"{last.stage}: {owner}{trained_note}"
+        return "running", f"{last.stage}: {owner}{note}"
     queued = "" if last.job is None else job_state(last.job)
     if last.ended is None:
         if queued in _QUEUED_OR_RUNNING:
             return "waiting", f"the last attempt left no reason; job {last.job} will restart; {_REQUEUE_DELAY}"
         return "failed", "the last attempt left no reason (killed?); the same command resumes"
     if last.ended.exit_code == FINISHED and queued == "RUNNING":
-        return "running", f"job {last.job} continues after {last.stage}{trained_note}"
+        return "running", f"job {last.job} continues after {last.stage}{note}"
     state, why = _state_after(last.ended, trained=trained)
     if state == "waiting" and last.ended.exit_code != FINISHED:
         if queued == "PENDING":
@@ -137,6 +136,7 @@ def _stage_owner(attempts: list[Attempt], stage: str) -> LockOwner | None:
 
 def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
     """The state that follows from the end of the last attempt."""
+    note = " (all steps are trained)" if trained else ""
     if ended.exit_code == FINISHED:
         if trained:
             return "done", "all steps are done"
@@ -145,20 +145,12 @@ def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
         if ended.retry is not None and not ended.retry.again:
             return "failed", f"{ended.stage}: saved, and given up ({ended.retry.why})"
         return "waiting", "saved, resumes later"
+    if ended.exit_code == INTERRUPTED:
+        return "stopped", f"{ended.stage}: interrupted by the user{note}; the same command resumes"
     why = f"{ended.stage}: {ended.error or f'exit code {ended.exit_code}'}"
     if ended.retry is None:
         return "failed", why
     return ("waiting" if ended.retry.again else "failed"), f"{why} ({ended.retry.why})"
-
-
-def _is_alive(folder: Path, owner: LockOwner) -> bool:
-    """Whether the owner of the lock is running, as far as this process can determine."""
-    if owner.is_gone(LockOwner.this_process()):
-        return False
-    try:
-        return time.time() - lock_path(folder).stat().st_mtime < STALE_AFTER_S
-    except FileNotFoundError:
-        return False
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
@@ -166,7 +158,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     if step == 0:
         return {"checkpoint": None, "checkpoint_age_s": None}
     newest = folder / "checkpoints" / f"step_{step:08d}"
-    return {"checkpoint": str(newest), "checkpoint_age_s": round(time.time() - newest.stat().st_mtime, 1)}
+    return {"checkpoint": str(newest), "checkpoint_age_s": round(age_s(newest), 1)}
 
 
 def as_text(status: RunStatus) -> str:

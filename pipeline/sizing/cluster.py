@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 
 GIB = 2**30
@@ -15,6 +16,7 @@ class Cluster:
     """Identical nodes of identical GPUs. Bandwidths are those of one GPU in one direction, in GB/s.
 
     `mfu` is the share of the peak that matrix products reach, including those of recomputed activations.
+    `on_cpu`: there are no GPUs; each rank is a process with its share of a node's memory, of unknown speed.
     """
 
     gpus: int
@@ -24,6 +26,7 @@ class Cluster:
     mfu: float = 0.4
     node_gb_per_s: float = 300.0
     network_gb_per_s: float = 40.0
+    on_cpu: bool = False
 
     @property
     def nodes(self) -> int:
@@ -38,7 +41,7 @@ class Cluster:
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
     """Adds the options that `cluster_of` reads; those that are not given are left out of the namespace."""
-    parser.add_argument("--gpus", type=int, default=argparse.SUPPRESS, help="in total; on CPUs, the number of ranks")
+    parser.add_argument("--gpus", type=int, default=argparse.SUPPRESS, help="in total (default: this machine's)")
     for name, kind, meaning in (
         ("gpus_per_node", int, "GPUs that share a node"),
         ("gpu_memory_gib", float, "memory of one GPU"),
@@ -52,6 +55,21 @@ def add_cluster_options(parser: argparse._ActionsContainer) -> None:
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The cluster that `arguments` describe; `gpus` must be given."""
+    """The cluster that `arguments` describe; without `gpus` it is this machine, and they change what it has."""
     given = vars(arguments)
+    if "gpus" not in given:
+        given = {**_this_machine(), **given}
     return Cluster(**{field.name: given[field.name] for field in fields(Cluster) if field.name in given})
+
+
+def _this_machine() -> dict[str, object]:
+    """This machine's GPUs; without any, processes that share its memory. NPROC sets their number, as in slurm/."""
+    import torch  # here: --help does not wait for it
+
+    on_cpu = not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
+    ranks = int(os.environ.get("NPROC") or (2 if on_cpu else torch.cuda.device_count()))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    if not on_cpu:
+        memory = min(torch.cuda.get_device_properties(number).total_memory for number in range(ranks))
+    gib = max(1.0, round(memory / GIB, 1))
+    return {"gpus": ranks, "gpus_per_node": ranks, "gpu_memory_gib": gib, "on_cpu": on_cpu}

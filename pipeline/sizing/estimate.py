@@ -240,7 +240,7 @@ def check_cluster(cluster: Cluster) -> None:
     """Raises ConfigError where a value is impossible."""
     for setting in fields(cluster):
         value = getattr(cluster, setting.name)
-        if value <= 0:
+        if setting.name != "on_cpu" and value <= 0:
             raise ConfigError(f"--{setting.name.replace('_', '-')}: expected a number above 0, found {value}")
     if cluster.mfu > 1:
         raise ConfigError(f"--mfu: expected a share of the peak, 0 to 1, found {cluster.mfu}")

@@ -188,3 +188,16 @@ def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):
     assert sorted(process.returncode for process in both) in ([0, 0], [0, 1])  # [0, 0]: one ran after the other
     for process, (_, error) in zip(both, outputs, strict=True):
         assert process.returncode == 0 or "is at the stage training" in error
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_lock_is_as_old_as_the_file_servers_clock_says(tmp_path, monkeypatch, ahead_s):
+    with holder(tmp_path):
+        elsewhere(tmp_path)
+        real = time.time
+        monkeypatch.setattr(lock.time, "time", lambda: real() + ahead_s)  # this machine's clock is wrong
+        os.utime(lock_path(tmp_path))
+        with pytest.raises(RunFolderError, match="only one job may use"):
+            lock.check_folder(tmp_path)
+        os.utime(lock_path(tmp_path), (1, real() - 2 * lock.STALE_AFTER_S))
+        lock.check_folder(tmp_path)

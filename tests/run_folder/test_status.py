@@ -264,6 +264,17 @@ def test_a_failed_serial_stage_has_a_reason(described):
     assert status.why == "tokenize: corpus.jsonl: no such file (its cause must be fixed first)"
 
 
+def test_a_stage_that_the_user_interrupted_has_stopped(described):
+    config, folder = described
+    with stage_of(config, "train"):
+        (folder / "training.json").touch()
+    with pytest.raises(KeyboardInterrupt), stage_of(config, "evaluate"):
+        raise KeyboardInterrupt
+    status = read_status(folder)
+    assert status.state == "stopped"
+    assert status.why == "evaluate: interrupted by the user (all steps are trained); the same command resumes"
+
+
 def test_a_serial_stage_by_hand_is_no_attempt(described, monkeypatch):
     config, folder = described
     monkeypatch.delenv("ATTEMPT")

@@ -127,7 +127,7 @@ def test_missing_input_files(tmp_path):
 def test_a_gpu_that_is_too_small(tokens, tmp_path):
     config = write_config(tmp_path, tokens)
     (found,) = plan_of(config, Cluster(gpus=2, gpu_memory_gib=0.001)).faults
-    assert found.startswith("memory: a GPU needs ")
+    assert found.startswith("memory: a rank needs ")
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "wsd"])
@@ -159,9 +159,12 @@ def test_the_command_on_a_login_node(tmp_path):
     assert "2 GPUs on 1 node(s): dp 2, ZeRO-3 x tp 1" in done.stdout
     assert "none found" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
-    missing = command(str(config))
-    assert missing.returncode == 2
-    assert missing.stderr.strip() == "error: --dry-run: give the number of ranks with --gpus"
+
+
+def test_on_a_machine_without_gpus_it_plans_processes_of_unknown_speed():
+    plan = command("configs/demo.yaml").stdout
+    assert "2 CPU processes on 1 node(s)" in plan and "GPU" not in plan
+    assert " unknown on CPUs until the first steps are measured" in plan
 
 
 def test_training_takes_no_options():

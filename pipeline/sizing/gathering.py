@@ -17,7 +17,7 @@ ROOM_BETWEEN_USES = 0.75
 """The share of `max_live_parameters` that a segment may fill and still stay gathered between consecutive uses.
 
 Fitted on a grid of 256 cases of an earlier simulation of DeepSpeed's rules, not on measurements: there the gathers are
-off by 5 % on average and by 22 % at worst, with 10 cases above 15 %. In six real ZeRO-3 runs (docs/estimates.md) they
+off by 5 % on average and by 22 % at worst, with 10 cases above 15 %. In six real ZeRO-3 runs (docs/sizing.md) they
 are off by −6.5 % to +3.2 %.
 """
 
@@ -63,7 +63,7 @@ class Gathering:
 
 
 def estimate_gathering(segments: Sequence[Segment], settings: GatherSettings) -> Gathering:
-    """The formula of docs/estimates.md over `segments`, in the order of the forward pass.
+    """The formula of docs/sizing.md over `segments`, in the order of the forward pass.
 
     Parameters of at most `param_persistence_threshold` elements are never partitioned, so never gathered.
     """

@@ -32,8 +32,8 @@ _INIT = """\
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
     scale-cpt config init --base org/name --new hf://org/texts --old general.jsonl --gpus 8
 
-Records hold their text under the key `text`, and a line of a .txt file is a document. Other files: `text_key`,
-`messages_key` or `document` of the corpus, in the file that is written (docs/data.md)."""
+A line of a .txt file is a document. Chats, and other documents: `messages_key` or `document` of the corpus, in the file
+that is written (docs/data.md)."""
 _WIDEST = 80
 
 
@@ -54,6 +54,10 @@ def main() -> int:
         "--new", nargs="+", required=True, metavar="FILE", help="texts to learn: files, quoted patterns, hf://org/name"
     )
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
+    init.add_argument("--text-key", default="text", help="the key or column that holds the texts (default: text)")
+    init.add_argument(
+        "--vocabulary", type=Path, metavar="DIR", help="a tokenizer that `scale-cpt vocabulary` has extended"
+    )
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
     add_cluster_options(init)
     arguments = parser.parse_args()
@@ -80,7 +84,16 @@ def _write_first(arguments: argparse.Namespace) -> int:
     from pipeline.sizing.first_config import propose
 
     cluster = cluster_of(arguments)
-    config, text = propose(name, arguments.base, arguments.new, arguments.old, cluster, on_cpu=cluster.on_cpu)
+    config, text = propose(
+        name,
+        arguments.base,
+        arguments.new,
+        arguments.old,
+        cluster,
+        on_cpu=cluster.on_cpu,
+        text_key=arguments.text_key,
+        vocabulary=arguments.vocabulary,
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)

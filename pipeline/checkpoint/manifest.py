@@ -39,7 +39,7 @@ _SAME_OVER_A_RUN = (
 )
 _PATHS: Any = {
     "folder": True,
-    "corpora": {"__all__": {"input": True, "heldout_input": True, "sample": {"openings"}}},
+    "corpora": {"__all__": {"input": True, "heldout_input": True, "sample": {"openings"}, "estimated_tokens": True}},
 }
 
 

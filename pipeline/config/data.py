@@ -89,6 +89,9 @@ class Corpus(Section):
     )
     source: Source = Source()
     """for the model card"""
+    estimated_tokens: PositiveInt | None = Field(
+        default=None, description="what config init estimated; the end of tokenization says how far off it was"
+    )
     weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
     epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after this many passes")
     token_budget: PositiveInt | None = Field(default=None, description="or after this many tokens")

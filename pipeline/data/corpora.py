@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.records import Document
-from pipeline.data.token_corpus import MANIFEST
+from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.unit_work import Job, is_heldout, keys_of
 from pipeline.data.units import are_texts, good_documents
 from pipeline.errors import DataError
@@ -51,6 +51,12 @@ def unfinished_corpora(data: Data) -> list[str]:
 def is_tokenized(data: Data) -> bool:
     """Whether every corpus of a run is complete."""
     return not unfinished_corpora(data)
+
+
+def tokens_in(data: Data, name: str) -> int:
+    """How many tokens the inputs of a finished corpus gave, those held out of them included."""
+    folders = [train_folder(data, name), *([heldout_folder(data, name)] if data.corpora[name].heldout_fraction else [])]
+    return sum(load_manifest(folder).tokens for folder in folders)
 
 
 def named_inputs(data: Data) -> Iterator[Sequence[str]]:

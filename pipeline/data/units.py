@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,8 @@ TOKENS = ".bin"
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
+_SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
+"""A sample is of so many files at most, and so many bytes at each place."""
 
 
 @dataclass(frozen=True)
@@ -191,20 +193,64 @@ def good_documents(
                 if max_bytes is not None and taken >= max_bytes // len(files):
                     break
     if is_empty:
-        raise DataError(
-            f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
-            "give records a string under that key, or set text_key, or messages_key for chats"
-        )
+        raise _no_document(inputs, keys, first_bad)
+
+
+def sampled_documents(inputs: Sequence[str], keys: Keys, max_bytes: int) -> tuple[list[Document], float]:
+    """Usable documents from places all over the inputs, and how many times as much the inputs hold.
+
+    Raises:
+        DataError: there is none, or an input cannot be read.
+    """
+    files = input_files(inputs)
+    opened = random.Random(0).sample([*files], min(_SAMPLED_FILES, len(files)))
+    units = [
+        unit
+        for number, file in enumerate(opened)
+        for unit in split_file(file, number, keys, max(_SAMPLED_BYTES, files[file] // 1024))
+    ]
+    documents: list[Document] = []
+    read = 0
+    for place in _drawn([_beginning(unit, keys) for unit in units], max_bytes, seed=0):
+        taken, is_table = 0, place.kind in ("parquet", "arrow", "json_array")
+        for record in unit_records(place, keys):
+            if isinstance(record, Document):
+                documents.append(record)
+                taken += record.utf8_bytes
+                if is_table and taken >= _SAMPLED_BYTES:
+                    break
+        read += min(taken, place.text_bytes) if is_table else place.text_bytes
+    if not documents:
+        raise _no_document(inputs, keys)
+    scale = sum(files.values()) / sum(files[file] for file in opened)
+    return documents, scale * max(1.0, sum(unit.text_bytes for unit in units) / max(1, read))
+
+
+def _beginning(unit: Unit, keys: Keys) -> Unit:
+    """The first bytes of a unit of text, where a document is shorter than the file."""
+    if unit.kind not in ("jsonl", "text") or keys.document == "file":
+        return unit
+    stop = min(unit.stop, unit.start + _SAMPLED_BYTES)
+    return replace(unit, stop=stop, text_bytes=stop - unit.start)
+
+
+def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
+    return DataError(
+        f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
+        "give records a string under that key, or set text_key, or messages_key for chats"
+    )
 
 
 def _drawn(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
-    """Random units of about `wanted_bytes` in all, in the order of the file: going back in a compressed one is slow."""
+    """Random units of about `wanted_bytes` in all, in the order of the files: a compressed one is read forwards."""
     drawn: list[Unit] = []
+    size = 0
     for unit in random.Random(seed).sample(units, len(units)):
-        if sum(other.text_bytes for other in drawn) >= wanted_bytes:
+        if size >= wanted_bytes:
             break
         drawn.append(unit)
-    return sorted(drawn, key=lambda unit: unit.start)
+        size += unit.text_bytes
+    return sorted(drawn, key=lambda unit: (unit.path, unit.start))
 
 
 def _is_json_array(path: Path) -> bool:

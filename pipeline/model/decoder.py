@@ -174,7 +174,7 @@ class Decoder(nn.Module):
                 preserved = self._run(layer, preserved or streams, contexts, masked=True)
             if runs_along and layer.collaborative:
                 with torch.no_grad():
-                    x = streams[0][:reference_rows] if reference is None else reference
+                    x = streams[0][:reference_rows].detach() if reference is None else reference
                     reference, _ = self._run(layer, (x, None), rehearsed_contexts, masked=True)
             streams = self._run(layer, streams, contexts, masked)
         final = self.final_norm(*streams)

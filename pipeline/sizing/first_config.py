@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import yaml
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import merged
+from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_training import fertility, texts
-from pipeline.data.units import input_files
+from pipeline.data.tokenizer_training import fertility
+from pipeline.data.units import sampled_documents
 from pipeline.errors import LayoutError
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
@@ -25,7 +25,7 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import Estimator, open_estimator
 from pipeline.sizing.matching import Matcher
 
-SAMPLE_BYTES = 2**20
+_SAMPLE_BYTES = 4 * 2**20
 WIDER_BY = 1 / 8
 """The paper's share, of every width."""
 _PAPER_HIDDEN_SIZE, _PAPER_RATE = 2048, 1e-3
@@ -37,10 +37,11 @@ _LARGEST_STEP = 2**22
 """Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
 _SMALLEST_BATCH = 8
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
-_PACKED = (".zst", ".gz", ".xz", ".parquet", ".arrow")
 _LINES = (
     "\nA line of a .txt file is a document; `document: file` in its corpus makes the whole file one (docs/data.md)."
 )
+_BYTES = "\nThe new text takes many tokens: `scale-cpt vocabulary` adds pieces, for --vocabulary (docs/vocabulary.md)."
+_MANY_TOKENS_PER_BYTE = 0.5
 _REPEATED = (4, 100_000_000)
 """Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
 
@@ -54,37 +55,48 @@ class Texts:
     tokens_per_byte: float
 
 
-def measure(inputs: Sequence[str], tokenizer: Tokenizer) -> Texts:
-    """Estimates the tokens of files from their sizes and a sample, which also tells how far packed files unpack.
+def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
+    """Estimates the tokens of a corpus of `inputs` from a sample of it.
 
     Raises:
         DataError: a file is missing, or holds no text.
     """
-    sample = list(texts(inputs, max_bytes=SAMPLE_BYTES, seed=0))
-    found = fertility(tokenizer, iter(sample))
-    joined = "\n".join(sample).encode()
-    unpacked = len(joined) / max(1, len(zlib.compress(joined)))
-    size = sum(size * (unpacked if path.suffix in _PACKED else 1) for path, size in input_files(inputs).items())
-    return Texts(list(inputs), max(1, round(size * found.tokens_per_byte)), found.tokens_per_byte)
+    sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
+    found = fertility(tokenizer, (document.text for document in sample))
+    framed = found.tokens + len(sample) * len([*tokenizer.document_start, *tokenizer.document_end])
+    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
 
 
 def propose(
-    name: str, base: Path, new: Sequence[str], old: Sequence[str], cluster: Cluster, *, on_cpu: bool
+    name: str,
+    base: Path,
+    new: Sequence[str],
+    old: Sequence[str],
+    cluster: Cluster,
+    *,
+    on_cpu: bool,
+    text_key: str = "text",
+    vocabulary: Path | None = None,
 ) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
-    `base` may be a model on the hub, which is fetched; the YAML names it as it was given.
+    `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `text_key` is that of all
+    texts, `vocabulary` the folder of a tokenizer that extends the base's.
 
     Raises:
         BaseModelError, DataError: the base or a text cannot be read.
         ConfigError, LayoutError: no such run is possible.
     """
     folder = model_folder(base)
-    spec, tokenizer = open_base(folder).spec, load_tokenizer(folder)
-    learned, known = measure(new, tokenizer), measure(old, tokenizer)
+    spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)
+    learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, text_key)
     values = _values(name, folder, spec, tokenizer, learned, known, cluster, on_cpu=on_cpu)
+    for corpus in values["data"]["corpora"].values() if text_key != "text" else ():
+        corpus["text_key"] = text_key
     config = parse_config(values, source="the proposed configuration")
-    values |= {"method": _method(config, spec), "gate": {}}
+    values["method"] = _method(config, spec)
+    # A gate keeps the base's own logits, in which new pieces have no place.
+    values |= {"vocabulary": {"folder": str(vocabulary)}} if vocabulary is not None else {"gate": {}}
     config, values = _fitted(values, cluster, on_cpu=on_cpu)
     return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 
@@ -111,7 +123,10 @@ def _values(
     steps = max(1, round(read / (batch * length)))
     own = {"tokens": max(20_000, min(50_000_000, read // 300)), "max_tokens": min(length, 2048)}
     if not tokenizer.document_start:  # nothing to begin a text with
-        own |= {"openings": known.inputs, "opening_tokens": min(16, length // 4)}
+        own |= {
+            "openings": [*known.inputs],  # a copy, or YAML writes an anchor
+            "opening_tokens": min(16, length // 4),
+        }
     return {
         "name": name,
         "folder": f"runs/{name}",
@@ -121,8 +136,8 @@ def _values(
             "folder": f"runs/{name}/tokens",
             "sequence_length": length,
             "corpora": {
-                "new": {"input": learned.inputs, "heldout_fraction": _heldout(learned, length)},
-                "old": {"input": known.inputs, "heldout_fraction": _heldout(known, length), "role": "replay"},
+                "new": _corpus(learned, length),
+                "old": {**_corpus(known, length), "role": "replay"},
                 "own_text": {"role": "rehearsal", "sample": own},
             },
         },
@@ -138,9 +153,10 @@ def _values(
     }
 
 
-def _heldout(text: Texts, length: int) -> float:
-    """A share of the documents that holds about 128 sequences, within limits."""
-    return float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
+def _corpus(text: Texts, length: int) -> dict[str, Any]:
+    """A corpus whose held-out share of the documents holds about 128 sequences, within limits."""
+    heldout = float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
+    return {"input": text.inputs, "heldout_fraction": heldout, "estimated_tokens": text.tokens}
 
 
 def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
@@ -174,22 +190,30 @@ def _fits(estimator: Estimator) -> bool:
     return estimator.memory(estimator.own_choice)[0].total <= estimator.cluster.usable_bytes
 
 
+def _growth(values: dict[str, Any], spec: DecoderSpec) -> str:
+    """By how much each width grows."""
+    base, added = asdict(spec.widths), values["method"]["expansion"]
+    names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
+    grown = (f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
+    return f"The base's widths grow: {', '.join(grown)}"
+
+
 def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
-    base, schedule = spec.widths, values["schedule"]
+    schedule = values["schedule"]
     tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
     comments = {
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
-        "method": f"Every width grows by about an eighth: hidden {base.hidden_size}, FFN {base.intermediate_size}, "
-        f"{base.num_attention_heads} heads in the base.\n"
+        "method": f"{_growth(values, spec)}.; the paper's by an eighth each, a small base's\n"
+        "by what servers can split.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
         "forgets and learns less.\n"
         "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md).",
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
         "base, and keeps the model near it (docs/rehearsal.md)."
-        + _LINES
-        * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
+        + _BYTES * (learned.tokens_per_byte > _MANY_TOKENS_PER_BYTE and "vocabulary" not in values)
+        + _LINES * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
         "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",

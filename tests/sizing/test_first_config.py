@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+import zstandard
 
 from pipeline import cli
 from pipeline.config.run import load_config, parse_config
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.dry_run import make_plan
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base
 from pipeline.model.stock_model import stock_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import propose
+from pipeline.sizing.first_config import measure, propose
 from tests.bases import STORIES
+from tests.data.helpers import documents, tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
@@ -44,6 +51,7 @@ def test_it_starts_and_its_text_describes_it(cluster, on_cpu, tmp_path, monkeypa
     assert config.deepspeed.name == ("zero1_fp32.json" if on_cpu else "zero1.json")
     assert config.gate is not None and set(data.fractions) == {"replay", "rehearsal"}
     assert 1e-3 < schedule.learning_rate < 1e-2
+    assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
@@ -69,7 +77,8 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     tokenizer["post_processor"] = None
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
     cluster = Cluster(1)
-    config, _ = propose("first", base, NEW, OLD, cluster, on_cpu=True)
+    config, text = propose("first", base, NEW, OLD, cluster, on_cpu=True)
+    assert "&id" not in text
     assert config.data.corpora["own_text"].sample.openings == OLD
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == ()
@@ -91,3 +100,52 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
     assert "exists already" in capsys.readouterr().err
     assert call("--base", STORIES, "--new", "none.jsonl", "--old", *OLD, "--output", "b.yaml") == DataError.exit_code
     assert not (tmp_path / "b.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.zst", "x.parquet"])
+def test_the_tokens_of_a_corpus_are_estimated_from_places_all_over_it(name, tmp_path):
+    """Its first half is of other text than its second; the sample is about a quarter."""
+    rows = [{"text": f"{number} " + "소설 " * 400} for number in range(4000)]
+    rows += [{"text": text} for text in documents(8000, words=200)]
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100)
+    else:
+        lines = b"\n".join(json.dumps(row, ensure_ascii=False).encode() for row in rows)
+        path.write_bytes(zstandard.compress(lines) if path.suffix == ".zst" else lines)
+    tokens = tokenize(tmp_path / "corpus", path).tokens
+    assert measure([str(path)], load_tokenizer(STORIES)).tokens == pytest.approx(tokens, rel=0.1)
+
+
+def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch, capsys):
+    """The command's options reach the file; tokenizing then says how far off the estimate was."""
+    monkeypatch.chdir(tmp_path)
+    for old, new in ((REVIEWS_HELDOUT, "new.jsonl"), (STORIES_HELDOUT, "old.jsonl")):
+        content = zstandard.ZstdDecompressor().decompressobj().decompress(old.read_bytes())
+        (tmp_path / new).write_bytes(content.replace(b'"text":', b'"body":'))
+    texts = ("--text-key", "body", "--new", "new.jsonl", "--old", "old.jsonl")
+
+    def call(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["scale-cpt", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    call("config", "init", "--base", STORIES, *texts, "--gpus", 1, "--output", "plain.yaml")
+    plain = load_config(tmp_path / "plain.yaml")
+    learn = ("--corpus", "new.jsonl", "--old-texts", "old.jsonl", "--text-key", "body", "--add", 500)
+    call("vocabulary", "--base", STORIES, *learn, "--output", "vocabulary")
+    call(
+        *("config", "init", "--base", STORIES, *texts, "--gpus", 1, "--output", "run.yaml"),
+        *("--vocabulary", "vocabulary"),
+    )
+    config = load_config(tmp_path / "run.yaml")
+    assert config.tokenizer == Path("vocabulary") and config.gate is None
+    new, before = config.data.corpora["new"], plain.data.corpora["new"]
+    assert new.text_key == "body"
+    assert 1000 < new.estimated_tokens < before.estimated_tokens / 2
+    printed = call("tokenize", "--config", "run.yaml", "--workers", 1)
+    found = re.search(r"data.corpora.new: ([\d,]+) tokens in all, ([+-][\d.]+)% of what was estimated", printed)
+    assert int(found[1].replace(",", "")) == pytest.approx(new.estimated_tokens, rel=0.03)
+    assert abs(float(found[2])) < 3

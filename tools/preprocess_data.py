@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.command_line import folder_or_hub, positive, run, share
+from pipeline.config.data import Data
 from pipeline.config.run import RunConfig
 from pipeline.data.corpora import corpus_jobs, tokens_in
 from pipeline.data.preprocess import preprocess
@@ -54,11 +55,16 @@ def main() -> None:
                     f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
                     f"{sum(manifest.rejected.values()):,} records rejected"
                 )
-            for name, corpus in config.data.corpora.items() if config is not None else ():
-                if corpus.estimated_tokens is not None:
-                    tokens = tokens_in(config.data, name)
-                    off = tokens / corpus.estimated_tokens - 1
-                    print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
+            if config is not None:
+                _compare_estimates(config.data)
+
+
+def _compare_estimates(data: Data) -> None:
+    for name, corpus in data.corpora.items():
+        if corpus.estimated_tokens is not None:
+            tokens = tokens_in(data, name)
+            off = tokens / corpus.estimated_tokens - 1
+            print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
 
 
 def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:

@@ -13,9 +13,9 @@ import torch
 
 from pipeline.config.run import Schedule
 from pipeline.errors import ConfigError, LayoutError, nearest
+from pipeline.files import read_object
 from pipeline.parallel.topology import Layout
 from pipeline.shipped import shipped
-from pipeline.untrusted_files import read_object
 
 _OWNED = {
     "train_batch_size": "schedule.global_batch_size",

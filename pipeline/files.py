@@ -1,4 +1,9 @@
-"""Files and folders that are complete or absent: written under a temporary name, flushed to disk, then renamed."""
+"""Files: read, each fault one typed line; written under a temporary name, flushed to disk, then renamed.
+
+What cannot be read becomes an error of the caller's type, which names the file and ends with the caller's advice. A
+missing file stays a FileNotFoundError, because what it means depends on the caller; a fault of the file system that may
+pass stays an OSError, which has its own exit code.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +16,99 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import UserError
-from pipeline.untrusted_files import open_regular
+from pipeline.errors import PASSING_FAULT, UserError, exit_code_of
 
 TEMPORARY_SUFFIX = ".partial"
 _THREADS = 8
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Record = TypeVar("_Record", bound=BaseModel)
 _serial = itertools.count()
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a regular file, as hexadecimal digits."""
+    """The SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()
-    with open_regular(path, UserError) as file:
+    with path.open("rb") as file:
         while piece := file.read(2**22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def json_hash(value: object) -> str:
+    """The first 32 hexadecimal digits of the SHA-256 of a JSON value in its compact form."""
+    return hashlib.sha256(orjson.dumps(value)).hexdigest()[:32]
+
+
+def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again") -> bytes:
+    """The content of a file; raises `error`, ending with `advice`, for one that this user cannot read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as fault:
+        if exit_code_of(fault) == PASSING_FAULT:
+            raise OSError(fault.errno, fault.strerror, str(path)) from None
+        raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
+
+
+def read_text(path: Path, error: type[UserError], advice: str = "copy it again") -> str:
+    """The text of a UTF-8 file. Raises as `read_bytes`, and `error` for other bytes."""
+    try:
+        return read_bytes(path, error, advice).decode()
+    except UnicodeDecodeError as fault:
+        raise error(f"{path}: not UTF-8 ({fault.reason} at byte {fault.start}); {advice}") from None
+
+
+def read_json(path: Path, error: type[UserError], advice: str = "copy it again") -> Any:  # noqa: ANN401
+    """The value in a JSON file. Raises as `read_bytes`, and `error` for other content."""
+    try:
+        return orjson.loads(read_bytes(path, error, advice))
+    except orjson.JSONDecodeError as fault:
+        raise error(f"{path}: not JSON ({fault}); {advice}") from None
+
+
+def read_object(path: Path, error: type[UserError], advice: str = "copy it again") -> dict[str, Any]:
+    """The object in a JSON file. Raises as `read_json`, and `error` for another value."""
+    value = read_json(path, error, advice)
+    if not isinstance(value, dict):
+        raise error(f"{path}: expected a JSON object, found {type(value).__name__}; {advice}")
+    return value
+
+
+def read_record(path: Path, schema: type[_Record], error: type[UserError], advice: str = "copy it again") -> _Record:
+    """The JSON object in a file as a `schema`. Raises as `read_object`, and `error` for another content."""
+    content = read_object(path, error, advice)
+    content.pop("checksum", None)  # of earlier versions
+    try:
+        return schema.model_validate(content)
+    except ValidationError as fault:
+        raise error(f"{path}: {first_fault(fault)}; {advice}") from None
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first of the faults that a schema found, with its place."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
+
+
+def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
+    """The content of the file `name` of `folder`, which someone else made, to be passed on.
+
+    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a download by
+    huggingface_hub, of which its snapshots consist, are followed.
+    """
+    path = folder / name
+    found, home = path.resolve(), folder.resolve()
+    allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    if not any(found.is_relative_to(place) for place in allowed):
+        raise error(f"{path}: links to {found}, outside its folder; put a copy of the file there")
+    return read_bytes(path, error)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -96,6 +173,11 @@ def write_json(path: Path, value: object) -> None:
     """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes."""
     with published_file(path) as file:
         file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Writes `record` as JSON, for `read_record`."""
+    write_json(path, record.model_dump(mode="json"))
 
 
 @contextlib.contextmanager

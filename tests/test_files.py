@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
 
-from pipeline.errors import UserError
-from pipeline.files import file_hash, in_threads, is_plain_name, published_folder
-from tests.hostile import replace_by
+from pipeline.errors import DataError, UserError
+from pipeline.files import (
+    in_threads,
+    is_plain_name,
+    published_folder,
+    read_inside,
+    read_json,
+    read_object,
+    read_record,
+    read_text,
+    write_record,
+)
 from tests.kills import outlives
 
 FILES = ("a", "b")
@@ -64,13 +75,6 @@ def test_ordinary_names_pass(name: str):
     assert is_plain_name(name)
 
 
-@pytest.mark.parametrize("kind", ["a device", "a FIFO", "a folder"])
-def test_only_a_regular_file_has_a_hash(tmp_path: Path, kind: str):
-    replace_by(kind, tmp_path / "x")
-    with pytest.raises(UserError, match="expected a regular file"):
-        file_hash(tmp_path / "x")
-
-
 def test_in_threads_keeps_the_order_and_stops_at_an_error():
     assert list(in_threads(lambda number: number**2, range(50))) == [number**2 for number in range(50)]
     begun = []
@@ -83,3 +87,68 @@ def test_in_threads_keeps_the_order_and_stops_at_an_error():
     with pytest.raises(ValueError, match="0"):
         list(in_threads(fail_at_first, range(1000)))
     assert len(begun) < 1000
+
+
+class _Pair(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    left: int
+    right: list[int] = []
+
+
+def read_pair(path: Path, error: type[UserError], advice: str) -> _Pair:
+    return read_record(path, _Pair, error, advice)
+
+
+@pytest.mark.parametrize("reader", [read_text, read_json, read_object, read_pair])
+def test_what_cannot_be_read_is_one_line_of_the_callers_type(tmp_path: Path, reader: Callable[..., object]):
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError):
+        reader(path, DataError, "take another")
+    path.write_bytes(b"\xff\xfe")
+    for place, fault in (
+        (path, "not UTF-8|not JSON"),
+        (tmp_path, "Is a directory"),
+        (path / "below", "Not a directory"),
+    ):
+        with pytest.raises(DataError, match=rf"{place}: .*({fault}).*; take another$") as caught:
+            reader(place, DataError, "take another")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON"),
+        (b'{"left": 1', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b'{"left": 1, "right": [2, "x"]}', r"right\.1: Input should be a valid integer"),
+        (b'{"left": 1, "middle": 2}', "middle: Extra inputs are not permitted"),
+    ],
+)
+def test_another_content_is_refused(tmp_path: Path, content: bytes, message: str):
+    (path := tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError, match=f"{path}: .*{message}"):
+        read_pair(path, DataError, "take another")
+
+
+def test_a_record_is_read_back_also_with_the_checksum_of_earlier_versions(tmp_path: Path):
+    record = _Pair(left=1, right=[2])
+    write_record(path := tmp_path / "file", record)
+    assert read_record(path, _Pair, DataError) == record
+    path.write_bytes(b'{"left": 1, "right": [2], "checksum": "0123"}')
+    assert read_record(path, _Pair, DataError) == record
+
+
+def test_a_link_out_of_a_strangers_folder_is_refused(tmp_path: Path):
+    (folder := tmp_path / "model").mkdir()
+    (tmp_path / "secret").write_text("x")
+    (folder / "README.md").symlink_to("../secret")
+    with pytest.raises(DataError, match="outside its folder"):
+        read_inside(folder, "README.md", DataError)
+    (snapshot := tmp_path / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "7").write_text("text")
+    (snapshot / "README.md").symlink_to("../../blobs/7")
+    assert read_inside(snapshot, "README.md", DataError) == b"text"

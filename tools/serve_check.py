@@ -34,11 +34,10 @@ from pipeline.conversion.hf_folder import load_exported
 from pipeline.conversion.precisions import Loss, Score, nll_of, scored_in
 from pipeline.conversion.verify import Probe, probe_maker
 from pipeline.errors import ConversionError
-from pipeline.files import write_json
+from pipeline.files import read_object, write_json
 from pipeline.log import progress_bar
 from pipeline.model.output import perplexity
 from pipeline.run_folder.changes import add_set_option, read_run
-from pipeline.untrusted_files import read_object
 
 _logger = log.get_logger(__name__)
 _PROMPT, _NEW_TOKENS = 32, 16

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeline import untrusted_files
 from pipeline.errors import ConfigError, nearest
+from pipeline.files import read_text
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -37,7 +37,6 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
-_MAX_BYTES = 2**20
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -59,7 +58,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not YAML, or holds something else.
     """
     try:
-        text = untrusted_files.read_text(path, ConfigError, "name a YAML file", limit=_MAX_BYTES)
+        text = read_text(path, ConfigError, "name a YAML file")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}; give a run's YAML file") from None
     values = parse_yaml(text, f"{path}: not a YAML file")

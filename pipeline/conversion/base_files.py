@@ -13,8 +13,7 @@ from typing import Any
 
 from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.errors import BaseModelError
-from pipeline.files import write_json, write_text
-from pipeline.untrusted_files import read_inside, read_object
+from pipeline.files import read_inside, read_object, write_json, write_text
 
 _GENERATION = "generation_config.json"
 # Licences ask that they, notices and policies are passed on.

@@ -26,7 +26,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import are_texts
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.files import file_hash, in_threads, published_folder, write_json, write_text
+from pipeline.files import file_hash, in_threads, published_folder, read_object, write_json, write_text
 from pipeline.hub import source_of
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
@@ -34,7 +34,6 @@ from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
-from pipeline.untrusted_files import read_object
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""

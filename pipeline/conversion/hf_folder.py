@@ -6,7 +6,6 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,12 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.conversion.base_files import copy_base_files
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.files import write_json, write_text
+from pipeline.files import read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import hf_config
-from pipeline.untrusted_files import MAX_BYTES, read_object, require_regular
 
 FILE_BYTES = 4 * 2**30
 ADAPTER_CONFIG = "adapter_config.json"
@@ -188,16 +186,8 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[st
     """Checks a model's folder before any weight is read, and returns the contents of its config.json.
 
     Raises:
-        BaseModelError: it holds no model's config.json, only adapters, something that is neither a file nor a folder,
-            or code that the user does not trust.
+        BaseModelError: it holds no model's config.json, only adapters, or code that the user does not trust.
     """
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not file.is_dir():
-            with suppress(FileNotFoundError):  # a link to nothing
-                # transformers would wait for a FIFO, and read a device, or a JSON file of any size, whole.
-                size = require_regular(file, BaseModelError)
-                if file.suffix == ".json" and size > MAX_BYTES:
-                    raise BaseModelError(f"{file}: expected at most {MAX_BYTES} bytes, found {size}; copy it again")
     path = folder / "config.json"
     try:
         config = read_object(path, BaseModelError, "copy the folder again")

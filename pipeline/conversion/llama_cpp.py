@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.conversion.precisions import Score
 from pipeline.errors import ConversionError, faults_of_library
-from pipeline.untrusted_files import read_object
+from pipeline.files import read_object
 
 CONVERTED = ("f32", "bf16", "f16", "q8_0")
 """The formats that the converter writes."""

@@ -24,11 +24,10 @@ from pipeline.conversion.precisions import Loss
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.files import read_text
 from pipeline.run_folder.metrics import METRICS, read_metrics, validations_in
-from pipeline.untrusted_files import read_text
 
 CARD = "README.md"
-_MAX_BYTES = 2**20
 _IDENTIFIER = re.compile(r"[\w.+-]{1,64}")
 _TITLE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
@@ -94,7 +93,7 @@ def _card_of(base: Path) -> dict[str, Any]:
     """The front matter of the base's card; empty if there is none, or none that can be read."""
     path = base / CARD
     try:
-        match = REGEX_YAML_BLOCK.match(read_text(path, BaseModelError, limit=_MAX_BYTES))
+        match = REGEX_YAML_BLOCK.match(read_text(path, BaseModelError))
         with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
             values = yaml.safe_load(match[2]) if match else {}
     except FileNotFoundError:

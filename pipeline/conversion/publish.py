@@ -10,7 +10,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from pipeline.conversion.hf_folder import ADAPTER_CONFIG
 from pipeline.errors import ConversionError, faults_of_library
-from pipeline.untrusted_files import read_object
+from pipeline.files import read_object
 
 _KEPT_BACK = ["conversion.json"]
 """What names paths of this machine."""

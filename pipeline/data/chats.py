@@ -16,8 +16,7 @@ import orjson
 from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, checked_text, with_prompt
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
-from pipeline.own_records import checksum
-from pipeline.untrusted_files import read_object, read_text
+from pipeline.files import json_hash, read_object, read_text
 
 TEMPLATE = "chat_template.jinja"
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
@@ -49,7 +48,7 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """A hash of what decides how a chat is rendered."""
-        return checksum([self.source, self._special])
+        return json_hash([self.source, self._special])
 
     @cached_property
     def _frame(self) -> tuple[str, str]:

@@ -26,10 +26,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from pipeline import log
 from pipeline.errors import DataError, faults_of_library
-from pipeline.files import published_file
+from pipeline.files import json_hash, published_file, read_record, write_record
 from pipeline.hub import hub_faults
 from pipeline.log import progress_bar
-from pipeline.own_records import checksum, read_record, write_record
 
 PREFIX = "hf://"
 SOURCE = "source.json"
@@ -70,7 +69,7 @@ class _Named(NamedTuple):
     def folder(self) -> Path:
         """Where its shards lie. A folder on this machine, which goes before the hub, is another dataset."""
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-        local = f"-{checksum(str(Path(self.repo).resolve()))[:8]}" if Path(self.repo).is_dir() else ""
+        local = f"-{json_hash(str(Path(self.repo).resolve()))[:8]}" if Path(self.repo).is_dir() else ""
         return home / "scale-cpt" / (re.sub(r"[/?]", "--", self.name.removeprefix(PREFIX)) + local)
 
 

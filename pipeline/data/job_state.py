@@ -22,9 +22,8 @@ from pipeline.data.token_corpus import ShardRecord
 from pipeline.data.token_shards import ShardFile
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, rename_aside
+from pipeline.files import file_hash, json_hash, read_record, rename_aside, write_record
 from pipeline.log import progress_bar
-from pipeline.own_records import checksum, read_record, write_record
 
 _T = TypeVar("_T")
 _Plan = TypeVar("_Plan", bound=BaseModel)
@@ -114,7 +113,7 @@ _StateRecord = TypeVar("_StateRecord", bound=StateRecord)
 
 def identity(*parts: object) -> str:
     """A hash of JSON values."""
-    return checksum(parts)
+    return json_hash(parts)
 
 
 def kept(path: Path, schema: type[_StateRecord], made_for: str) -> _StateRecord | None:

@@ -51,10 +51,8 @@ from pipeline.data.unit_work import Job, finished_record, state_of, tokenize_uni
 from pipeline.data.units import TOKENS, Unit, default_unit_bytes, input_files, most_records, split_file
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, in_threads, published_file, write_json
+from pipeline.files import file_hash, in_threads, published_file, read_bytes, write_json, write_record
 from pipeline.log import progress_bar
-from pipeline.own_records import write_record
-from pipeline.untrusted_files import read_bytes
 
 QUARANTINE = "quarantine.jsonl"
 _logger = log.get_logger(__name__)

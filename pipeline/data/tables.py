@@ -33,8 +33,7 @@ from pipeline.data.records import (
     with_prompt,
 )
 from pipeline.errors import DataError
-from pipeline.files import is_plain_name
-from pipeline.untrusted_files import read_record
+from pipeline.files import is_plain_name, read_record
 
 # Few rows at a time: the memory needed is that of the longest documents in one batch.
 _ROWS = 256

@@ -17,9 +17,8 @@ from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.records import DocumentUnit
 from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
-from pipeline.files import in_threads, is_plain_name
+from pipeline.files import in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
-from pipeline.own_records import read_record, write_record
 
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
@@ -149,13 +148,7 @@ def load_manifest(folder: Path, *, made_by: str = "tools/preprocess_data.py") ->
     """
     path = folder / MANIFEST
     try:
-        return read_record(
-            path,
-            Manifest,
-            DataError,
-            advice_for(folder, made_by),
-            may_lack_checksum=lambda found: not found.knows_content,
-        )
+        return read_record(path, Manifest, DataError, advice_for(folder, made_by))
     except FileNotFoundError:
         state = f"is unfinished: start {made_by} again" if folder.is_dir() else f"does not exist: start {made_by}"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None

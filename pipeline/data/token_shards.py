@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from pipeline.data.file_content import FileContent, HashedFile, hashed_file
 from pipeline.errors import DataError, faults_of_library
-from pipeline.untrusted_files import open_regular, require_regular
 
 ShardFile = Literal[".bin", ".idx", ".prompts.npy"]
 
@@ -137,11 +136,11 @@ class Shard:
         self.prefix = prefix
         self.bin_path, self.idx_path = shard_files(prefix)
         try:
-            with open_regular(self.idx_path, DataError, _ADVICE) as file:
+            with self.idx_path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size == 0:
                     raise DataError(f"{self.idx_path}: expected a token index, found an empty file; {_ADVICE}")
                 self._index = np.memmap(file, dtype=np.uint8, mode="r")
-            bin_bytes = require_regular(self.bin_path, DataError, _ADVICE)
+            bin_bytes = self.bin_path.stat().st_size
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: no such file; a token shard is a .bin and an .idx") from None
         self.dtype, self._sequences, self._ends = self._read_header()
@@ -242,7 +241,7 @@ class Shard:
     @cached_property
     def _file(self) -> BinaryIO:
         try:
-            return open_regular(self.bin_path, DataError, _ADVICE)
+            return self.bin_path.open("rb")
         except FileNotFoundError:
             raise DataError(f"{self.bin_path}: was removed while it was in use; {_ADVICE}") from None
 
@@ -275,10 +274,8 @@ class PromptedShard(Shard):
     def __init__(self, prefix: Path, *, check: bool = True) -> None:
         super().__init__(prefix, check=check)
         path = prompts_file(prefix)
-        try:
-            require_regular(path, DataError, _ADVICE)
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file; every shard of a corpus with prompts has one") from None
+        if not path.exists():
+            raise DataError(f"{path}: no such file; every shard of a corpus with prompts has one")
         with faults_of_library(f"{path}: not an array in NumPy's format; {_ADVICE}", DataError):
             self._prompt_lengths: npt.NDArray[np.int32] = np.lib.format.open_memmap(path, mode="r")
         found = self._prompt_lengths

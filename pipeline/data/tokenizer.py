@@ -25,7 +25,7 @@ import tokenizers
 
 from pipeline import log
 from pipeline.errors import DataError, faults_of_library
-from pipeline.untrusted_files import read_bytes, read_object
+from pipeline.files import read_bytes, read_object
 
 _FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.

@@ -20,7 +20,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from pipeline.data.merges import Word
 from pipeline.errors import DataError, faults_of_library
-from pipeline.untrusted_files import read_bytes, read_object
+from pipeline.files import read_bytes, read_object
 
 Kind = Literal["byte-level BPE", "BPE", "unigram"]
 """How a tokenizer cuts: by merges of bytes; by merges of characters, others becoming bytes; or as is likeliest."""

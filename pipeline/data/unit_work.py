@@ -25,8 +25,7 @@ from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
-from pipeline.files import write_json
-from pipeline.own_records import write_record
+from pipeline.files import write_json, write_record
 
 STATE = ".units"
 """The folder of unfinished work, in a corpus's own."""

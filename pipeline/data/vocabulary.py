@@ -24,10 +24,8 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_pieces import SPACE, Kind, NewPiece, Pieces, read_pieces
 from pipeline.data.tokenizer_training import trained_sentencepiece
 from pipeline.errors import DataError
-from pipeline.files import published_folder, write_json
+from pipeline.files import published_folder, read_inside, read_object, read_record, write_json, write_record
 from pipeline.log import get_logger, progress_bar
-from pipeline.own_records import read_record, write_record
-from pipeline.untrusted_files import read_inside, read_object
 
 RECORD = "vocabulary.json"
 _TOKENIZER_FILES = (

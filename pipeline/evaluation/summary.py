@@ -16,10 +16,9 @@ from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.evaluation.perplexity import Score, score_folder
 from pipeline.evaluation.table import readable, table
-from pipeline.files import write_json
+from pipeline.files import read_record, write_json
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_record
-from pipeline.untrusted_files import read_record
 
 SUMMARY = "summary.json"
 COMPARISON_SUFFIX = "-fft"

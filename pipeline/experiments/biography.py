@@ -23,8 +23,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.errors import DataError
-from pipeline.files import published_folder, write_json, write_text
-from pipeline.untrusted_files import read_json
+from pipeline.files import published_folder, read_json, write_json, write_text
 
 # Every first part is combined with every second part.
 _FIRST = (

@@ -20,9 +20,8 @@ from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_training import texts, train_sentencepiece
 from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.experiments.study import NewTokenizer, RandomBase
-from pipeline.files import published_folder, write_json
+from pipeline.files import published_folder, read_bytes, read_object, write_json
 from pipeline.model.from_hf import read_spec
-from pipeline.untrusted_files import read_bytes, read_object
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"

@@ -14,7 +14,7 @@ from pipeline.config.data import Role
 from pipeline.config.method import ScaleMethod
 from pipeline.errors import RunFolderError, in_one_line
 from pipeline.experiments.study_runs import StudyRun, Trial, measured_corpora
-from pipeline.files import write_json
+from pipeline.files import read_object, read_text, write_json
 from pipeline.run_folder.metrics import (
     METRICS,
     Figures,
@@ -26,7 +26,6 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.divergence import REPORT as DIVERGENCE
-from pipeline.untrusted_files import read_object, read_text
 
 SUMMARY = "summary.json"
 LEARNING_RATES = "learning_rates.json"

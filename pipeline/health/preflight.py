@@ -26,7 +26,7 @@ from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import DataError, PreflightError
-from pipeline.files import free_bytes, sync
+from pipeline.files import free_bytes, read_bytes, sync
 from pipeline.health.device_checks import (
     Fault,
     Finding,
@@ -46,7 +46,6 @@ from pipeline.scale import expansion as expansions
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.estimate import Estimator
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
-from pipeline.untrusted_files import read_bytes
 
 _logger = log.get_logger(__name__)
 

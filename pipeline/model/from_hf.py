@@ -15,6 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pipeline.errors import BaseModelError, in_one_line
+from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, UnsupportedError
@@ -24,7 +25,6 @@ from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.untrusted_files import read_object
 
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
 """What wrong values of a config raise in transformers and torch."""

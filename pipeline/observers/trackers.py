@@ -19,14 +19,12 @@ from typing import Any
 from pipeline import log
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
 from pipeline.errors import RunFolderError, in_one_line
-from pipeline.files import write_text
+from pipeline.files import read_text, write_text
 from pipeline.training.observer import Observer, StepEvent
-from pipeline.untrusted_files import read_text
 
 # MLflow takes no more.
 _PARAMETERS_PER_REQUEST = 100
 _LONGEST_PARAMETER = 6000
-_LONGEST_ID = 1024
 # W&B would wait for its server without end, and a job would miss its time limit.
 _FINISH_TIMEOUT_S = 60.0
 _logger = log.get_logger(__name__)
@@ -59,7 +57,7 @@ class Tracker(Observer, ABC):
 
     def _recorded_id(self) -> str | None:
         try:
-            return read_text(self._id_file, RunFolderError, "move it away", limit=_LONGEST_ID).strip() or None
+            return read_text(self._id_file, RunFolderError, "move it away").strip() or None
         except FileNotFoundError:
             return None
 

@@ -52,11 +52,11 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import write_record
 from pipeline.inputs import check_sampling, check_vocabulary
 from pipeline.log import progress_bar
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.own_records import write_record
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings, write_openings
 

@@ -33,11 +33,11 @@ from pipeline.errors import (
     in_one_line,
     worth_another_attempt,
 )
+from pipeline.files import read_bytes
 from pipeline.log import node
 from pipeline.run_folder.changes import changes_on_record
 from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 from pipeline.run_folder.lock import LockOwner, RunLock
-from pipeline.untrusted_files import read_bytes
 
 NAME = "attempts.jsonl"
 _logger = log.get_logger(__name__)
@@ -201,7 +201,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
     It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
 
     Raises:
-        RunFolderError: the record is no regular file, or cannot be read.
+        RunFolderError: the record cannot be read.
     """
     attempts: dict[str, Attempt] = {}
     try:

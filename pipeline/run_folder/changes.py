@@ -17,7 +17,7 @@ from pipeline import log
 from pipeline.config.run import HubModels, RunConfig, parse_config, with_models
 from pipeline.config.sources import COMMAND_LINE, Layer, combined, layer_of, parse_changes, read_layers
 from pipeline.errors import RunFolderError, UserError
-from pipeline.own_records import read_record, write_record
+from pipeline.files import read_record, write_record
 
 NAME = "changes.json"
 _ADVICE = "remove it, and give the changes again with --set"

@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from pipeline.untrusted_files import read_bytes
+from pipeline.files import read_bytes
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"
 """Their folder in a run's."""
 # At most 15 digits: every step is exact in JSON, and no name is too long for a file system.
 _NAME = re.compile(r"step_(\d{8,15})", re.ASCII)
-_LONGEST = 4096
 
 
 def checkpoint_name(step: int) -> str:
@@ -54,11 +53,11 @@ def named_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
 
     Raises:
-        CheckpointError: it is no regular file, or its content is not the name of a checkpoint.
+        CheckpointError: it cannot be read, or its content is not the name of a checkpoint.
     """
     path = folder / LATEST
     try:
-        content = read_bytes(path, CheckpointError, f"write into it one of: {_names(folder)}", limit=_LONGEST)
+        content = read_bytes(path, CheckpointError, f"write into it one of: {_names(folder)}")
     except FileNotFoundError:
         return None
     name = content.decode(errors="replace").strip().strip("\0")

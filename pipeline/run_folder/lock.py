@@ -28,9 +28,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline import log
 from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
-from pipeline.files import published_file
+from pipeline.files import published_file, read_bytes
 from pipeline.log import node
-from pipeline.untrusted_files import open_regular, read_bytes
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
@@ -246,7 +245,7 @@ class RunLock:
         It is opened each time, because only then does a network file system ask its server.
         """
         try:
-            with open_regular(self._path, RunFolderError, "remove it") as file:
+            with self._path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns, _parsed(file.read())
         except FileNotFoundError:
             return _MISSING
@@ -323,7 +322,7 @@ def read_lock_owner(path: Path) -> LockOwner | None:
     """The owner of the lock `path`, which may have been killed since; None if there is no lock.
 
     Raises:
-        RunFolderError: it is no regular file.
+        RunFolderError: it cannot be read.
     """
     try:
         return _parsed(read_bytes(path, RunFolderError, "remove it"))

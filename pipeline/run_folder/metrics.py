@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.errors import RunFolderError
-from pipeline.untrusted_files import open_regular
 
 METRICS = "metrics.jsonl"
 TEXTS = "prompts"
@@ -47,7 +46,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         RunFolderError: the file cannot be read.
     """
     try:
-        with open_regular(path, RunFolderError) as file:
+        with path.open("rb") as file:
             return _whole(file)
     except FileNotFoundError:
         return []
@@ -56,7 +55,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def last_metrics(path: Path, count: int, tail_bytes: int) -> list[dict[str, Any]]:
     """At most the last `count` lines of the last `tail_bytes` bytes, oldest first. Raises as `read_metrics`."""
     try:
-        with open_regular(path, RunFolderError) as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - tail_bytes))
             return _whole(file.read().splitlines()[-count:])
     except FileNotFoundError:

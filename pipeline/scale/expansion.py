@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialiser, Initialisers
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.files import file_hash, is_plain_name, published_folder, write_json
+from pipeline.files import file_hash, is_plain_name, published_folder, read_object, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
-from pipeline.untrusted_files import read_object, require_regular
 
 
 def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
@@ -188,7 +187,6 @@ class ExpansionFolder:
             raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; make the expansion again")
         file = self.path / self.manifest["tensors"][name]
         try:
-            require_regular(file, CheckpointError, _AGAIN)
             with safe_open(file, framework="pt") as tensors:
                 stored = tensors.get_slice(name)
                 found = tuple(stored.get_shape())
@@ -222,15 +220,8 @@ class ExpansionFolder:
         for name in sorted(self.manifest["hashes"])[share]:
             file = self.path / name
             try:
-                require_regular(file, CheckpointError, _AGAIN)
-                with safe_open(file, framework="pt"):  # its header and its size agree: it is no sparse file
-                    digest = file_hash(file)
-            except (FileNotFoundError, SafetensorError):
-                digest = None
-            except OSError as error:
-                if error.errno is not None:
-                    raise
-                # safetensors cannot map the file, as those of /proc.
+                digest = file_hash(file)
+            except FileNotFoundError:
                 digest = None
             if digest != self.manifest["hashes"][name]:
                 raise CheckpointError(

@@ -12,9 +12,8 @@ from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
-from pipeline.files import file_hash, published_folder, write_json
+from pipeline.files import file_hash, published_folder, read_bytes, read_record, write_json
 from pipeline.scale.gate import TENSORS, Gate
-from pipeline.untrusted_files import read_bytes, read_record
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""

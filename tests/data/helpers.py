@@ -105,11 +105,11 @@ def contents(*folders: Path) -> dict[str, str]:
 
 
 def forget_hashes(folder: Path) -> None:
-    """Makes the manifest of a finished corpus one that was written before there were hashes and checksums."""
+    """Makes the manifest of a finished corpus one that was written before there were hashes."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for shard in manifest["shards"]:
         del shard["files"]
-    del manifest["checksum"], manifest["quarantine"]
+    del manifest["quarantine"]
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": "scale-cpt token corpus 1"}))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 import shutil
 import time
@@ -42,20 +41,6 @@ def saved(folder: Path, texts: list[str] = TEXTS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json.gz", "x.txt", "x.parquet", "x.arrow", "saved/state.json"])
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [(os.mkfifo, "a FIFO"), (Path.mkdir, ""), (lambda path: path.symlink_to("/dev/zero"), "a device")],
-)
-def test_what_is_no_regular_file(tmp_path: Path, name: str, make: Callable[[Path], None], found: str):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    make(path)
-    with pytest.raises(DataError, match=rf"expected a regular file, found {found}|not saved by `datasets`") as error:
-        input_files([str(path.parent if name.startswith("saved") else path)])
-    assert str(path.parent) in str(error.value)
-
-
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.parquet"])
 def test_a_copy_that_was_cut_short(tmp_path: Path, name: str):
     with (tmp_path / name).open("wb") as file:
@@ -71,9 +56,9 @@ def test_a_copy_that_was_cut_short(tmp_path: Path, name: str):
         ('{"_data_files": [{"filename": "../x.arrow"}]}', "expected names of the same folder, found '../x.arrow'"),
         ('{"_data_files": [{"filename": "gone.arrow"}]}', "gone.arrow: no such file"),
         ('{"_data_files": [{"name": "x.arrow"}]}', r"_data_files.0.filename: Field required"),
-        ('{"_data_files": 3}', "_data_files: Input should be a valid array"),
-        ("[]", "state.json: the file: "),
-        ("nonsense", "Invalid JSON"),
+        ('{"_data_files": 3}', "_data_files: Input should be a valid list"),
+        ("[]", "state.json: expected a JSON object"),
+        ("nonsense", "not JSON"),
     ],
 )
 def test_a_damaged_list_of_a_saved_dataset(tmp_path: Path, content: str, message: str):
@@ -256,13 +241,6 @@ def test_damaged_tokenizers(tmp_path: Path, change: Callable[[dict], None], mess
     with pytest.raises(DataError, match=message) as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_a_pipe_in_place_of_a_tokenizer_file(tmp_path: Path):
-    shutil.copy(STORIES260K / "tokenizer.json", tmp_path)
-    os.mkfifo(tmp_path / "tokenizer_config.json")
-    with pytest.raises(DataError, match="expected a regular file, found a FIFO"):
-        load_tokenizer(tmp_path)
 
 
 def test_the_whole_job_reads_an_array(tmp_path: Path):

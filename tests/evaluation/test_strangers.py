@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import shutil
 import sys
@@ -76,15 +75,6 @@ def test_a_config_that_cannot_be_loaded_is_refused(folder, refused, fault):
 def test_any_other_thing_in_place_of_the_config_is_refused(folder, refused, kind):
     replace_by(kind, folder / "config.json")
     assert "config.json" in refused()
-
-
-def test_things_that_transformers_would_wait_for_are_refused(folder, refused):
-    for kind in ("a FIFO", "a device", "a huge file"):
-        replace_by(kind, folder / "generation_config.json")
-        assert "generation_config.json: expected" in refused()
-    (folder / "generation_config.json").unlink()
-    os.mkfifo(folder / "pytorch_model.bin")
-    assert "expected a regular file, found a FIFO" in refused()
 
 
 def test_an_old_tokenizer_class_is_not_needed_for_texts(folder, refused):

@@ -18,7 +18,6 @@ from pipeline.scale.gate import DECAY, Gate, deepest_gate_layer, gate_features, 
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
 from pipeline.scale.plan import plan_expansion
 from tests.gating.gates import random_gate
-from tests.hostile import replace_by
 from tests.widened import scale_settings, some_tokens, widened
 
 
@@ -140,13 +139,6 @@ def test_changed_and_foreign_tensors_are_refused(folder):
         open_gate(folder)
     path.unlink()
     with pytest.raises(CheckpointError, match="damaged or missing"):
-        open_gate(folder)
-
-
-@pytest.mark.parametrize("kind", ["a device", "a huge file"])
-def test_endless_tensors_are_refused(kind, folder):
-    replace_by(kind, folder / "gate.safetensors")
-    with pytest.raises(CheckpointError, match="expected"):
         open_gate(folder)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from pipeline.errors import RunFolderError
 from pipeline.experiments.report.axes import change, points, round_changes, round_points
 from pipeline.experiments.results import LEARNING_RATES, REPLAY, SUMMARY, Row, Tried, checked_row, read_rows, read_tried
+from pipeline.files import read_object
 from pipeline.run_folder.metrics import (
     METRICS,
     TEXTS,
@@ -28,7 +29,6 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, GateRecord, open_record
-from pipeline.untrusted_files import read_object
 
 T = TypeVar("T")
 # The same base differs by rounding only: by the dtype and the number of ranks.

@@ -240,10 +240,12 @@ def sample_corpus(
         check_finished_units(units, workers, share)
         records = _write_units(job, plan, units, workers, device_kind(device), share)
         return _publish(job, plan, inputs, records)
-    except (FileNotFoundError, DataError):
+    except (FileNotFoundError, DataError) as error:
         # Another job that shares the work may have finished and removed the state.
-        if (manifest := finished(job, plan)) is not None:
+        if (job.output / MANIFEST).exists() and (manifest := finished(job, plan)) is not None:
             return manifest
+        if isinstance(error, FileNotFoundError):
+            raise DataError(f"{error.filename}: vanished during the work; start again") from None
         raise
 
 
@@ -282,12 +284,12 @@ def _write_units(
 ) -> list[UnitPart]:
     """What each unit wrote; units that are done are not written again."""
     parts = {unit: record.train for unit, own in enumerate(units) if (record := own.outcome()) is not None}
-    done = sum(part.tokens for part in parts.values())
-    with progress_bar("sampling", max(plan.tokens, done), " tokens", done=done) as bar:
+    # A unit writes some more than its tokens.
+    with progress_bar("sampling", sum(plan.units), " tokens", done=sum(plan.units[unit] for unit in parts)) as bar:
         unfinished = [task for task in enumerate(units) if task[0] not in parts]
         for unit, part in workers.run(partial(_write_unit, job, plan, kind), own_first(unfinished, share)):
             parts[unit] = part
-            bar.update(part.tokens)
+            bar.update(plan.units[unit])
     return [parts[unit] for unit in range(len(units))]
 
 

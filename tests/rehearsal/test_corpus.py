@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import writing_shard
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.workers import local_workers
+from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.rehearsal.corpus import plan_of, sample_corpus
 from pipeline.rehearsal.generation import BaseWriter
@@ -160,6 +161,39 @@ def test_jobs_that_share_the_work_make_the_same_corpus(written: Path, tmp_path: 
         manifest = sample_corpus(described, plan, workers, device="cpu", share=(0, 2))
     assert manifest == TokenCorpus(written).manifest
     assert same(output, written)
+
+
+def test_the_progress_ends_at_all_of_the_tokens_though_units_write_more(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("pipeline.log._BETWEEN_LOG_LINES_S", 0)
+    with caplog.at_level("INFO", logger="pipeline"):
+        assert sample(tmp_path / "own").tokens > 600
+    lines = [line for line in caplog.messages if line.startswith("sampling: ")]
+    assert re.match(r"sampling: (6\d\d) of \1 tokens \(100 %\)", lines[-1])
+    assert len(lines) > 3 and not any("?" in line for line in lines)
+
+
+class _Failing(Workers):
+    """Workers that fail at a unit, when another command has begun other text in the folder."""
+
+    def __init__(self, error: Exception, state: Path, *, plan: str) -> None:
+        super().__init__(None)
+        self._error, self._state, self._plan = error, state, plan
+
+    def run(self, function, tasks, **options):
+        if next(iter(tasks := list(tasks)), None) is not None:
+            (self._state / "plan.json").write_text(self._plan)
+            raise self._error
+        return iter(())
+
+
+@pytest.mark.parametrize("first", [DataError("a worker process was killed"), FileNotFoundError(2, "gone", "x.bin")])
+def test_an_error_does_not_hide_behind_another(tmp_path: Path, first: Exception):
+    """What failed first is said, whatever is then found in the folder; never as a traceback."""
+    output = tmp_path / "own"
+    described = job(output)
+    failing = _Failing(first, output / ".units", plan="no plan")
+    with pytest.raises(DataError, match=r"^a worker process was killed|^x\.bin: vanished during the work; start again"):
+        sample_corpus(described, plan_of(described), failing, device="cpu")
 
 
 def test_another_seed_writes_other_text(written: Path, tmp_path: Path):

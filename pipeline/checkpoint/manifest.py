@@ -14,8 +14,9 @@ import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config.data import Corpus, Data
-from pipeline.config.reading import Section
+from pipeline.config.data import Data
+from pipeline.config.method import Method
+from pipeline.config.reading import with_defaults
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash, first_fault, is_plain_name, read_bytes, write_json
@@ -247,29 +248,30 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
         CheckpointError: the checkpoint is of another base, method or data.
     """
     _check_base(manifest, folder, run.base.hashes)
-    saved, wanted = (it.model_copy(update={"data": _compared(it.data)}) for it in (manifest.run, run))
+    saved, wanted = (
+        it.model_copy(update={"data": _compared(it.data), "method": with_defaults(Method, it.method)})
+        for it in (manifest.run, run)
+    )
     _check_equal(folder, {name: (getattr(saved, name), getattr(wanted, name)) for name in _SAME_OVER_A_RUN})
 
 
 def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], config: RunConfig) -> None:
     """Raises CheckpointError if a checkpoint is of another base, in other bits, or of another method."""
     _check_base(manifest, folder, base_hashes)
-    wanted = {"method": config.method.model_dump(mode="json"), "base_precision": config.base_precision}
-    _check_equal(folder, {name: (getattr(manifest.run, name), value) for name, value in wanted.items()})
+    method = with_defaults(Method, manifest.run.method)
+    _check_equal(
+        folder,
+        {
+            "method": (method, config.method.model_dump(mode="json")),
+            "base_precision": (manifest.run.base_precision, config.base_precision),
+        },
+    )
 
 
 def _compared(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` that a checkpoint recorded, without what changes no sample.
-
-    Settings that did not exist at the time have their defaults.
-    """
-    corpora = {name: _unset(Corpus) | corpus | {"source": None} for name, corpus in data["corpora"].items()}
-    return _unset(Data) | data | {"corpora": corpora}
-
-
-def _unset(kind: type[Section]) -> dict[str, Any]:
-    optional = {name: field.default for name, field in kind.model_fields.items() if not field.is_required()}
-    return {name: value for name, value in optional.items() if name not in ("input", "heldout_input")}
+    """The section `data` that a checkpoint recorded, with defaults for newer settings, without what changes no sample."""
+    data = with_defaults(Data, data)
+    return data | {"corpora": {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}}
 
 
 def _is_of_another_version(content: bytes) -> bool:

@@ -118,6 +118,23 @@ def types_at(kinds: Iterable[Any], location: Iterable[int | str]) -> list[Any]:
     return found
 
 
+def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
+    """`value`, recorded as JSON, with the defaults of settings that did not exist at the time, at any depth."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    for kind in types_of(annotation) if isinstance(value, dict) else ():
+        if is_section(kind) and _tag(kind) in (None, value.get("name")):
+            fields = kind.model_fields
+            whole = {name: field.default for name, field in fields.items() if not field.is_required()} | value
+            whole |= {
+                name: with_defaults(fields[name].annotation, whole[name]) for name in whole.keys() & fields.keys()
+            }
+            return whole
+        if get_origin(kind) is dict:
+            return {name: with_defaults(get_args(kind)[1], item) for name, item in value.items()}
+    return value
+
+
 def known_keys(kinds: Iterable[Any]) -> list[str]:
     """The keys of the sections among the types `kinds`."""
     return [name for kind in kinds if is_section(kind) for name in kind.model_fields]

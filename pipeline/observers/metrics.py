@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import os
 import socket
 import time
@@ -70,19 +69,23 @@ def cut_after(path: Path, step: int) -> None:
         return
     kept = 0
     with path.open("rb+") as file:
+        read = 0
         for line in file if step > 0 else ():
-            if _step_of(line) > step:
+            read += len(line)
+            if (found := _step_of(line)) is None:
+                continue  # a kill cut it short, or the disk damaged it: readers pass over it
+            if found > step:
                 break
-            kept += len(line)
+            kept = read
         file.truncate(kept)
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for a line that a killed process left unfinished."""
+def _step_of(line: bytes) -> float | None:
+    """The step of a line; None for one that cannot be read."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, TypeError, KeyError, RecursionError):
-        return math.inf
+        return None
 
 
 class AppendedFile:

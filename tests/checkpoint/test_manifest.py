@@ -1,0 +1,51 @@
+"""A checkpoint of an earlier version is of the same run; one of other settings is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.checkpoint.manifest import (
+    BaseRecord,
+    LayoutRecord,
+    Manifest,
+    Position,
+    RunRecord,
+    check_same_run,
+)
+from pipeline.config.data import Data
+from pipeline.config.method import Lora
+from pipeline.errors import CheckpointError
+
+SAMPLED = {"role": "rehearsal", "sample": {"tokens": 100}}
+DATA = {"folder": "t", "sequence_length": 8, "corpora": {"ko": {"input": ["a"]}, "own": SAMPLED}}
+LAYOUT = LayoutRecord(world_size=1, tp_size=1, dp_size=1, zero_stage=1, dtype="float32")
+
+
+def record() -> RunRecord:
+    return RunRecord(
+        name="r",
+        base=BaseRecord(path="b", hashes={}),
+        method=Lora(name="lora", rank=4).model_dump(mode="json"),
+        expansion=None,
+        data=Data.model_validate(DATA).model_dump(mode="json"),
+        global_batch_size=1,
+        seed=0,
+        tokenizer_fingerprint="t",
+    )
+
+
+def manifest(run: RunRecord) -> Manifest:
+    return Manifest(run=run, position=Position(), layout=LAYOUT, versions={}, files={})
+
+
+def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_path):
+    saved = record()
+    del saved.data["corpora"]["own"]["sample"]["seed"]
+    del saved.data["corpora"]["ko"]["document"]
+    del saved.data["document_mask"]
+    del saved.method["target_modules"]
+    check_same_run(manifest(saved), tmp_path, record())
+
+    saved.data["corpora"]["own"]["sample"]["temperature"] = 0.7
+    with pytest.raises(CheckpointError, match="another data .*own.sample.temperature expected 0.7, found 1.0"):
+        check_same_run(manifest(saved), tmp_path, record())

@@ -269,7 +269,7 @@ def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str,
 
 
 def _compared(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` that a checkpoint recorded, with defaults for newer settings, without what changes no sample."""
+    """The section `data` of a checkpoint without what changes no sample; newer settings have their defaults."""
     data = with_defaults(Data, data)
     return data | {"corpora": {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}}
 

@@ -17,6 +17,8 @@ from pipeline.files import rename_aside, replace_directory, sync, write_text
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"
+ROLLED_BACK = ".rolled_back"
+"""What a run saved after the checkpoint to which it then went back."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -59,9 +61,9 @@ def holds_damaged(folder: Path) -> bool:
     return any(folder.glob(f"step_*{DAMAGED}*"))
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
-    suffixes = itertools.chain([DAMAGED], (f"{DAMAGED}.{number}" for number in itertools.count(2)))
+def set_aside(checkpoint: Path, suffix: str = DAMAGED) -> Path:
+    """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
+    suffixes = itertools.chain([suffix], (f"{suffix}.{number}" for number in itertools.count(2)))
     paths = (checkpoint.with_name(checkpoint.name + suffix) for suffix in suffixes)
     aside = next(path for path in paths if not path.exists())
     checkpoint.rename(aside)
@@ -87,13 +89,17 @@ def point_to(checkpoint: Path) -> None:
     write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
 
 
-def superseded(steps: Sequence[int], newest: int, keep_last: int, keep_every_steps: int | None) -> list[int]:
-    """Which of the checkpoints after these `steps` (ascending) are to be removed once the one after `newest` is saved.
+def go_back_to(checkpoint: Path) -> None:
+    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void."""
+    point_to(checkpoint)
+    for path in all_checkpoints(checkpoint.parent):
+        if step_of(path) > step_of(checkpoint):
+            set_aside(path, ROLLED_BACK)
 
-    Later ones, of an attempt that was rolled back, stay until they are overwritten.
-    """
-    old = [step for step in steps if step <= newest][:-keep_last]
-    return [step for step in old if keep_every_steps is None or step % keep_every_steps != 0]
+
+def superseded(steps: Sequence[int], keep_last: int, keep_every_steps: int | None) -> list[int]:
+    """Which of the checkpoints after these `steps` (ascending) are to be removed."""
+    return [step for step in steps[:-keep_last] if keep_every_steps is None or step % keep_every_steps != 0]
 
 
 def discard(checkpoint: Path) -> None:

@@ -174,6 +174,11 @@ class RankHealth:
             text = f"{self._named(rank)} failed: {message['failed']}"
             self.accept(Verdict(text, rank, message["exit_code"], _GRACE_S))
 
+    @property
+    def watches_others(self) -> bool:
+        """Whether any of the ranks has not left yet."""
+        return bool(self._heard)
+
     def on_disconnect(self, rank: int) -> None:
         """Records that the connection to a rank broke, as it does when its process is killed."""
         if rank in self._heard:

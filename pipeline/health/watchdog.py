@@ -63,6 +63,7 @@ class Watchdog:
 
     When a rank is lost, hangs or fails, every other rank logs one line, writes the stacks of its threads into `stacks`
     and exits immediately with the verdict's exit code. The lowest rank not at fault calls `on_verdict` before.
+    No rank leaves before rank 0, which may have more to end; so no launcher takes rank 0 for one that hangs.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Watchdog:
     def _send_last(self, message: Message) -> None:
         self._last_message = message
         self._loop.call_soon_threadsafe(self._wake.set)
-        self._thread.join(timeout=LAST_ACTS_S)
+        self._thread.join(timeout=LAST_ACTS_S if self._rank == 0 else None)
 
     def _run(self) -> None:
         try:
@@ -127,6 +128,8 @@ class Watchdog:
                 await self._announce(verdict)
             await self._pause()
         self._channel.send(self._last_message)
+        while self._rank != 0 and self._health.watches_others and self._health.judge(time.monotonic()) is None:
+            await self._pause()
         await self._channel.close()
 
     async def _pause(self) -> None:

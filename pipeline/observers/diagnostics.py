@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.parallel.ranks import summed
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import block_norms
 from pipeline.training.batches import MicroBatch, collate
@@ -62,7 +63,9 @@ class Diagnostics(Observer):
             figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(x, reference, engine.tensor_parallel)
         for kind, norms in block_norms(engine.squared_norms()).items():
             figures |= {f"norm_{kind}/layer_{layer:02d}": norm for layer, norm in norms.items()}
-        return figures
+        # A training batch is each data-parallel rank's own, of one size: all ranks report, and act on, the mean.
+        means = summed(torch.tensor([*figures.values()], dtype=torch.float64, device=self.probe.tokens.device))
+        return dict(zip(figures, (means / dist.get_world_size()).tolist(), strict=True))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pipeline import log
 from pipeline.checkpoint.manifest import Position
 from pipeline.config.run import Forgetting, RunConfig
 from pipeline.errors import ForgettingError
-from pipeline.parallel.ranks import warn_on_rank0
+from pipeline.parallel.ranks import broadcast_from_rank0, warn_on_rank0
 from pipeline.training.observer import Observer, ValidationEvent
 from pipeline.training.validation import HeldoutScore
 
@@ -37,25 +37,30 @@ def forgetting_figures(scores: Mapping[str, HeldoutScore], position: Position, c
 
 
 def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
-    """Compares the figures of a validation with the budget; every rank must call it, with the same figures."""
+    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it."""
     limits = {"forgetting/": budget.max_increase, "kl_from_base/": budget.max_kl_from_base}
-    beyond = [
-        f"{name} {value:.4f} is beyond {limit}"
-        for name, value in event.figures.items()
-        for prefix, limit in limits.items()
-        if name.startswith(prefix) and limit is not None and not value <= limit
-    ]
-    if not beyond:
+    beyond = broadcast_from_rank0(
+        lambda: next(
+            (
+                f"{name} {value:.4f} is beyond {limit}"
+                for name, value in event.figures.items()
+                for prefix, limit in limits.items()
+                if name.startswith(prefix) and limit is not None and not value <= limit
+            ),
+            None,
+        )
+    )
+    if beyond is None:
         return
     position = event.position
     if budget.action == "lower_learning_rate":
         position = position.changed(learning_rate_factor=position.learning_rate_factor * budget.learning_rate_factor)
-        beyond[0] += f"; from now on the learning rate is the schedule's times {position.learning_rate_factor:g}"
+        beyond += f"; from now on the learning rate is the schedule's times {position.learning_rate_factor:g}"
         event.position = position
-    warn_on_rank0(_logger, "step %d: %s", position.step, beyond[0])
+    warn_on_rank0(_logger, "step %d: %s", position.step, beyond)
     if budget.action == "stop":
         event.stop = ForgettingError(
-            f"step {position.step}: {beyond[0]}; this step is saved. Convert it, or raise the budget in `forgetting` "
+            f"step {position.step}: {beyond}; this step is saved. Convert it, or raise the budget in `forgetting` "
             "and start again"
         )
 

@@ -132,6 +132,18 @@ class Checkpoints:
             damaged = checkpoint, damages[0]
         return None
 
+    def record_rollback(self, position: Position) -> None:
+        """Records `position` in the checkpoint that was restored: a kill before the next save must not forget the
+        rollback and its skipped steps. Every rank must call it."""
+        checkpoint = self.folder / checkpoint_name(position.step)
+
+        def amend() -> None:
+            if self.rank == 0:
+                manifests.load_manifest(checkpoint).model_copy(update={"position": position}).save(checkpoint)
+
+        for fault in self._disk_faults(amend):
+            _logger.error("%s: the rollback is not on record until the next save: %s", checkpoint, fault)
+
     def _complete(self, final: Path, files: StateFiles, position: Position) -> None:
         """Writes, hashes and publishes the files of all ranks as a checkpoint, possibly on a background thread."""
         own: dict[str, FileRecord] = {}
@@ -160,7 +172,7 @@ class Checkpoints:
         ).save(unfinished)
         folders.publish(unfinished, final)
         steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
-        for step in folders.superseded([*steps], position.step, self.keep_last, self.keep_every_steps):
+        for step in folders.superseded([*steps], self.keep_last, self.keep_every_steps):
             folders.discard(steps[step])
         _logger.info("saved %s", final)
 
@@ -229,7 +241,7 @@ class Checkpoints:
         def read() -> dict[str, Tensor]:
             engine.restore(checkpoint)
             if self.rank == 0:
-                folders.point_to(checkpoint)
+                folders.go_back_to(checkpoint)
             state: dict[str, Tensor] = open_torch_file(checkpoint / _random_state_file(writer))
             return state
 

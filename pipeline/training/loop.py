@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import log
@@ -149,20 +150,20 @@ def take_step(trainer: Trainer, position: Position, signals: StopSignals) -> Ste
     rate = learning_rate(position.step, trainer.config.schedule) * position.learning_rate_factor
     for attempt in range(ATTEMPTS):  # noqa: B007  # used below
         totals = _compute(trainer, position.step, rate, stop=signals.received is not None)
-        if trainer.engine.step_applied:
+        if totals.applied:
             break
         warn_on_rank0(_logger, "step %d: its loss or gradient is not finite; no weight was changed", number)
     seconds = time.perf_counter() - started
     after = after.changed(seconds=position.seconds + seconds)
-    if not trainer.engine.step_applied:
+    if not totals.applied:
         return _skipped(after.skipping(number), stop=totals.stop)
 
     figures: dict[str, float] = {}
     if totals.nll_per_token is not None:  # a small batch may be rehearsed as a whole
         figures["loss"] = totals.nll_per_token
-        record = StepRecord(number, totals.nll_per_token, trainer.engine.gradient_norm)
+        record = StepRecord(number, totals.nll_per_token, totals.gradient_norm)
         after = after.changed(recent=remembered(position.recent, record, trainer.config.stability))
-    figures |= {"learning_rate": rate, "gradient_norm": trainer.engine.gradient_norm}
+    figures |= {"learning_rate": rate, "gradient_norm": totals.gradient_norm}
     if totals.kl_per_token is not None:
         figures["kl_rehearsal"] = totals.kl_per_token
     if trainer.engine.routed:
@@ -209,19 +210,23 @@ class StepTotals(NamedTuple):
         kl_per_token: the mean KL(base || model) over rehearsed tokens; None without any.
         preserved_fraction: the share of all these tokens that took Route's preserved path.
         stop: whether any rank was asked to stop.
+        gradient_norm: rank 0's global norm before clipping; every decision is made from the same number.
+        applied: whether the weights changed.
     """
 
     nll_per_token: float | None
     kl_per_token: float | None
     preserved_fraction: float
     stop: bool
+    gradient_norm: float
+    applied: bool
 
 
 class StepSums:
     """Adds up a step's micro-batches on the device; one collective and one wait bring all ranks' sums together."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(8, dtype=torch.float64, device=device)
 
     def add(self, losses: Losses, targets: Tensor, kl_rows: int) -> None:
         """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are rehearsed."""
@@ -237,12 +242,16 @@ class StepSums:
         if engine.tensor_parallel.rank != 0:
             self._sums.zero_()  # tensor-parallel neighbours read the same tokens
         self._sums[5] = float(stop)
-        nll, predicted, kl, rehearsed, preserved, stops = summed(self._sums).tolist()
+        if dist.get_rank() == 0:
+            self._sums[6], self._sums[7] = engine.gradient_norm, engine.step_applied
+        nll, predicted, kl, rehearsed, preserved, stops, norm, applied = summed(self._sums).tolist()
         return StepTotals(
             nll_per_token=nll / predicted if predicted else None,
             kl_per_token=kl / rehearsed if rehearsed else None,
             preserved_fraction=preserved / max(1.0, predicted + rehearsed),
             stop=stops > 0,
+            gradient_norm=norm,
+            applied=applied > 0,
         )
 
 
@@ -271,5 +280,6 @@ def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord])
         seconds=position.seconds,
     )
     check_skipped_steps(config, after)
+    trainer.checkpoints.record_rollback(after)
     trainer.observers.on_rollback(after.step)
     return after

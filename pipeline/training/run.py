@@ -56,12 +56,11 @@ def run_training(
         config = broadcast_from_rank0(lambda: read_run(config_path, changes))
         set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
         inputs = broadcast_from_rank0(lambda: begin_attempt(config, changes, phases, lock))
-        folder = config.folder
-        with _faults_on_record(folder, phases):
-            code = FINISHED if inputs.finished else attempt(inputs, device, phases, signals, make_observers)
+        if not inputs.finished:
+            return attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
-            record_end(folder, exit_code=code, step=phases.state.step)
-        return code
+            record_end(config.folder, exit_code=FINISHED)
+        return FINISHED
 
 
 def begin_attempt(config: RunConfig, changes: Sequence[str], phases: Phases, lock: ExitStack) -> Inputs:
@@ -84,32 +83,45 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
 def attempt(
     inputs: Inputs, device: torch.device, phases: Phases, signals: StopSignals, make_observers: ObserverFactory
 ) -> int:
-    """Trains until the end or a signal, and returns the exit code."""
+    """Trains until the end or a signal, and returns the exit code.
+
+    The end is on record before observers end, because a tracker may wait for its service; the watchdog then lets all
+    ranks end together, because a launcher kills those that end long after the first.
+    """
     config = inputs.config
 
     def record_verdict(verdict: Verdict) -> None:
         record_end(config.folder, exit_code=verdict.exit_code, step=phases.state.step, error=verdict.text)
 
-    with Watchdog(config.watchdog, phases, config.folder / STACKS, record_verdict):
-        trainer, position, difference = prepare(inputs, device, phases, make_observers)
+    with ExitStack() as ending:
+        with _faults_on_record(config.folder, phases):
+            ending.enter_context(Watchdog(config.watchdog, phases, config.folder / STACKS, record_verdict))
+            trainer, position, difference = prepare(inputs, device, phases, make_observers)
+            ending.push(partial(_end_observers, trainer))
+            if dist.get_rank() == 0:
+                record_start(config, dist.get_world_size(), position.step)
+            try:
+                outcome = train(trainer, position, signals)
+            except (UserError, SystemExit):
+                trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
+                raise
+            finally:
+                trainer.batches.close()
+            if outcome.finished:
+                summarise(trainer, outcome, difference)
+        code = FINISHED if outcome.finished else RESUME_LATER
         if dist.get_rank() == 0:
-            record_start(config, dist.get_world_size(), position.step)
-        try:
-            outcome = train(trainer, position, signals)
-        except (UserError, SystemExit):
-            trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
-            trainer.observers.on_end(finished=False)
-            raise
-        finally:
-            trainer.batches.close()
-        if outcome.finished:
-            summarise(trainer, outcome, difference)
-        # Last: a tracker may wait for its service, and the run is complete without it.
-        trainer.observers.on_end(finished=outcome.finished)
-        if not outcome.finished:
-            _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
-            return RESUME_LATER
-        return FINISHED
+            record_end(config.folder, exit_code=code, step=phases.state.step)
+    if not outcome.finished:
+        _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
+    return code
+
+
+def _end_observers(trainer: Trainer, kind: object, error: BaseException | None, trace: object) -> None:
+    """Not after a fault of the program, or of another rank: an observer might wait for it."""
+    if error is None or isinstance(error, (UserError, SystemExit)):
+        finished = error is None and trainer.phases.state.step == trainer.config.schedule.steps
+        trainer.observers.on_end(finished=finished)
 
 
 def prepare(

@@ -111,7 +111,10 @@ def test_what_a_run_cannot_tolerate_ends_it(tokens, tmp_path):
 def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
     """Of a step with rehearsal, whose first sequence on data-parallel rank 0 is rehearsed, and of one without."""
     dp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
-    engine: Any = SimpleNamespace(tensor_parallel=SimpleNamespace(rank=tp_rank))
+    norm = 1.0 + dist.get_rank()
+    engine: Any = SimpleNamespace(
+        tensor_parallel=SimpleNamespace(rank=tp_rank), gradient_norm=norm, step_applied=dist.get_rank() == 0
+    )
     found = []
     for kl_rows in (int(dp_rank == 0), 0):
         sums = StepSums(torch.device("cpu"))
@@ -129,8 +132,8 @@ def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_loss_of_a_step_leaves_rehearsed_tokens_out(tp_size):
     for rehearsed, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
-        assert rehearsed == StepTotals(nll_per_token=3.0, kl_per_token=0.5, preserved_fraction=0.5, stop=True)
-        assert plain == StepTotals(nll_per_token=3.0, kl_per_token=None, preserved_fraction=0.5, stop=True)
+        assert rehearsed == StepTotals(3.0, 0.5, preserved_fraction=0.5, stop=True, gradient_norm=1.0, applied=True)
+        assert plain == rehearsed._replace(kl_per_token=None)
 
 
 def updates(configs: list[Path]) -> list[tuple[int, int]]:

@@ -175,7 +175,7 @@ def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) 
     settings = config.validation
     room = spec.longest_text - settings.prompt_tokens
     prompts = [
-        [*tokenizer.document_start, *tokenizer.reference.encode([text]).ids.tolist()] for text in settings.prompts
+        [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()] for text in settings.prompts
     ]
     for text, ids in zip(settings.prompts, prompts, strict=True):
         if not 0 < len(ids) <= room:
@@ -203,19 +203,14 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
     """Checks that a base can write documents of at most `max_tokens` tokens.
 
     Raises:
-        ConfigError: it cannot begin one, its context is too short, or an opening leaves no room.
+        ConfigError: its context is too short, or an opening leaves no room.
     """
-    if not tokenizer.document_start and not sampling.openings:
-        raise ConfigError(
-            f"{tokenizer.path}: puts no token before a text, so the base has nothing to begin with; give `openings`, "
-            "files of documents that it continues"
-        )
     if max_tokens > spec.longest_text:
         raise ConfigError(
             f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
             f"most {spec.longest_text}"
         )
-    frame = len(tokenizer.document_start) + len(tokenizer.document_end)
+    frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.opening_tokens or 0) + 1
     if max_tokens < least:
         raise ConfigError(

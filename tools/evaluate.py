@@ -31,7 +31,7 @@ def main() -> None:
         with stage_of(config, "evaluate", changes=options.set):
             from pipeline.evaluation.summary import summarise
 
-            print(summarise(config, max_tokens=options.max_tokens).as_text())
+            print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix).as_text())
     elif {"model", "tasks"} <= given and "config" not in given and len(options.data) <= 1:
         if options.include_path and options.data:
             parser.error("--include-path: its tasks name their own documents; leave out --data")
@@ -55,6 +55,7 @@ def _run_benchmarks(options: argparse.Namespace) -> None:
             include=options.include_path,
             few_shot=options.few_shot,
             limit=options.limit,
+            prefix=options.prefix,
             batch_size=options.batch_size,
             trust_remote_code=options.trust_remote_code,
         )
@@ -75,8 +76,8 @@ def _score_texts(options: argparse.Namespace) -> None:
             {name: good_documents([name], keys) for name in options.data},
             context=options.context,
             stride=options.stride,
-            max_documents=options.max_documents,
-            max_tokens=options.max_tokens or None,
+            max_bytes=options.max_bytes,
+            prefix=options.prefix,
             trust_remote_code=options.trust_remote_code,
         )
         for model in options.model
@@ -107,14 +108,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet; or a folder of task files")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
+    add(
+        "--prefix",
+        choices=("document", "end", "none"),
+        default="document",
+        help="score a text after what documents follow in training: the start token, or else the end-of-document token "
+        "(default); after the end-of-document token; or after nothing",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     add = parser.add_argument_group("perplexity").add_argument
     add("--text-key", default="text", help="the field of a record that holds its text")
     add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
     add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
     add("--stride", type=int, help="tokens between two windows (default: half the context)")
-    add("--max-documents", type=int, help="score at most this many documents of each file")
-    add("--max-tokens", type=int, help="score about this many tokens of each file (0: all)")
+    add(
+        "--max-bytes",
+        type=int,
+        default=2**17,
+        help="score about this much of each text, of a document at most a sixteenth of it (default 131072; 0: all)",
+    )
     add = parser.add_argument_group("benchmarks").add_argument
     add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")
     add("--few-shot", type=int, help="solved examples before each question (default: none)")

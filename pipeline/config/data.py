@@ -24,8 +24,8 @@ class Sampling(Section):
     )
     openings: list[str] = Field(
         default=[],
-        description="files of documents whose beginnings the base continues, in the formats of input; default: the "
-        "tokenizer's start token alone",
+        description="files of documents whose beginnings the base continues, in the formats of input; default: only "
+        "the token before a document",
     )
     opening_tokens: PositiveInt | None = Field(
         default=None, description="the beginning of an opening that is used; default: all of it, as for questions"

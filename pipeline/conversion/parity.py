@@ -81,7 +81,7 @@ def _bytes(module: nn.Module) -> int:
 def _probe(base: BaseFolder) -> list[Tensor]:
     """Windows of tokens [1, S]: the beginnings of the passages that conversions are verified on."""
     tokenizer = load_tokenizer(base.path)
-    start = list(tokenizer.document_start or tokenizer.document_end)
+    start = list(tokenizer.before_document)
     length = min(TOKENS, base.spec.max_position_embeddings)
     encoded = (start + tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
     return [torch.tensor(ids[:length]).unsqueeze(0) for ids in encoded]

@@ -144,7 +144,7 @@ def probe_maker(
                 name: (document.whole_text for document in islice(good_documents(files, keys.get(name, Keys())), count))
                 for name, files in sources.items()
             }
-        start = list(tokenizer.document_start or tokenizer.document_end)
+        start = list(tokenizer.before_document)
         probe = {}
         for name, documents in texts.items():
             encoded = (start + tokenizer.reference.encode([text]).ids.tolist() for text in documents)

@@ -33,10 +33,13 @@ class Sample(NamedTuple):
 
 
 class PackedCorpus:
-    """A corpus cut into samples of `sequence_length` (S); each token is read exactly once.
+    """A corpus cut into samples of `sequence_length` (S); each token is predicted exactly once.
 
     Sample k reads the tokens from k·S to (k+1)·S; the last one is padded. With `whole_documents` each sample holds as
     many whole documents as fit and is padded, so that an answer stays with its prompt.
+
+    With `begins_with_end` the end-of-document token is both the last target of its document and the first token that
+    the next one sees: what bases read before a document if their tokenizer has no start token (docs/evaluation.md).
     """
 
     def __init__(
@@ -47,14 +50,17 @@ class PackedCorpus:
         padding: int,
         document_mask: bool,
         whole_documents: bool = False,
+        begins_with_end: bool = False,
     ) -> None:
         self.source = source
         self._sequence_length = sequence_length
         self._padding = padding
         self._document_mask = document_mask
+        self._begins_with_end = begins_with_end
+        self._overlap = int(begins_with_end and whole_documents)
         self._cuts: Sequence[int] | npt.NDArray[np.int64] = range(0, source.tokens, sequence_length)
         if whole_documents:
-            self._cuts = _cuts_between_documents(source, sequence_length)
+            self._cuts = _cuts_between_documents(source, sequence_length - self._overlap)
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -62,16 +68,20 @@ class PackedCorpus:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        start = int(self._cuts[index])
+        start = max(0, int(self._cuts[index]) - self._overlap)
         stop = int(self._cuts[index + 1]) if index + 1 < len(self) else self.source.tokens
-        if stop - start == self._sequence_length:
+        if stop - start == self._sequence_length and not self._overlap:
             stop = min(stop + 1, self.source.tokens)  # the last target
+        starts = np.zeros(0, dtype=np.int64)
+        if self._document_mask:
+            starts = self.source.document_starts(start, stop) - start - int(self._begins_with_end)
         return pack(
             self.source.read(start, stop),
-            self.source.document_starts(start, stop) - start if self._document_mask else np.zeros(0, dtype=np.int64),
+            starts,
             self._sequence_length,
             padding=self._padding,
             prompts=self.source.prompt_mask(start, stop),
+            begins_with_end=self._begins_with_end,
         )
 
 
@@ -82,6 +92,7 @@ def pack(
     *,
     padding: int,
     prompts: npt.NDArray[np.bool_] | None = None,
+    begins_with_end: bool = False,
 ) -> Sample:
     """Makes a sample of up to S + 1 consecutive tokens.
 
@@ -92,6 +103,7 @@ def pack(
         sequence_length: S.
         padding: the token to pad with; it is never predicted, and is a document of its own.
         prompts: which tokens of `window` are read but never predicted; None if there are none.
+        begins_with_end: a document's first token is the end of the one before it, and is predicted there.
     """
     present = min(len(window), sequence_length)
     tokens = np.full(sequence_length, padding, dtype=np.int64)
@@ -102,7 +114,8 @@ def pack(
     borders = document_starts[(document_starts > 0) & (document_starts <= sequence_length)]
     if present < sequence_length:
         borders = np.append(borders[borders < present], present)
-    targets[borders - 1] = IGNORED
+    if not begins_with_end:
+        targets[borders - 1] = IGNORED
     answer_starts = np.zeros(sequence_length, dtype=np.bool_)
     if prompts is not None:
         targets[: len(window) - 1][prompts[1:]] = IGNORED

@@ -174,6 +174,7 @@ def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
         padding=corpus.manifest.tokenizer.document_end[-1],
         document_mask=data.document_mask,
         whole_documents=corpus.manifest.prompt_key is not None,
+        begins_with_end=not corpus.manifest.tokenizer.document_start,
     )
 
 

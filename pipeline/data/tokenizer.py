@@ -66,6 +66,11 @@ class Tokenizer:
     reference: Reference
     fast: Encoder | None
 
+    @property
+    def before_document(self) -> tuple[int, ...]:
+        """What a model reads before a document: `document_start`, or else the end of another document."""
+        return self.document_start or self.document_end[-1:]
+
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`, including special tokens if the library shows them."""
         return self.reference.decode([int(token) for token in ids])

@@ -1,9 +1,9 @@
-"""Benchmarks by lm-eval, an optional package: its tasks on Hugging Face folders, zero-shot by default."""
+"""Benchmarks by lm-eval, an optional package: its tasks on Hugging Face folders or on a model in training."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,10 +11,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
+from pipeline.evaluation.perplexity import Prefix, prefix_of
 from pipeline.evaluation.table import table
 
 AVERAGE = "average"
@@ -42,37 +45,91 @@ def run_benchmarks(
     few_shot: int | None = None,
     limit: int | None = None,
     batch_size: int = 16,
+    prefix: Prefix = "document",
     trust_remote_code: bool = False,
 ) -> list[Result]:
-    """Scores the model in `folder` on lm-eval's `tasks`, on a GPU if there is one.
+    """Scores the model in `folder` on lm-eval's `tasks`, on a GPU if there is one; see `load_tasks` and `task_results`.
+
+    Every prompt follows `prefix`, as documents do in training.
+
+    Raises:
+        MissingPackageError, ConfigError, DataError: as of `load_tasks`; or the folder has no tokenizer.
+        BaseModelError: the folder holds no model that can be loaded.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size: expected at least 1, found {batch_size}")
+    loaded = load_tasks(tasks, data=data, include=include, few_shot=few_shot, limit=limit)
+    return task_results(_hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code), loaded)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """lm-eval's tasks as `TaskManager.load` gives them, the names asked for, and how many documents of each to take."""
+
+    names: Sequence[str]
+    loaded: Mapping[str, Any]
+    limit: int | None
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    data: Path | None = None,
+    include: Path | None = None,
+    few_shot: int | None = None,
+    limit: int | None = None,
+) -> Tasks:
+    """lm-eval's tasks and groups `names`.
 
     With `data` every document comes from files below it; without it lm-eval downloads each task's data set from the
     Hub. `include` is a folder of further tasks in lm-eval's format, whose Python code is run. `few_shot` is the number
     of solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes
-    the first documents of each task. If `tasks` names several, the last result is the mean of their accuracies.
+    the first documents of each task.
 
     Raises:
         MissingPackageError: lm-eval is not installed, or too old.
-        ConfigError: lm-eval has no such task, or `few_shot`, `limit` or `batch_size` is too small.
-        DataError: the documents of a task are missing, or the folder has no tokenizer.
-        BaseModelError: the folder holds no model that can be loaded.
+        ConfigError: lm-eval has no such task, or `few_shot` or `limit` is too small.
+        DataError: the documents of a task are missing.
     """
-    for flag, value, least in (("few-shot", few_shot, 0), ("limit", limit, 1), ("batch-size", batch_size, 1)):
+    for flag, value, least in (("few-shot", few_shot, 0), ("limit", limit, 1)):
         if value is not None and value < least:
             raise ConfigError(f"--{flag}: expected at least {least}, found {value}")
-    _check_lm_eval()
+    needed = "0.4.13 or newer is needed; pip install 'scale-cpt[eval]'"
+    try:
+        found = version("lm_eval")
+    except PackageNotFoundError:
+        raise MissingPackageError(f"lm-eval: not installed, {needed}") from None
+    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _OLDEST_LM_EVAL:
+        raise MissingPackageError(f"lm-eval: found {found}, {needed}")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
-    from lm_eval.evaluator import evaluate
-
     from pipeline.evaluation.local_tasks import load_local_tasks
 
-    loaded = _load_hub_tasks(tasks, include) if data is None else load_local_tasks(tasks, data)
-    _set_few_shot(loaded["tasks"], few_shot)
-    model = _language_model(folder, batch_size, trust_remote_code=trust_remote_code)
-    results = _results(
-        evaluate(model, loaded, limit=limit, log_samples=False)["results"], dict.fromkeys([*tasks, *loaded["tasks"]])
-    )
-    accuracies = [result for result in results if result.task in tasks and result.metric == "acc"]
+    loaded = _load_hub_tasks(names, include) if data is None else load_local_tasks(names, data)
+    for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
+        own = task.get_config("num_fewshot")
+        wanted = own if own == 0 or few_shot is None else few_shot
+        if wanted and not (task.has_training_docs() or task.has_validation_docs()):
+            raise DataError(f"{name}: --few-shot needs a train or validation split other than the one it is scored on")
+        task.set_config(key="num_fewshot", value=wanted or 0)
+        task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
+    return Tasks(names, loaded, limit)
+
+
+def task_results(model: Any, tasks: Tasks) -> list[Result]:  # noqa: ANN401
+    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies."""
+    from lm_eval.evaluator import evaluate
+
+    found = evaluate(model, dict(tasks.loaded), limit=tasks.limit, log_samples=False)["results"]
+    results = []
+    for name in dict.fromkeys([*tasks.names, *tasks.loaded["tasks"]]):
+        values = found.get(name, {})  # a tag has none of its own
+        for key, value in values.items():
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr"):
+                stderr = values.get(f"{metric}_stderr,{filtered}")
+                error = float(stderr) if isinstance(stderr, (int, float)) else None
+                results.append(Result(name, metric, float(value), error, int(values["sample_len"])))
+    accuracies = [result for result in results if result.task in tasks.names and result.metric == "acc"]
     if len(accuracies) > 1:
         mean = fmean(result.value for result in accuracies)
         results.append(Result(AVERAGE, "acc", mean, None, sum(result.documents for result in accuracies)))
@@ -108,46 +165,23 @@ def _load_hub_tasks(tasks: Sequence[str], include: Path | None) -> dict[str, Any
             ) from None
 
 
-def _check_lm_eval() -> None:
-    needed = "0.4.13 or newer is needed; pip install 'scale-cpt[eval]'"
-    try:
-        found = version("lm_eval")
-    except PackageNotFoundError:
-        raise MissingPackageError(f"lm-eval: not installed, {needed}") from None
-    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _OLDEST_LM_EVAL:
-        raise MissingPackageError(f"lm-eval: found {found}, {needed}")
-
-
-def _set_few_shot(tasks: Mapping[str, Any], few_shot: int | None) -> None:
-    """Sets the number of solved examples as lm-eval's own command line does."""
-    for name, task in tasks.items():
-        own = task.get_config("num_fewshot")
-        wanted = own if own == 0 or few_shot is None else few_shot
-        if wanted and not (task.has_training_docs() or task.has_validation_docs()):
-            raise DataError(f"{name}: --few-shot needs a train or validation split other than the one it is scored on")
-        task.set_config(key="num_fewshot", value=wanted or 0)
-        task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
-
-
-def _language_model(folder: Path, batch_size: int, *, trust_remote_code: bool) -> Any:  # noqa: ANN401
+def _hf_model(folder: Path, batch_size: int, prefix: Prefix, *, trust_remote_code: bool) -> Any:  # noqa: ANN401
+    """lm-eval's own model of a Hugging Face folder, whose tokenizer puts `prefix` before every prompt."""
     from lm_eval.models.huggingface import HFLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     with faults_of_library(f"{folder}: transformers cannot load its tokenizer", DataError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-
-
-def _results(found: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[Result]:
-    """One result per task or group, and metric."""
-    results = []
-    for name in names:
-        values = found.get(name, {})  # a tag has none of its own
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if filtered and not metric.endswith("_stderr"):
-                stderr = values.get(f"{metric}_stderr,{filtered}")
-                error = float(stderr) if isinstance(stderr, (int, float)) else None
-                results.append(Result(name, metric, float(value), error, int(values["sample_len"])))
-    return results
+    read = prefix_of(load_tokenizer(folder), prefix)
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: Python code, which knows its own prefix
+    if backend is not None:
+        names = [(backend.id_to_token(token), token) for token in read]
+        backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        prefix_token_id=read[-1] if read else None,
+    )

@@ -1,17 +1,17 @@
 """How well a language model predicts a text: nll per token, perplexity, and bits per byte, which compares tokenizers.
 
-Documents are scored separately, each after what the model expects before a text (its BOS, or else its end-of-document
-token), so that every token of the text counts and no document sees another. Prompts are read but not scored.
+Documents are scored separately, each after what it follows in training (`Tokenizer.before_document`: a start token, or
+else the end of another document), so that every token of the text counts and no document sees another. Prompts are read
+but not scored.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import Literal, NamedTuple, Union, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,12 @@ Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
 Logits = Callable[[Tensor], Tensor]
 """Tokens [B, S], padded on the right -> logits [B, S, V]."""
+Prefix = Literal["document", "end", "none"]
+"""What a document is scored after: what it follows in training, the end-of-document token, or nothing."""
+PREFIXES: tuple[Prefix, ...] = get_args(Prefix)
 
+DEFAULT_BYTES = 2**17
+"""How much of each text is scored unless the caller says otherwise; 0: all."""
 # Longer windows only on request (--context): with a large vocabulary their logits take gigabytes.
 DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
@@ -39,27 +44,13 @@ _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much is scored, and in which windows.
-
-    `context` is the length of a window in tokens and `stride` the distance between two. Documents are taken from the
-    beginning of the corpus until `max_documents` or `max_tokens` is reached. So that `max_tokens` covers more than a
-    few long documents, at most a 32nd of it, or a context, is scored of each.
-    """
-
-    context: int
-    stride: int
-    max_documents: int | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True)
 class Score:
-    """A model on a corpus. `bytes` is the UTF-8 length of what was scored."""
+    """A model on a corpus. `bytes` is the UTF-8 length of what was scored; `whole`: that is all of it."""
 
     documents: int
     tokens: int
     bytes: int
+    whole: bool
     nll_per_token: float
     perplexity: float
     bits_per_byte: float
@@ -71,13 +62,15 @@ def score_folder(
     *,
     context: int | None = None,
     stride: int | None = None,
-    max_documents: int | None = None,
-    max_tokens: int | None = None,
+    max_bytes: int = 0,
+    prefix: Prefix = "document",
     trust_remote_code: bool = False,
 ) -> dict[str, Score]:
     """The score of the model in `folder` on each corpus of documents, on a GPU if there is one.
 
-    `context` defaults to the model's own, up to `DEFAULT_CONTEXT`; `stride` to half of it.
+    Windows of `context` tokens (default: the model's own, up to `DEFAULT_CONTEXT`) begin every `stride` tokens (half
+    of that). About `max_bytes` of each corpus are scored (0: all), of each document at most a 16th of it: as a limit of
+    text it is the same for every tokenizer.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
@@ -95,57 +88,33 @@ def score_folder(
             f"{folder}: windows of {context} tokens every {stride} do not fit: expected a context from 2 to the "
             f"model's {longest}, and a stride below the context"
         )
-    limits = Limits(context, stride, max_documents, max_tokens)
-    _logger.info("%s: windows of %d tokens, every %d", folder, context, stride)
+    read = prefix_of(tokenizer, prefix)
+    after = tokenizer.decode(read) if read else "nothing"
+    _logger.info("%s: windows of %d tokens, every %d; documents follow %s", folder, context, stride, after)
 
     def logits(tokens: Tensor) -> Tensor:
         return model(tokens.to(device), use_cache=False).logits
 
-    vocab_size = int(model.config.vocab_size)
-    return {
-        name: score(logits, documents, tokenizer, limits, vocab_size=vocab_size, name=name)
-        for name, documents in corpora.items()
-    }
+    def scored(name: str, documents: Iterable[Text]) -> Score:
+        sequences, whole = _encode(documents, tokenizer, read, max_bytes)
+        if not sequences:
+            raise DataError(
+                f"{name}: holds no document to score; give another file, or with --text-key the field that holds its "
+                "text"
+            )
+        if (highest := max(int(one.ids.max()) for one in sequences)) >= (vocab_size := int(model.config.vocab_size)):
+            raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
+        total = _total_nll(logits, sequences, context, stride, min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size), name)
+        tokens, size = sum(len(one.ids) - one.first_scored for one in sequences), sum(one.bytes for one in sequences)
+        nll = total / tokens
+        return Score(len(sequences), tokens, size, whole, nll, perplexity(nll), total / math.log(2) / size)
+
+    return {name: scored(name, documents) for name, documents in corpora.items()}
 
 
-def score(
-    logits: Logits, documents: Iterable[Text], tokenizer: Tokenizer, limits: Limits, *, vocab_size: int, name: str = ""
-) -> Score:
-    """Scores `documents`. The nll is summed in their order, however they are batched.
-
-    Raises:
-        DataError: there is no document, or an id that the model has no embedding for.
-    """
-    sequences = _encode(documents, tokenizer, limits)
-    if not sequences:
-        raise DataError(
-            f"{name}: holds no document to score; give another file, or with --text-key the field that holds its text"
-        )
-    highest = max(int(sequence.ids.max()) for sequence in sequences)
-    if highest >= vocab_size:
-        raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
-    cut = [
-        (sequence.ids, window)
-        for sequence in sequences
-        for window in windows(len(sequence.ids), limits.context, limits.stride, sequence.first_scored)
-    ]
-    nll = [0.0] * len(cut)
-    with progress_bar(name, len(cut), " windows") as bar:
-        for batch in _batches([window for _, window in cut], min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size)):
-            for index, value in zip(batch, _batch_nll(logits, [cut[index] for index in batch]), strict=True):
-                nll[index] = value
-            bar.update(len(batch))
-    tokens = sum(len(sequence.ids) - sequence.first_scored for sequence in sequences)
-    size = sum(sequence.bytes for sequence in sequences)
-    total = math.fsum(nll)
-    return Score(
-        documents=len(sequences),
-        tokens=tokens,
-        bytes=size,
-        nll_per_token=total / tokens,
-        perplexity=perplexity(total / tokens),
-        bits_per_byte=total / math.log(2) / size,
-    )
+def prefix_of(tokenizer: Tokenizer, prefix: Prefix) -> tuple[int, ...]:
+    """The ids that a text is read after."""
+    return {"document": tokenizer.before_document, "end": tokenizer.document_end[-1:], "none": ()}[prefix]
 
 
 class Window(NamedTuple):
@@ -180,25 +149,42 @@ class _Sequence(NamedTuple):
     bytes: int
 
 
-def _encode(documents: Iterable[Text], tokenizer: Tokenizer, limits: Limits) -> list[_Sequence]:
-    """The documents within the limits."""
-    first = list(tokenizer.document_start or tokenizer.document_end)[-1:]
+def _encode(
+    documents: Iterable[Text], tokenizer: Tokenizer, prefix: Sequence[int], max_bytes: int
+) -> tuple[list[_Sequence], bool]:
+    """The documents within the limit, each after `prefix`, and whether these are all."""
     sequences: list[_Sequence] = []
-    left = limits.max_tokens or sys.maxsize
-    share = max(limits.context, left // 32)
+    left, share, whole = max_bytes, -(-max_bytes // 16), True
     for document in documents:
-        if left <= 0 or len(sequences) == limits.max_documents:
-            break
+        if max_bytes and left <= 0:
+            return sequences, False
         text, prompt = (document, None) if isinstance(document, str) else (document.text, document.prompt)
-        read = first if prompt is None else first + tokenizer.reference.encode([prompt]).ids.tolist()
-        ids = tokenizer.reference.encode([text]).ids.tolist()
-        if len(ids) > share:
+        if max_bytes and len(content := text.encode()) > share:
             # Cut the text, not the ids, so that the bytes are those of what is scored.
-            text = text[: max(1, len(text) * share // len(ids))]
-            ids = tokenizer.reference.encode([text]).ids.tolist()
-        left -= len(ids)
-        sequences.append(_Sequence(torch.tensor(read + ids), len(read), len(text.encode())))
-    return sequences
+            text, whole = content[:share].decode(errors="ignore") or text[0], False
+        read = [*prefix, *([] if prompt is None else tokenizer.reference.encode([prompt]).ids.tolist())]
+        ids = tokenizer.reference.encode([text]).ids.tolist()
+        left -= len(text.encode())
+        skipped = 0 if read else len(tokenizer.decode(ids[:1]).encode())  # nothing predicts the first token
+        if len(ids) > (not read):
+            sequences.append(_Sequence(torch.tensor(read + ids), max(1, len(read)), len(text.encode()) - skipped))
+    return sequences, whole
+
+
+def _total_nll(
+    logits: Logits, sequences: Sequence[_Sequence], context: int, stride: int, batch_tokens: int, name: str
+) -> float:
+    """The summed nll of what is scored, in the order of the documents, however they are batched."""
+    cut = [
+        (one.ids, window) for one in sequences for window in windows(len(one.ids), context, stride, one.first_scored)
+    ]
+    nll = [0.0] * len(cut)
+    with progress_bar(name, len(cut), " windows") as bar:
+        for batch in _batches([window for _, window in cut], batch_tokens):
+            for index, value in zip(batch, _batch_nll(logits, [cut[index] for index in batch]), strict=True):
+                nll[index] = value
+            bar.update(len(batch))
+    return math.fsum(nll)
 
 
 def _batches(cut: Sequence[Window], batch_tokens: int) -> Iterator[list[int]]:

@@ -14,8 +14,8 @@ from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.evaluation.perplexity import Score, score_folder
-from pipeline.evaluation.table import readable, table
+from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
+from pipeline.evaluation.table import limit_note, readable, table
 from pipeline.files import read_record, write_json
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_record
@@ -153,6 +153,7 @@ class RunSummary:
         ]
         if self.config.vocabulary is not None:
             note.append("Two tokenizers: only bits per byte can be compared.")
+        note += filter(None, [limit_note({"": self.after})])
         return "\n".join([table(header, rows), "", *note, "", *(f"{name:<20} {path}" for name, path in paths.items())])
 
     def _row(self, label: str, run: FinishedRun | None, scores: Scores) -> list[str]:
@@ -162,22 +163,16 @@ class RunSummary:
         return cells
 
 
-def summarise(config: RunConfig, *, max_tokens: int | None = None) -> RunSummary:
+def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Prefix = "document") -> RunSummary:
     """Scores the base and the exported model on the run's held-out texts, and writes `summary.json` into its folder.
 
-    A run in `<folder>-fft` is scored for comparison. `max_tokens` limits what is scored of each corpus: None takes
-    twice what validation during the run takes, 0 everything. With an extended vocabulary everything is scored: as many
-    tokens of either tokenizer would not be the same text.
+    A run in `<folder>-fft` is scored for comparison. `max_bytes` and `prefix` are those of `score_folder`.
     """
     run = open_run(config.folder)
-    if max_tokens is None:
-        max_tokens = (
-            0 if config.vocabulary is not None else 2 * config.validation.max_sequences * config.data.sequence_length
-        )
 
     def scores(folder: Path) -> Scores:
         context = config.data.sequence_length
-        return score_folder(folder, heldout_corpora(config), context=context, max_tokens=max_tokens or None)
+        return score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
 
     comparison = None
     other_folder = config.folder.with_name(config.folder.name + COMPARISON_SUFFIX)

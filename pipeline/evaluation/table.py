@@ -38,6 +38,12 @@ def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
     return form(mean(values)) + ("" if deviation is None else f" ±{form(deviation)}")
 
 
+def limit_note(scores: Mapping[str, Mapping[str, Score]]) -> str:
+    """What to say of texts that were not scored whole; empty if all were."""
+    cut = sorted({corpus for corpora in scores.values() for corpus, score in corpora.items() if not score.whole})
+    return f"Scored is a part of {', '.join(cut)}; all of it: --max-bytes 0." if cut else ""
+
+
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
     """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
     rows = []
@@ -46,7 +52,7 @@ def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
             name = corpus if len(scores) == 1 else f"{model}: {corpus}"
             sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
             rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
-    return table(["", "documents", "tokens", "perplexity", "bits per byte"], rows)
+    return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), limit_note(scores)])
 
 
 def as_json(values: Mapping[str, Any]) -> str:

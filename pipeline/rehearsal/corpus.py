@@ -321,7 +321,7 @@ def _batches(
     job: SamplingJob, plan: SamplingPlan, writer: BaseWriter, unit: int
 ) -> Iterator[Sequence[npt.NDArray[np.int64]]]:
     """Batches of documents until the unit has its tokens; the last one has as many as are still needed."""
-    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(plan.document_start))
+    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(plan.document_start or plan.document_end[-1:]))
     if plan.openings:
         openings = chosen_openings(job.openings, plan.seed, unit, len(plan.units))
     tokens = documents = 0
@@ -342,6 +342,8 @@ def _batches(
                 f"{writer.device}: {count} documents of up to {plan.max_tokens} tokens at a time do not fit into its "
                 f"memory; give a smaller --batch-size than {plan.batch_size}, and remove {job.output} first"
             ) from None
+        if not plan.document_start:  # the end of another document, which the base began with, is no part of this one
+            batch = [document[int(document[0] == plan.document_end[-1]) :] for document in batch]
         yield batch
         tokens += sum(map(len, batch))
         documents += len(batch)

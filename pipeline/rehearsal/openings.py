@@ -81,7 +81,7 @@ def _encoded(tokenizer: Tokenizer, opening_tokens: int | None, text: str) -> _Id
     """What precedes a document, and its first `opening_tokens` ids, or all."""
     beginning = text if opening_tokens is None else text[: opening_tokens * _CHARACTERS_PER_TOKEN]
     ids = tokenizer.reference.encode([beginning]).ids[:opening_tokens]
-    return np.concatenate([np.array(tokenizer.document_start, dtype=np.int64), ids.astype(np.int64)])
+    return np.concatenate([np.array(tokenizer.before_document, dtype=np.int64), ids.astype(np.int64)])
 
 
 def _framed(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> _Ids:

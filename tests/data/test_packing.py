@@ -49,6 +49,37 @@ def test_a_sample_by_hand():
     assert list(second.document_ids) == [0, 0, 0, 1, 1]
 
 
+def test_a_document_sees_the_end_of_the_one_before_it_where_no_start_token_does():
+    # Documents 1 2 3 | 4 5 | 6 7 8 end in 3, 5 and 8: tokens 3 and 5 are also the first that 4 and 6 see.
+    first, second = PackedCorpus(Documents([3, 2, 3]), 5, padding=PADDING, document_mask=True, begins_with_end=True)
+    assert list(first.tokens) == [1, 2, 3, 4, 5]
+    assert list(first.targets) == [2, 3, 4, 5, 6]
+    assert list(first.positions) == [0, 1, 0, 1, 0]
+    assert list(first.document_ids) == [0, 0, 1, 1, 2]
+    assert list(second.tokens) == [6, 7, 8, PADDING, PADDING]
+    assert list(second.targets) == [7, 8, IGNORED, IGNORED, IGNORED]
+    assert list(second.document_ids) == [0, 0, 0, 1, 1]
+    # With prompts: 1 [2] | 3 [4 5]. The end is read again where a sample begins with a document.
+    source = Documents([2, 3], [1, 1])
+    whole = PackedCorpus(source, 4, padding=PADDING, document_mask=True, whole_documents=True, begins_with_end=True)
+    assert [list(sample.tokens) for sample in whole] == [[1, 2, PADDING, PADDING], [2, 3, 4, 5]]
+    assert [list(sample.targets) for sample in whole] == [[2, *[IGNORED] * 3], [IGNORED, 4, 5, IGNORED]]
+    assert list(whole[1].answer_starts) == [False, True, False, False]
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 17), st.booleans())
+def test_after_another_documents_end_every_token_but_the_first_is_predicted_once(lengths, length, whole):
+    corpus = PackedCorpus(
+        Documents(lengths), length, padding=PADDING, document_mask=True, whole_documents=whole, begins_with_end=True
+    )
+    targets = np.concatenate([sample.targets for sample in corpus])
+    assert list(targets[targets != IGNORED]) == list(range(2, sum(lengths) + 1))
+    for sample in corpus:
+        at = np.flatnonzero(sample.targets != IGNORED)
+        assert np.array_equal(sample.targets[at], sample.tokens[at] + 1)
+        assert np.all(sample.positions[at[np.isin(sample.tokens[at], np.cumsum(lengths))]] == 0)
+
+
 def test_without_document_mask_a_sample_is_continuous_text():
     first, second = packed([3, 2, 3], 5, document_mask=False)
     assert list(first.targets) == [2, 3, 4, 5, 6]

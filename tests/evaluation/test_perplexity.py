@@ -10,19 +10,24 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import zstandard
 from transformers import AutoModelForCausalLM
 
+from pipeline.data.packing import IGNORED, pack
 from pipeline.data.records import Document
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.errors import BaseModelError, ConfigError, DataError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder
+from pipeline.model.attention import Documents
 from tests.bases import STORIES
 from tests.data.helpers import run_main, stories_tokenizer
+from tests.rehearsal.helpers import copied_stories, own_decoder
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +72,29 @@ def test_only_the_answer_to_a_prompt_is_scored():
     assert found.nll_per_token * found.tokens == pytest.approx(nll - prompt_nll, rel=1e-4)
 
 
+@pytest.mark.parametrize("has_start", [True, False])
+def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
+    """The nll of documents in a packed sample, under the document mask, is that of the same documents scored alone."""
+    base = STORIES if has_start else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
+    tokenizer = load_tokenizer(base)
+    chosen = [text[:200] for text in documents(ENGLISH, 3)]
+    encoded = [tokenizer.reference.encode([text]).ids for text in chosen]
+    framed = [np.array([*tokenizer.document_start, *ids, *tokenizer.document_end]) for ids in encoded]
+    window = np.concatenate([framed[0][-1:], *framed])  # after the end of another document
+    starts = 1 + np.cumsum([0, *map(len, framed)])[:-1] - (not has_start)
+    sample = pack(window, starts, len(window) + 2, padding=0, begins_with_end=not has_start)
+    tokens, targets, positions, ids, _ = (torch.from_numpy(tensor)[None] for tensor in sample)
+    nll = own_decoder(base)(tokens, targets, positions, Documents.of(ids)).nll.detach()
+    is_text = (targets != IGNORED) & (targets != tokenizer.document_end[-1])
+    found = score_folder(base, {"x": chosen})["x"]
+    assert found.tokens == int(is_text.sum()) == sum(map(len, encoded))
+    # fp32: two attention kernels, sums over some hundred tokens
+    assert found.nll_per_token * found.tokens == pytest.approx(float(nll[is_text].sum()), rel=1e-5)
+    other = score_folder(base, {"x": chosen}, prefix="none")["x"]
+    assert other.tokens == found.tokens - len(chosen) and other.bytes < found.bytes
+    assert abs(other.nll_per_token - found.nll_per_token) > 1e-3
+
+
 def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
     chosen = documents(ENGLISH, 4)
     together = score_folder(STORIES, {"all": chosen}, context=128)["all"]
@@ -80,7 +108,7 @@ def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
 
 
 def test_the_same_call_gives_the_same_figures():
-    scores = [score_folder(STORIES, {"korean": documents(KOREAN, 4)}, context=64, max_tokens=500) for _ in range(2)]
+    scores = [score_folder(STORIES, {"korean": documents(KOREAN, 4)}, context=64, max_bytes=500) for _ in range(2)]
     assert scores[0] == scores[1]
 
 
@@ -93,12 +121,9 @@ def test_more_context_predicts_better():
 
 
 def test_a_limit_takes_the_beginnings_of_many_documents():
-    limited = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_tokens=4096)["korean"]
-    assert limited.documents >= 30 and abs(limited.tokens - 4096) < 200
-    few = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_documents=2)["korean"]
-    assert few.documents == 2
-    ids = stories_tokenizer().reference.encode(documents(KOREAN, 2)).ids
-    assert few.tokens == len(ids)
+    limited = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_bytes=4096)["korean"]
+    assert limited.documents >= 15 and abs(limited.bytes - 4096) <= 256 and not limited.whole
+    assert score_folder(STORIES, {"few": documents(KOREAN, 2)}, context=64)["few"].whole
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"])
@@ -132,11 +157,12 @@ def test_errors_name_what_is_missing(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    options = ["--data", ENGLISH, KOREAN, "--max-tokens", "3000", "--context", "128"]
+    options = ["--data", ENGLISH, KOREAN, "--max-bytes", "8000", "--context", "128"]
     command = [sys.executable, "tools/evaluate.py", "--model", STORIES, *options]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    english, korean = done.stdout.splitlines()[2:]
+    english, korean, note = done.stdout.splitlines()[2:]
+    assert note.startswith("Scored is a part of") and note.endswith("all of it: --max-bytes 0.")
     assert 3 < float(english.split()[-2]) < 7 < 1000 < float(korean.split()[-2])
 
 

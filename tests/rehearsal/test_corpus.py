@@ -316,11 +316,12 @@ def no_start(folder: Path) -> Path:
     return base
 
 
-def test_a_base_without_a_start_token_needs_openings(tmp_path: Path):
+def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(tmp_path: Path):
     base = no_start(tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"puts no token before a text.*; give `openings`"):
-        sample(tmp_path / "own", base)
-    assert not (tmp_path / "own").exists()
+    sample(tmp_path / "alone", base)
+    documents = documents_in(tmp_path / "alone")
+    assert all(END not in document[:-1] and document[-1] == END for document in documents)
+    assert len({tuple(document[:3]) for document in documents}) > 1
     file = write_jsonl(tmp_path / "o.jsonl", ["Once upon a time", "One day"])
     sample(tmp_path / "own", base, openings=[str(file)], opening_tokens=2)
     assert START not in {document[0] for document in documents_in(tmp_path / "own")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from pipeline.sizing.checks import check_before_tokenizing
 from pipeline.sizing.cluster import Cluster
 from tests.bases import STORIES
 from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
-from tests.rehearsal.helpers import copied_stories
 from tests.training.runs import write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,11 +135,8 @@ def test_tokenizing_leaves_the_corpus_alone(tmp_path: Path):
 
 
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
-    base = copied_stories(tmp_path / "base")
-    described = json.loads((base / "tokenizer.json").read_text())
-    (base / "tokenizer.json").write_text(json.dumps({**described, "post_processor": None}))
-    with pytest.raises(ConfigError, match="puts no token before a text"):
-        check_before_tokenizing(load_config(rehearsing(tmp_path, tmp_path / "tokens", base=base)), 2)
+    with pytest.raises(ConfigError, match="max_tokens: 1000 is beyond the base's context"):
+        check_before_tokenizing(load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2)
     config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]

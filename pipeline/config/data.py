@@ -141,6 +141,11 @@ class Data(Section):
     """share of the samples drawn from the corpora of role rehearsal, if there are any"""
     rehearsal_coefficient: PositiveFloat = 1.0
     """factor of KL(base || model) in the loss"""
+    temperature: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description="among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to "
+        "their sizes, 3.3 (mT5) more evenly; default: by weight alone",
+    )
     document_mask: bool = True
     """attention and positions stay within a document"""
 

@@ -130,6 +130,16 @@ class Blend:
         return quotas
 
 
+def tempered(sizes: Mapping[str, int], temperature: float) -> dict[str, float]:
+    """A factor of each corpus's weight: its size to the power of 1 / temperature, 1 for the largest.
+
+    At 1 corpora are drawn in proportion to their sizes; the higher it is, the more evenly. See Conneau and Lample,
+    "Cross-lingual Language Model Pretraining", NeurIPS 2019, whose alpha is 1 / temperature.
+    """
+    largest = max(sizes.values())
+    return {name: (size / largest) ** (1 / temperature) for name, size in sizes.items()}
+
+
 class Permutation:
     """A random permutation of range(size), determined by `key`, evaluated at one point in constant time.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.config.data import Corpus, Data, Role
-from pipeline.data.blend import Blend, Draw, Permutation, Share, mix
+from pipeline.data.blend import Blend, Draw, Permutation, Share, mix, tempered
 from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
 from pipeline.data.packing import PackedCorpus, Sample
 from pipeline.data.token_corpus import TokenCorpus
@@ -64,9 +64,12 @@ class TrainingSamples:
             for name, corpus in data.corpora.items()
             if corpus.role == "new" or data.fractions[corpus.role] > 0
         }
+        factors = dict.fromkeys(self._corpora, 1.0)
+        if data.temperature is not None:
+            factors = tempered({name: corpus.source.tokens for name, corpus in self._corpora.items()}, data.temperature)
         shares = {
             name: Share(
-                weight=data.corpora[name].weight,
+                weight=data.corpora[name].weight * factors[name],
                 budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
                 role=data.corpora[name].role,
             )

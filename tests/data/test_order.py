@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.blend import BLOCK, Blend, Permutation, Share, floor_sum
+from pipeline.data.blend import BLOCK, Blend, Permutation, Share, floor_sum, tempered
 from pipeline.data.samples import SampleOrder, rank_indices
 from pipeline.errors import DataError
 
@@ -116,6 +116,18 @@ def test_weights_divide_the_draws_of_each_role():
         "c": 0.25,
         "d": 0.25,
     }
+
+
+@given(st.lists(st.integers(1, 10**13), min_size=2, max_size=6, unique=True), st.floats(1, 100), st.floats(1.1, 100))
+def test_a_temperature_makes_shares_of_sizes(sizes: list[int], temperature: float, hotter_by: float):
+    """Proportional at 1, the power 1 / T in between, and with a higher T more even but never in another order."""
+    named = {str(size): size for size in sizes}
+    factors = tempered(named, temperature)
+    for name, size in named.items():
+        assert tempered(named, 1)[name] == size / max(sizes)
+        assert factors[name] ** temperature == pytest.approx(size / max(sizes))
+        assert 0 < factors[name] <= tempered(named, temperature * hotter_by)[name] <= 1
+    assert sorted(named, key=named.__getitem__) == sorted(named, key=factors.__getitem__)
 
 
 def test_every_role_has_its_share():

@@ -115,6 +115,19 @@ def test_document_mask_off(module_folder: Path, data: Data):
     assert any(masked[index].document_ids.max() > 0 for index in range(20))
 
 
+def test_a_temperature_draws_corpora_of_a_role_by_their_sizes(module_folder: Path, data: Data):
+    described_corpora = {name: {"input": ["x"]} for name in ("korean", "english")}
+    described_corpora["english"]["weight"] = 3
+    tokens = {name: TokenCorpus(data.folder / name).tokens for name in described_corpora}
+    for temperature, power in ((1, 1.0), (2, 0.5), (None, 0.0)):
+        changed = described(module_folder, corpora=described_corpora, replay_fraction=0, temperature=temperature)
+        drawn = training(changed).epochs_after(2**16)
+        sampled = {name: drawn[name] * -(-tokens[name] // LENGTH) for name in tokens}
+        expected = 3 * (tokens["english"] / tokens["korean"]) ** power
+        assert sampled["english"] / sampled["korean"] == pytest.approx(expected, rel=1e-3)
+    assert tokens["english"] / tokens["korean"] > 1.1, "or this tries nothing"
+
+
 def test_held_out_parts(data: Data):
     parts = load_heldout(data, tokenizer_fingerprint=None)
     assert list(parts) == ["korean", "english"]

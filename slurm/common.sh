@@ -4,6 +4,7 @@
 #   load_site                   settings of the site, modules, virtual environment
 #   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `changes` to every --set
 #                               KEY=VALUE, as options of a stage, and `arguments` to the others
+#   submit_afresh ARGUMENT…     sbatch, without the variables of the job that calls it; prints the new job's id
 #   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
 #   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
@@ -60,10 +61,22 @@ load_site() {
         export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
     fi
     export PYTHONUNBUFFERED=1
-    # This checkout's code, not the image's.
-    [[ -z "${CONTAINER:-}" ]] || export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-    command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
+    if [[ -n "${CONTAINER:-}" ]]; then
+        export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this checkout's code, not the image's
+        command -v "${CONTAINER%% *}" >/dev/null || die "CONTAINER: no ${CONTAINER%% *} on PATH; load its module in $site"
+    else
+        command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
+    fi
 }
+
+# A job inherits its submitter's environment, in which srun would take the submitting job's SLURM_MEM_PER_CPU,
+# SLURM_GPUS_PER_TASK and the like for its options.
+submit_afresh() (
+    for name in "${!SLURM_@}"; do
+        case "$name" in SLURM_CONF* | SLURM_JWT | SLURM_PATIENCE_S) ;; *) unset "$name" ;; esac
+    done
+    sbatch --parsable "$@"
+)
 
 # With SBATCH_EXPORT=NONE a job sees its arguments but not the submitter's CONFIG.
 choose_config() {

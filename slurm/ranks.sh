@@ -2,16 +2,26 @@
 # Runs a stage's command, on one process or on all ranks. slurm/common.sh sources this file.
 #
 #   here COMMAND…               a serial stage: one process, on this node
+#   over_mpi COMMAND…           a stage that finds its ranks through MPI
 #   on_every_rank COMMAND…      one process per rank: over the allocation with srun, else on this machine
 #   count_ranks                 prints how many ranks on_every_rank starts
 #   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of a dry run
 #
-# The first two replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
+# The first three replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
 
 here() {
     local container
     read -ra container <<<"${CONTAINER:-}"
     exec "${container[@]}" "$@"
+}
+
+# The launcher is the host's. srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun
+# where it was not.
+over_mpi() {
+    local launcher container
+    read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
+    read -ra container <<<"${CONTAINER:-}"
+    exec "${launcher[@]}" "${container[@]}" "$@"
 }
 
 on_every_rank() {
@@ -33,8 +43,10 @@ over_the_allocation() {
     export EXPECTED_WORLD_SIZE=$ranks
     export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
     # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with RESUME_LATER.
+    # --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank sees its node's GPUs, also under
+    # --gpus-per-task; NCCL's direct copies fail between ranks that cannot see each other's. LOCAL_RANK chooses one.
     exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
-        --export=ALL --wait="${EXIT_GRACE_S:-15}" "${options[@]}" bash slurm/launch.sh "$@"
+        --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" "${options[@]}" bash slurm/launch.sh "$@"
 }
 
 # The ranks of the allocation; else NPROC, else one per GPU of this machine, else two.

@@ -44,11 +44,11 @@ while IFS=$'\t' read -r name config stages; do
     options=("${of_runs[@]}")
     [[ "$stages" != tokenize || -z "${serial[*]}" ]] || options=(--nodes=1 --ntasks=1 "${serial[@]}")
     [[ "$stages" != sample ]] || options+=(--nodes=1 --ntasks=1) # one process, with the GPUs of its node
-    job=$(sbatch --parsable --job-name="${name%%:*}" "${options[@]}" slurm/cpt_korean.sh "$config" "${todo[@]}")
+    job=$(submit_afresh --job-name="${name%%:*}" "${options[@]}" slurm/cpt_korean.sh "$config" "${todo[@]}")
     jobs+=:${job%%;*} # a federation appends its cluster's name
     names+=("$name")
     say "job ${job%%;*}: $stages of $config"
 done <<<"$due"
 # Not afterok: if a run diverges at one of several learning rates, its job fails and the study continues.
-next=$(sbatch --parsable "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
+next=$(submit_afresh "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
 say "job ${next%%;*} continues after these"

@@ -29,7 +29,7 @@ read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 submit() {
     local name=$1 after=$2
     shift 2
-    job=$(sbatch --parsable ${after:+--dependency="afterok:$after" --kill-on-invalid-dep=yes} "$@")
+    job=$(submit_afresh ${after:+--dependency="afterok:$after" --kill-on-invalid-dep=yes} "$@")
     job=${job%%;*} # a federation appends its cluster's name
     echo "$name: job $job${after:+, after job $after}"
 }

@@ -28,18 +28,17 @@ choose_config "$@"
 
 command=(python tools/preprocess_data.py --config "$CONFIG" "${changes[@]}" "${arguments[@]}")
 if [[ -n "${MPI:-}" ]]; then
-    # srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun where it was not.
-    read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
-    command=("${launcher[@]}" "${command[@]}" --mpi)
+    command=(over_mpi "${command[@]}" --mpi)
 elif [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
     first=${SLURM_ARRAY_TASK_MIN:-0}
-    number=$(((SLURM_ARRAY_TASK_ID - first) / ${SLURM_ARRAY_TASK_STEP:-1}))
-    command+=(--workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-1}}" --share "$number/$SLURM_ARRAY_TASK_COUNT")
+    # In an array such as 2,5 the remainder keeps the number below the count; two tasks may then begin at the same place.
+    number=$(((SLURM_ARRAY_TASK_ID - first) / ${SLURM_ARRAY_TASK_STEP:-1} % SLURM_ARRAY_TASK_COUNT))
+    command=(here "${command[@]}" --workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-1}}" --share "$number/$SLURM_ARRAY_TASK_COUNT")
 else
     on_slurm || say "no Slurm here: tokenizing on this machine"
-    command+=(--workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}")
+    command=(here "${command[@]}" --workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}")
 fi
 
 announce "corpora of $CONFIG"
-run_stage tokenize here "${command[@]}"
+run_stage tokenize "${command[@]}"
 say "done"

@@ -177,12 +177,14 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
+    # DeepSpeed's engine refuses a LOCAL_RANK that is not mpirun's, as with bound GPUs, or in a shell under mpirun.
+    under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     from pipeline.training import deepspeed_internals  # DeepSpeed chooses its accelerator when it is imported
 
     device = torch.device("cpu")
     if on_gpu:
-        bound = "SLURM_GPUS_PER_TASK" in os.environ
+        bound = under_mpirun or "SLURM_GPUS_PER_TASK" in os.environ
         device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
@@ -198,7 +200,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
-    """Which of the `visible` GPUs is this rank's; `bound` says that Slurm shows each task its own only.
+    """Which of the `visible` GPUs is this rank's; `bound` says that its launcher may show each only its own.
 
     Raises:
         LayoutError: there is none for this rank.

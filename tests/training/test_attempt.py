@@ -24,7 +24,8 @@ def started(config: Path, attempt: str) -> subprocess.Popen[str]:
     """Two ranks of `pipeline.train`, as the scripts start them."""
     command = [sys.executable, "tools/launch_here.py", "--ranks", "2", "-m", "pipeline.train", str(config)]
     environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1"}
-    del environment["TORCHDYNAMO_DISABLE"]  # once without what tests/distributed.py sets for speed
+    environment["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # of a shell under mpirun, which says nothing of these ranks
+    environment.pop("TORCHDYNAMO_DISABLE", None)  # once without what tests/distributed.py sets for speed
     return subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
 
 

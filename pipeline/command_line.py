@@ -39,6 +39,11 @@ def folder_or_hub(text: str) -> Path:
     return model_folder(Path(text))
 
 
+def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --overwrite, for a program with an option --output."""
+    parser.add_argument("--overwrite", action="store_true", help="replace --output, whatever is there")
+
+
 def positive(text: str) -> int:
     """An argument that is a whole number of at least 1."""
     number = int(text)

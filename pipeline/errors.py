@@ -81,6 +81,10 @@ class CheckpointStorageError(CheckpointError):
     exit_code = PASSING_FAULT
 
 
+class OutputError(UserError):
+    """An output that is something else already, which is not replaced."""
+
+
 class RunFolderError(UserError):
     """The folder of a run or a study that is missing or incomplete."""
 

@@ -16,12 +16,12 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, UserError, exit_code_of
+from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
 
 TEMPORARY_SUFFIX = ".partial"
 _THREADS = 8
@@ -180,9 +180,59 @@ def write_record(path: Path, record: BaseModel) -> None:
     write_json(path, record.model_dump(mode="json"))
 
 
+class FolderKind(NamedTuple):
+    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is."""
+
+    name: str
+    record: str
+    format: str
+
+
+def check_replaceable(
+    path: Path, kind: FolderKind | None, *, overwrite: bool | None = None, begun: Path | None = None
+) -> None:
+    """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
+
+    Args:
+        path: the folder to be written.
+        kind: what is to be written there, of any version; None: a folder that replaces no other.
+        overwrite: whether the user named `path` with `--overwrite`; None: the command has no such option.
+        begun: a folder that exists while `path` grows, written by several attempts or jobs.
+
+    Raises:
+        OutputError: something else is there.
+    """
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        if overwrite or not any(path.iterdir()) or (begun is not None and begun.is_dir()) or holds(kind, path):
+            return
+    elif not path.exists():
+        return
+    expected = "" if kind is None else f", or {kind.name} that is not damaged"
+    advice = "" if overwrite is None else ", or say --overwrite"
+    raise OutputError(f"{path}: expected nothing here{expected}, found something else; move it away{advice}")
+
+
+def holds(kind: FolderKind | None, path: Path) -> bool:
+    """Whether `path` is a folder of that kind, of any version."""
+    if kind is None:
+        return False
+    try:
+        found = str(read_object(path / kind.record, OutputError).get("format"))
+    except (FileNotFoundError, OutputError):
+        return False
+    return found.rpartition(" ")[0] == kind.format.rpartition(" ")[0]  # the last word is the version
+
+
 @contextlib.contextmanager
-def published_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which replaces `path` when the block succeeds."""
+def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> Iterator[Path]:
+    """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the block succeeds.
+
+    Raises:
+        OutputError: as `check_replaceable`.
+    """
+    path = Path(os.path.realpath(path))
+    check_replaceable(path, kind, overwrite=overwrite)
     partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -192,6 +242,7 @@ def published_folder(path: Path) -> Iterator[Path]:
             if file.is_file():
                 sync(file)
         sync(partial)
+        check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
         shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -206,10 +257,15 @@ def replace_directory(new: Path, path: Path) -> Path:
 
 
 def rename_aside(path: Path) -> Path:
-    """Renames the folder `path`, if it exists, out of the way; returns its new path, to be removed."""
+    """Renames the folder `path`, if it exists, out of the way; returns its new path, to be removed.
+
+    A link to a folder is removed, and what it leads to is left.
+    """
     aside = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
     shutil.rmtree(aside, ignore_errors=True)
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         path.rename(aside)
     return aside
 

@@ -44,6 +44,7 @@ SLOW = (
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
     "packaging/test_wheel.py",
+    "test_outputs.py",
 )
 """Files and folders whose tests `make test-quick` leaves out. `make test` starts with them, in this order: the workers
 then end together."""

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.errors import DataError, UserError
 from pipeline.files import (
+    FolderKind,
     in_threads,
     is_plain_name,
     published_folder,
@@ -23,17 +24,20 @@ from pipeline.files import (
     read_object,
     read_record,
     read_text,
+    write_json,
     write_record,
 )
 from tests.kills import outlives
 
 FILES = ("a", "b")
+THINGS = FolderKind("a thing", "thing.json", "things 1")
 
 
 def publish(path: Path, text: str) -> None:
-    with published_folder(path) as folder:
+    with published_folder(path, THINGS) as folder:
         for name in FILES:
             (folder / name).write_text(text)
+        write_json(folder / THINGS.record, {"format": THINGS.format})
 
 
 def texts_of(folder: Path) -> list[str]:

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
     parser.add_argument("--without-gate", action="store_true", help="with --config: leave the run's gate out")
     parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
+    command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
     parser.add_argument(
@@ -112,6 +113,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
         command=_command(),
+        overwrite=arguments.overwrite,
     )
     if convert(conversion, make_probe):
         logger.info("wrote %s", conversion.output)

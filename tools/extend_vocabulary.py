@@ -12,17 +12,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import folder_or_hub, mebibytes, positive, run
+from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import is_heldout
-from pipeline.data.vocabulary import Comparison, Cuts, Extension, learn_extension, write_extension
+from pipeline.data.vocabulary import VOCABULARY, Comparison, Cuts, Extension, learn_extension, write_extension
+from pipeline.files import check_replaceable
 
 _HELDOUT_FRACTION = 0.02
 
 
 def main() -> None:
     options = _options()
+    check_replaceable(options.output, VOCABULARY, overwrite=options.overwrite)
     read = {"text_key": options.text_key, "max_bytes": options.max_mib, "seed": options.seed}
     learned: list[str] = []
     heldout: list[str] = []
@@ -40,7 +42,7 @@ def main() -> None:
         for name, file in reports.items():
             found[name] = comparison.of(texts([file], text_key=options.text_key))
 
-    record = write_extension(extension, options.output, check)
+    record = write_extension(extension, options.output, check, overwrite=options.overwrite)
     print(f"{options.output}: {record.kind}, {len(record.pieces)} new pieces from id {record.base_rows} on")
     print(f"learned from {record.learned_from:,} characters, seed {options.seed}; every new piece holds one of")
     print(f"  {_ranges(extension)}")
@@ -81,6 +83,7 @@ def _options() -> argparse.Namespace:
     )
     add("--add", type=positive, required=True, metavar="N", help="new pieces, at most")
     add("--output", type=Path, required=True, help="the folder to write")
+    add_overwrite_option(parser)
     add(
         "--min-uses",
         type=positive,

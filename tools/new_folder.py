@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.errors import UserError
 from pipeline.files import published_folder
 from pipeline.shipped import FOLDERS, shipped
 
@@ -22,9 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder to make")
     folder = parser.parse_args().folder
-    if folder.exists():
-        raise UserError(f"{folder}: expected no such file or folder yet; give another name")
-    with published_folder(folder.absolute()) as unfinished:
+    with published_folder(folder, None) as unfinished:
         for name in FOLDERS:
             shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"made {folder} with {', '.join(FOLDERS)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import MANIFEST_FILE
-from pipeline.errors import CheckpointError
-from pipeline.files import rename_aside, replace_directory, sync, write_text
+from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
+from pipeline.errors import CheckpointError, OutputError
+from pipeline.files import check_replaceable, holds, rename_aside, replace_directory, sync, write_text
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"
@@ -77,7 +77,14 @@ def unfinished(final: Path) -> Path:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Renames a complete checkpoint from `partial` to `final` and makes `latest` name it."""
+    """Renames a complete checkpoint from `partial` to `final` and makes `latest` name it.
+
+    What is there and is no checkpoint, or a damaged one, is renamed: nothing of it is lost.
+    """
+    try:
+        check_replaceable(final, CHECKPOINT)
+    except OutputError:
+        set_aside(final)
     # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is removed last.
     replaced = replace_directory(partial, final)
     point_to(final)
@@ -103,8 +110,9 @@ def superseded(steps: Sequence[int], keep_last: int, keep_every_steps: int | Non
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint. It is renamed first, so that a kill cannot leave half of it under its name."""
-    shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
+    """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
+    if holds(CHECKPOINT, checkpoint):
+        shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
 
 
 def make_empty(folder: Path) -> None:

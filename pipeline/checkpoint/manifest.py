@@ -19,7 +19,7 @@ from pipeline.config.method import Method
 from pipeline.config.reading import with_defaults
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
-from pipeline.files import file_hash, first_fault, is_plain_name, read_bytes, write_json
+from pipeline.files import FolderKind, file_hash, first_fault, is_plain_name, read_bytes, write_json
 from pipeline.hub import source_of
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -27,6 +27,7 @@ from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
+CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 _SAME_OVER_A_RUN = (
     "method",

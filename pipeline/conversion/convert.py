@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,29 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import are_texts
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.files import file_hash, in_threads, published_folder, read_object, write_json, write_text
+from pipeline.files import (
+    FolderKind,
+    check_replaceable,
+    file_hash,
+    holds,
+    in_threads,
+    published_folder,
+    read_object,
+    write_json,
+    write_text,
+)
 from pipeline.hub import source_of
 from pipeline.methods.scale import TOKENIZER, origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.checkpoint_names import LATEST
-from pipeline.scale.expansion import write_expansion
+from pipeline.scale.expansion import EXPANSION, write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
+EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 MakeProbe = Callable[[Reader], Probe]
 _logger = log.get_logger(__name__)
@@ -50,7 +61,8 @@ class Conversion:
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
     in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
     folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on the Hugging Face
-    Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card.
+    Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card. `overwrite`:
+    whatever is at `output` may be replaced.
     """
 
     checkpoint: Path
@@ -64,6 +76,7 @@ class Conversion:
     vocabulary: Path | None = None
     base_name: str | None = None
     command: str = "tools/convert_checkpoint.py"
+    overwrite: bool = False
 
 
 def latest_conversion(
@@ -114,8 +127,9 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     Raises:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
             gate that is not fitted for this checkpoint.
+        OutputError: the output holds something else.
         ConversionError: the format cannot express the model, what was written differs from it, or the output holds
-            something else.
+            another format.
     """
     if conversion.format == "expansion" and (conversion.precisions or conversion.padding != UNPADDED):
         raise ConversionError(
@@ -138,13 +152,20 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "asked_padding": asdict(conversion.padding),
         "asked_base_name": conversion.base_name,
     }
-    found = _records(conversion.output)
     code = file_hash(Path(modeling_scale.__file__))
-    for made in found:
-        is_current = made.get("written_format") != "scale" or made.get("code") == code
-        if is_current and all(made.get(key) == value for key, value in request.items()):
-            return False
-    _check_output(conversion, found)
+    kind = EXPANSION if conversion.format == "expansion" else EXPORT
+    made = read_object(conversion.output / kind.record, ConversionError) if holds(kind, conversion.output) else {}
+    is_current = made.get("written_format") != "scale" or made.get("code") == code
+    if is_current and all(made.get(key) == value for key, value in request.items()):
+        return False
+    check_replaceable(conversion.output, kind, overwrite=conversion.overwrite)
+    held = made.get("written_format")
+    if held and conversion.format not in (held, made.get("asked_format")) and not conversion.overwrite:
+        # Others may rely on it.
+        raise ConversionError(
+            f"{conversion.output}: expected --format {conversion.format}, found an export in the format {held}; name "
+            "another --output, or say --overwrite"
+        )
     for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
         pass
     record = {
@@ -155,9 +176,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "method": model.manifest.run.method,
         "base_precision": model.manifest.run.base_precision,
     }
-    conversion.output.parent.mkdir(parents=True, exist_ok=True)
     if conversion.format == "expansion":
-        _write_expansion(conversion.output, model, record)
+        _write_expansion(conversion, model, record)
         if conversion.gate is not None:
             _logger.info(
                 "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
@@ -171,7 +191,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     if export.format == "scale":
         written["code"] = code
     _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
-    with published_folder(conversion.output) as folder:
+    with published_folder(conversion.output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
         probe = make_probe(model)
         residual = export.config.get(RESIDUAL_KEY)
@@ -181,7 +201,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), own, export.dtype)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_text(folder / CARD, model_card(model, export, Measured(report, costs, conversion.command), base_name))
-        write_json(folder / RECORD, {**record, **written})
+        write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
     _logger.info(
         "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
         report.max_abs, report.kl, 100 * report.top1_agreement,
@@ -244,7 +264,7 @@ def _check_tokenizer(model: TrainedModel) -> None:
         )
 
 
-def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) -> None:
+def _write_expansion(conversion: Conversion, model: TrainedModel, record: dict[str, Any]) -> None:
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
@@ -256,31 +276,5 @@ def _write_expansion(output: Path, model: TrainedModel, record: dict[str, Any]) 
         TOKENIZER: model.manifest.run.tokenizer_fingerprint,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
-    write_expansion(output, ((name, model.read_stored(name)) for name in names), origin)
-
-
-def _records(output: Path) -> list[dict[str, Any]]:
-    """What a conversion recognises its output by: an expansion's manifest, or a model's record; empty if damaged."""
-    records = []
-    for name in (RECORD, MANIFEST_FILE):
-        try:
-            records.append(read_object(output / name, ConversionError))
-        except FileNotFoundError:
-            continue
-        except ConversionError:
-            records.append({})
-    return records
-
-
-def _check_output(conversion: Conversion, records: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConversionError where the output holds something else, or another format: others may rely on it."""
-    output = conversion.output
-    if output.exists() and any(output.iterdir()) and not records:
-        raise ConversionError(f"{output}: already exists and was not made by a conversion; name another --output")
-    for record in filter(None, records):
-        held = record.get("written_format") or record.get("asked_format") or "expansion"
-        if conversion.format not in (held, record.get("asked_format")):
-            raise ConversionError(
-                f"{output}: expected --format {conversion.format}, found a folder in the format {held}; name another "
-                "--output, or remove this folder"
-            )
+    tensors = ((name, model.read_stored(name)) for name in names)
+    write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)

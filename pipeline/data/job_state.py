@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from pipeline import log
 from pipeline.data.file_content import FileContent, check_file
-from pipeline.data.token_corpus import ShardRecord
+from pipeline.data.token_corpus import CORPUS, ShardRecord
 from pipeline.data.token_shards import ShardFile
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, json_hash, read_record, rename_aside, write_record
+from pipeline.files import check_replaceable, file_hash, json_hash, read_record, rename_aside, write_record
 from pipeline.log import progress_bar
 
 _T = TypeVar("_T")
@@ -31,15 +31,19 @@ _PLAN = "plan.json"
 _logger = log.get_logger(__name__)
 
 
-def begin(output: Path, state: Path, plan: BaseModel) -> None:
-    """Begins the corpus in `output` for `plan`, or continues one that was begun for the same.
+def begin(output: Path, state: Path, plan: BaseModel, heldout: Path | None = None) -> None:
+    """Begins the corpus in `output` and `heldout` for `plan`, or continues one that was begun for the same.
 
     Raises:
+        OutputError: one of the folders holds something else.
         DataError: `state` cannot be made, is a link, or was begun for another plan.
     """
+    for folder in filter(None, (output, heldout)):
+        check_replaceable(folder, CORPUS, begun=state)
     if state.is_symlink():  # a stranger's folder must not make a job write elsewhere
         raise DataError(f"{state}: is a link, expected a folder; remove it and start again")
-    make_folder(state)
+    for folder in filter(None, (state, heldout)):
+        make_folder(folder)
     found = begun_for(state, type(plan))
     if found is None:
         write_record(state / _PLAN, plan)

@@ -29,7 +29,6 @@ from pipeline.data.job_state import (
     identity,
     input_hash,
     kept,
-    make_folder,
     own_first,
     refuse_other,
     remove_state,
@@ -104,7 +103,7 @@ def preprocess(
     if any(file.suffix == TOKENS for file in files):
         return _import(job, plan, tokenizer, workers)
     try:
-        _begin(job, plan)
+        begin(job.output, job.state, plan, job.heldout if job.heldout_fraction > 0 else None)
         if reference_only and not job.reference_only.exists():
             write_json(job.reference_only, {"reason": "asked for"})
         plan_id = identity(plan.model_dump())
@@ -136,7 +135,7 @@ def preprocess(
 def _import(job: Job, plan: Plan, tokenizer: Tokenizer, workers: Workers) -> Manifest:
     """Makes the corpus of tokens that another program wrote; nothing of it is kept after a kill but finished links."""
     files = [Path(path) for path, _ in plan.inputs]
-    make_folder(job.output)
+    begin(job.output, job.state, plan)
     parts = import_shards(job.output, files, Path(job.tokenizer), workers)
     inputs = [
         InputFile(path=path, bytes=size, sha256=digest)
@@ -149,6 +148,7 @@ def _import(job: Job, plan: Plan, tokenizer: Tokenizer, workers: Workers) -> Man
         raise DataError(f"{', '.join(job.inputs)}: expected ids of one type, found {', '.join(sorted(types))}")
     manifest = manifest.model_copy(update={"token_dtype": types.pop()})
     manifest.save(job.output)
+    remove_state(job.state)
     return manifest
 
 
@@ -190,13 +190,6 @@ def check_folder(job: Job, tokenizer: Tokenizer) -> None:
         _check_finished(job, plan)
     elif (begun := begun_for(job.state, Plan)) is not None:
         refuse_other(job.output, plan, begun)
-
-
-def _begin(job: Job, plan: Plan) -> None:
-    make_folder(job.state)
-    if job.heldout_fraction > 0:
-        make_folder(job.heldout)
-    begin(job.output, job.state, plan)
 
 
 def _finished(job: Job, plan: Plan) -> Manifest:

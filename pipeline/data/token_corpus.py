@@ -17,13 +17,14 @@ from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.records import DocumentUnit
 from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
 from pipeline.errors import DataError
-from pipeline.files import in_threads, is_plain_name, read_record, write_record
+from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
 
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
 FORMAT_1 = "scale-cpt token corpus 1"
 """Of manifests without hashes and checksums, which are still read."""
+CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 2")
 SAMPLED_BLOCKS = 256
 """How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
 _MAX_OPEN_SHARDS = 64

@@ -24,10 +24,12 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_pieces import SPACE, Kind, NewPiece, Pieces, read_pieces
 from pipeline.data.tokenizer_training import trained_sentencepiece
 from pipeline.errors import DataError
-from pipeline.files import published_folder, read_inside, read_object, read_record, write_json, write_record
+from pipeline.files import FolderKind, published_folder, read_inside, read_object, read_record, write_json, write_record
 from pipeline.log import get_logger, progress_bar
 
 RECORD = "vocabulary.json"
+FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
+VOCABULARY = FolderKind("an extended tokenizer", RECORD, FORMAT)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -68,7 +70,7 @@ class Vocabulary(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
+    format: Literal["scale-cpt vocabulary 1"] = FORMAT
     kind: Kind
     base_tokenizer: str
     tokenizer: str
@@ -154,18 +156,18 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
     return Extension(base, found, replaces, rows, base_rows(base), of_new.total)
 
 
-def write_extension(extension: Extension, output: Path, check: Callable[[Path], None]) -> Vocabulary:
+def write_extension(
+    extension: Extension, output: Path, check: Callable[[Path], None], *, overwrite: bool | None = None
+) -> Vocabulary:
     """Publishes the extended tokenizer as the folder `output`, once `check` has accepted it, and returns its record.
 
     Raises:
-        DataError: `output` is something else, or the extended tokenizer cannot be loaded.
+        OutputError: `output` is something else.
+        DataError: the extended tokenizer cannot be loaded.
     """
-    if output.exists() and not (output / RECORD).is_file():
-        raise DataError(f"{output}: exists and is no extended tokenizer; move it away or name another --output")
     main = tokenizer_file(extension.base)
     base, pieces = load_tokenizer(main), read_pieces(main)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with published_folder(output) as folder:
+    with published_folder(output, VOCABULARY, overwrite=overwrite) as folder:
         for name in _TOKENIZER_FILES if extension.base.is_dir() else ():
             with suppress(FileNotFoundError):
                 (folder / name).write_bytes(read_inside(extension.base, name, DataError))

@@ -304,20 +304,20 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
     """Writes the files, unless `output` holds them already; the same arguments give the same bytes.
 
     Raises:
+        OutputError: `output` holds something else.
         DataError: `output` holds the files of other arguments, or there are too few or too many people.
     """
     roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
     made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
-    if output.exists():
-        path = output / _MADE_OF
-        found = read_json(path, DataError, "choose another --output") if path.exists() else "something else"
+    if (path := output / _MADE_OF).exists():
+        found = read_json(path, DataError, "choose another --output")
         if found != made_of:
             raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
         return roster
     texts = [text for person in roster.pretrained for text in biographies(person, seed)]
     random.Random(seed).shuffle(texts)
     tasks = {"task0": roster.task0, "task1": roster.task1}
-    with published_folder(output) as folder:
+    with published_folder(output, None) as folder:
         _write(folder / "biographies.jsonl", ({"text": text} for text in texts))
         for task, attribute in ((task, attribute) for task in tasks for attribute in ATTRIBUTES):
             (folder / task).mkdir(exist_ok=True)

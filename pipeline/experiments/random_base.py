@@ -32,16 +32,17 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """Writes the base into `folder`, unless it exists.
 
     Raises:
+        OutputError: the folder holds something else.
         ConfigError: the folder holds a base that was made of something else.
         BaseModelError: the architecture is not supported.
         DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
     spec = read_spec(wanted.architecture)
     made_of = _made_of(wanted)
-    if folder.exists():
+    if (folder / _MADE_OF).exists():
         _check_made_of(folder, made_of)
         return
-    with published_folder(folder) as unfinished:
+    with published_folder(folder, None) as unfinished:
         if isinstance(wanted.tokenizer, Path):
             _copy_tokenizer(wanted.tokenizer, unfinished)
         else:
@@ -66,8 +67,6 @@ def _made_of(wanted: RandomBase) -> dict[str, Any]:
 
 def _check_made_of(folder: Path, made_of: dict[str, Any]) -> None:
     path = folder / _MADE_OF
-    if not path.exists():  # bases of earlier versions have no such file
-        return
     found = read_object(path, ConfigError, "remove the study's folder")
     if changed := [key for key in made_of if found.get(key) != made_of[key]]:
         raise ConfigError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialiser, Initialisers
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.files import file_hash, is_plain_name, published_folder, read_object, write_json
+from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_object, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
 
@@ -149,6 +149,7 @@ _AGAIN = "make the expansion again"
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
 FORMAT = "scale-cpt expansion 1"
+EXPANSION = FolderKind("an expansion", MANIFEST, FORMAT)
 ENTRIES = ("base", "base_hashes", "method", "seed", "tensors", "hashes")
 
 
@@ -252,16 +253,15 @@ def open_expansion(path: Path) -> ExpansionFolder:
     return ExpansionFolder(path, manifest)
 
 
-def write_expansion(path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any]) -> None:
+def write_expansion(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any], *, overwrite: bool | None = None
+) -> None:
     """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
 
     Raises:
-        CheckpointError: `path` exists and is not an expansion; it is not overwritten.
+        OutputError: `path` is something else.
     """
-    if path.exists() and not (path / MANIFEST).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path}: exists and holds no expansion; name another place for the expansion")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with published_folder(path) as folder:
+    with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
         file_of: dict[str, str] = {}
         pending: dict[str, Tensor] = {}
 

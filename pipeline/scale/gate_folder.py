@@ -12,13 +12,14 @@ from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
-from pipeline.files import file_hash, published_folder, read_bytes, read_record, write_json
+from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_json
 from pipeline.scale.gate import TENSORS, Gate
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
 GATE_RECORD = "gate.json"
 FORMAT = "scale-cpt gate 1"
+GATE = FolderKind("a gate", GATE_RECORD, FORMAT)
 _TENSOR_FILE = "gate.safetensors"
 _AGAIN = "fit the gate again with tools/fit_gate.py"
 
@@ -74,12 +75,9 @@ def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
     """Writes a gate to `folder`, completely or not at all; replaces an earlier one.
 
     Raises:
-        CheckpointError: `folder` exists and holds something else.
+        OutputError: `folder` is something else.
     """
-    if folder.exists() and not (folder / GATE_RECORD).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: exists and holds no gate; move it away")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with published_folder(folder) as partial:
+    with published_folder(folder, GATE) as partial:
         save_file({name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}, partial / _TENSOR_FILE)
         stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
         write_json(partial / GATE_RECORD, stored.model_dump(mode="json"))

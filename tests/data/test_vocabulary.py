@@ -305,9 +305,6 @@ def test_texts_without_new_letters_and_folders_of_others_are_refused(tmp_path: P
         tmp_path / "v",
     )
     assert ended.returncode == 1 and "keep this tokenizer" in ended.stderr
-    extension = learn_extension(STORIES260K, KOREAN, ENGLISH, add=5, min_uses=5)
-    with pytest.raises(DataError, match="is no extended tokenizer"):
-        write_extension(extension, tmp_path, lambda _: None)
     with pytest.raises(DataError, match="found none"):
         read_vocabulary(tmp_path)
 

@@ -191,10 +191,3 @@ def test_a_failure_leaves_nothing_half_written(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_expansion(tmp_path / "out", tensors(), {})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_not_an_expansion_is_not_overwritten(base, tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="exists and holds no expansion; name another place"):
-        upscale(ADAPT, base("llama"), tmp_path, SEED)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"

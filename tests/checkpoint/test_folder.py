@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import folder as folders
+from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.errors import CheckpointError
 from pipeline.run_folder.attempts import decide, newest_checkpoint_step
 from pipeline.run_folder.checkpoint_names import all_checkpoints, checkpoint_name
@@ -113,14 +115,18 @@ def test_half_written_folders_are_removed(folder):
 def write_checkpoint(path: Path, attempt: str) -> Path:
     path.mkdir(parents=True)
     for name in ("manifest.json", "weights"):
-        (path / name).write_text(attempt)
+        (path / name).write_text(json.dumps({"format": CHECKPOINT.format, "attempt": attempt}))
     return path
 
 
 def complete(paths) -> dict[str, str]:
     """Which attempt wrote each of the complete checkpoints, by name."""
     found = {path.name: [path / name for name in ("manifest.json", "weights")] for path in paths if path.is_dir()}
-    return {name: files[0].read_text() for name, files in found.items() if all(file.exists() for file in files)}
+    return {
+        name: json.loads(files[0].read_text())["attempt"]
+        for name, files in found.items()
+        if all(file.exists() for file in files)
+    }
 
 
 def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_one(tmp_path):

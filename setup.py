@@ -68,6 +68,7 @@ setup(
         "orjson>=3.9",
         "pyarrow>=15",
         "zstandard>=0.22",
+        "charset-normalizer>=3",
         "gigatoken>=0.10,<0.11",
         "tqdm>=4.66",
         "jinja2>=3.1",

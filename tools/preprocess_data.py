@@ -84,6 +84,7 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
             part="heldout" if options.output.name.endswith(".heldout") else "train",
             document=options.document,
             messages_key=options.messages_key,
+            encoding=options.encoding,
             tokenizer=str(options.tokenizer),
             output=options.output,
             text_key=options.text_key,
@@ -118,7 +119,11 @@ def _options() -> argparse.Namespace:
     add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add("--messages-key", help="or that of a chat, a list of {role, content}: the assistant's messages are predicted")
+    add(
+        "--messages-key",
+        help="or that of a chat, a list of {role, content} or {from, value}: the assistant's messages are predicted",
+    )
+    add("--encoding", help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16")
     add(
         "--document",
         choices=get_args(DocumentUnit),

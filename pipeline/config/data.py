@@ -59,8 +59,8 @@ class Corpus(Section):
 
     input: list[str] = Field(
         default=[],
-        description="files or patterns: JSONL (.gz, .zst, .xz), Parquet, text; folders saved by datasets; or datasets "
-        "on the hub, hf://org/name[/config][@revision][/split][?documents=N]",
+        description="files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; folders saved by "
+        "datasets; or datasets on the hub, hf://org/name[/config][@revision][/split][?documents=N]",
     )
     sample: Sampling | None = Field(
         default=None, description="instead of input, for role rehearsal: what the base is to write"
@@ -79,11 +79,14 @@ class Corpus(Section):
     )
     messages_key: str | None = Field(
         default=None,
-        description="or that of a chat in JSON, a list of {role, content}: framed by the tokenizer's chat template, "
-        "with the loss on the assistant's messages only",
+        description="or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's "
+        "chat template, with the loss on the assistant's messages only",
     )
     document: Literal["line", "file", "blank_line"] = "line"
     """of .txt files: what is one document, up to 32 MiB"""
+    encoding: str | None = Field(
+        default=None, description="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"
+    )
     role: Role = Field(
         default="new", description="replay: the base model's own domain; rehearsal: text that the base wrote itself"
     )

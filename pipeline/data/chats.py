@@ -19,6 +19,8 @@ from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_object, read_text
 
 TEMPLATE = "chat_template.jinja"
+# ShareGPT's names of who speaks; messages there hold `from` and `value`.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
 
 
@@ -56,13 +58,14 @@ class ChatTemplate:
         tokenizer: Tokenizer = load_tokenizer(self.path)
         return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
 
-    def records(self, offset: int, messages: object) -> Iterator[Record]:
-        """A document for each message of the assistant in `messages`, or why there is none."""
-        excerpt = orjson.dumps(messages, default=str)[:EXCERPT_BYTES]
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    def records(self, offset: int, found: object) -> Iterator[Record]:
+        """A document for each message of the assistant in the list of messages `found`, or why there is none."""
+        conversation = orjson.dumps(found, default=str).decode()
+        excerpt = conversation.encode()[:EXCERPT_BYTES]
+        messages = [message for message in map(_message, found) if message] if isinstance(found, list) else []
+        if not isinstance(found, list) or len(messages) < len(found):
             yield Rejected(offset, "messages_not_usable", excerpt)
             return
-        conversation = orjson.dumps(messages).decode()
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
         if not answers:
             yield Rejected(offset, "no_answer", excerpt)
@@ -126,5 +129,9 @@ def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _message(found: object) -> dict[str, Any] | None:
+    """A message of a chat, one of ShareGPT's translated; None for anything else."""
+    if isinstance(found, dict) and found.keys() >= {"from", "value"}:
+        found = {"role": _ROLES.get(str(found["from"]), found["from"]), "content": found["value"]}
+    is_message = isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("role", "content"))
+    return found if isinstance(found, dict) and is_message else None

@@ -79,6 +79,7 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
             prompt_key=corpus.prompt_key,
             document=corpus.document,
             messages_key=corpus.messages_key,
+            encoding=corpus.encoding,
         )
         yield replace(job, heldout_fraction=corpus.heldout_fraction)
         if corpus.heldout_input:

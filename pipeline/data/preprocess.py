@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from pipeline import log
+from pipeline.data.bad_records import BadRecordLimit
 from pipeline.data.file_content import FileContent, check_file, content_of
 from pipeline.data.imported import BACKEND, import_shards
 from pipeline.data.job_state import (
@@ -34,7 +35,7 @@ from pipeline.data.job_state import (
     remove_state,
     sums_of,
 )
-from pipeline.data.records import BadRecordLimit, DocumentUnit, Keys
+from pipeline.data.records import DocumentUnit, Keys
 from pipeline.data.token_corpus import (
     MANIFEST,
     SAMPLED_BLOCKS,
@@ -70,6 +71,7 @@ class Plan(BaseModel):
     prompt_key: str | None = None
     document: DocumentUnit = "line"
     chat_template: str | None = None
+    encoding: str | None = None
     heldout_fraction: float
     unit_bytes: int
 
@@ -180,7 +182,13 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
 def _reading(keys: Keys) -> dict[str, Any]:
     """The fields of a plan and of a manifest that say where documents were in the inputs."""
     template = None if keys.chat is None else keys.chat.fingerprint
-    return {"text_key": keys.text, "prompt_key": keys.prompt, "document": keys.document, "chat_template": template}
+    return {
+        "text_key": keys.text,
+        "prompt_key": keys.prompt,
+        "document": keys.document,
+        "chat_template": template,
+        "encoding": keys.encoding,
+    }
 
 
 def check_folder(job: Job, tokenizer: Tokenizer) -> None:
@@ -213,6 +221,7 @@ def _check_finished(job: Job, plan: Plan) -> Manifest:
         prompt_key=manifest.prompt_key,
         document=manifest.document,
         chat_template=manifest.chat_template,
+        encoding=manifest.encoding,
         heldout_fraction=manifest.heldout_fraction,
         unit_bytes=plan.unit_bytes,
     )

@@ -1,23 +1,13 @@
-"""The records that readers yield, documents and rejected ones, and the quarantine of the rejected ones."""
+"""The records that readers yield: documents, and rejected ones."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import cached_property
-from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Union
-
-import orjson
-
-from pipeline.errors import DataError
-from pipeline.files import published_file
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, Union
 
 Reason = Literal[
     "malformed_json",
+    "malformed_csv",
     "not_an_object",
     "no_text_key",
     "text_not_string",
@@ -39,13 +29,6 @@ EXCERPT_BYTES = 200
 # Every worker must have room for one record of this size.
 MAX_RECORD_BYTES = 32 * 2**20
 
-# The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
-_RECORDS_BEFORE_CHECK = 10_000
-# So that the message about a small file counts all of its bad records.
-_REJECTED_BEFORE_STOP = 1000
-_EXAMPLES = 3
-_EXAMPLE_CHARACTERS = 60
-
 
 class Chat(Protocol):
     """Makes documents of a chat; see `data.chats`."""
@@ -64,13 +47,15 @@ class Keys(NamedTuple):
     """Where documents are in the inputs.
 
     The keys, or columns, of a record's text and of the prompt before it; None: records have no prompt. With `chat` both
-    are the key of a chat's messages. `document` is what a document is in a text file.
+    are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that of a file that is
+    not UTF-8, as Python names it.
     """
 
     text: str = "text"
     prompt: str | None = None
     document: DocumentUnit = "line"
     chat: Chat | None = None
+    encoding: str | None = None
 
     @property
     def all(self) -> list[str]:
@@ -112,20 +97,27 @@ class Rejected(NamedTuple):
 Record = Union[Document, Rejected]
 
 
+def text_of_bytes(offset: int, content: bytes) -> Record:
+    """The document whose text is `content` in UTF-8, or why it cannot be one."""
+    if len(content) > MAX_RECORD_BYTES:
+        return Rejected(offset, "too_large", content[:EXCERPT_BYTES])
+    try:
+        return checked_text(offset, content.decode())
+    except UnicodeDecodeError:
+        return Rejected(offset, "invalid_utf8", content[:EXCERPT_BYTES])
+
+
 def checked_text(offset: int, text: object) -> Record:
     """`text` as a document, or why it cannot be one."""
     if not isinstance(text, str):
-        return Rejected(offset, "text_not_string", _shown(text)[:EXCERPT_BYTES].encode(errors="backslashreplace"))
+        # A container's own text may be long, or too deep for Python to write.
+        shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
+        return Rejected(offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace"))
     if not text or text.isspace():
         return Rejected(offset, "empty_text", text[:EXCERPT_BYTES].encode())
     if "\0" in text:
         return Rejected(offset, "nul_character", text[:EXCERPT_BYTES].encode())
     return Document(text, len(text.encode()))
-
-
-def _shown(value: object) -> str:
-    """A value of JSON that is not a string. A container's own text may be long, or too deep for Python to write."""
-    return type(value).__name__ if isinstance(value, (list, dict)) else repr(value)
 
 
 def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
@@ -138,99 +130,11 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
     return Document(answer.text, answer.utf8_bytes, checked.text, checked.utf8_bytes)
 
 
-class Quarantine(ExitStack):
-    """Writes the first rejected records of one unit to `path`; their file is published at the end, if there are any.
-
-    A bad record may be much shorter than its description, so that the number of written ones is limited.
-    """
-
-    most_written = 10_000
-
-    def __init__(self, path: Path, source: str, most_rejected: float = math.inf) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self._total = 0
-        self._examples: list[str] = []
-        self._path = path
-        self._source = source
-        self._most = max(most_rejected, _REJECTED_BEFORE_STOP)
-
-    @cached_property
-    def _file(self) -> BinaryIO:
-        return self.enter_context(published_file(self._path))
-
-    def add(self, record: Rejected) -> None:
-        """Writes one record; bytes that are not UTF-8 are shown as \\xNN.
-
-        Raises:
-            DataError: there are more than `most_rejected`.
-        """
-        self.counts[record.reason] += 1
-        self._total += 1
-        if self._total > self.most_written and self._total <= self._most:
-            return
-        excerpt = record.excerpt.decode(errors="backslashreplace")
-        line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
-        if len(self._examples) < _EXAMPLES:
-            self._examples.append(_description(line))
-        if self._total > self._most:
-            raise DataError(
-                f"{self._source}: {self._total} records are bad, more than --max-bad-fraction allows in all of the "
-                f"input: {'; '.join(self._examples)}; {_advice(self.counts)}"
-            )
-        self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-
-
-class BadRecordLimit:
-    """Counts the records of a job, of which at most `fraction` may be bad."""
-
-    def __init__(self, fraction: float) -> None:
-        self.fraction = fraction
-        self.records = 0
-        self.rejected: Counter[str] = Counter()
-
-    def add(self, records: int, rejected: Mapping[str, int]) -> None:
-        """Counts the records of a finished unit, and the rejected ones among them by reason."""
-        self.records += records
-        self.rejected.update(rejected)
-
-    def check(self, quarantines: Iterable[Path], *, at_end: bool = False) -> None:
-        """Checks the fraction of bad records so far; `quarantines` are the files to take examples from.
-
-        Raises:
-            DataError: it is too large; the message shows three examples.
-        """
-        bad = self.rejected.total()
-        if bad <= self.fraction * self.records or (self.records < _RECORDS_BEFORE_CHECK and not at_end):
-            return
-        raise DataError(
-            f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: "
-            f"{'; '.join(islice(_descriptions(quarantines), _EXAMPLES))}; {_advice(self.rejected)}"
-        )
-
-
-def _descriptions(quarantines: Iterable[Path]) -> Iterator[str]:
-    for path in quarantines:
-        with path.open("rb") as file:
-            yield from map(_description, map(orjson.loads, file))
-
-
-def _description(line: Mapping[str, Any]) -> str:
-    return f"{line['file']} at {line['offset']}: {line['reason']} {line['excerpt'][:_EXAMPLE_CHARACTERS]!r}"
-
-
-def _advice(rejected: Counter[str]) -> str:
-    """What to do about too many rejected records, by their most frequent reason."""
-    reason = rejected.most_common(1)[0][0]
-    if reason in ("no_text_key", "no_prompt_key"):
-        key = reason.removeprefix("no_")
-        return f"set {key} (--{key.replace('_', '-')}) to one of the keys, and remove the output folder"
-    if reason == "too_large":
-        return (
-            f"a document has at most {MAX_RECORD_BYTES >> 20} MiB: split them (a .txt by `document: blank_line`), and "
-            "remove the output folder"
-        )
-    return (
-        "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the output "
-        "folder"
+def row_record(row: int, values: Sequence[bytes | None]) -> Record:
+    """The record in a row of a table: the values in the columns of `Keys.all`, in UTF-8; None is null."""
+    text, *prompt = (
+        Rejected(row, "text_not_string", b"null") if value is None else text_of_bytes(row, value) for value in values
     )
+    if not prompt:
+        return text
+    return with_prompt(row, text, prompt[0].text if isinstance(prompt[0], Document) else None)

@@ -101,6 +101,7 @@ class Manifest(_Strict):
     prompt_key: str | None = None
     document: DocumentUnit = "line"
     chat_template: str | None = None
+    encoding: str | None = None
     heldout_fraction: float
     documents: NonNegativeInt
     tokens: NonNegativeInt

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from pipeline import log
 from pipeline.config.data import Corpus
+from pipeline.data.bad_records import Quarantine
 from pipeline.data.chats import chat_template
 from pipeline.data.file_content import content_of
 from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
-from pipeline.data.records import Document, DocumentUnit, Keys, Quarantine, Rejected
+from pipeline.data.records import Document, DocumentUnit, Keys, Rejected
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
@@ -53,6 +54,7 @@ class Job:
     unit_bytes: int | None = None
     document: DocumentUnit = "line"
     messages_key: str | None = None
+    encoding: str | None = None
 
     @property
     def keys(self) -> Keys:
@@ -82,8 +84,9 @@ def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
         DataError: they are chats, and the tokenizer has no chat template.
     """
     if described.messages_key is not None:
-        return Keys(described.messages_key, described.messages_key, described.document, chat_template(tokenizer))
-    return Keys(described.text_key, described.prompt_key, described.document)
+        text = prompt = described.messages_key
+        return Keys(text, prompt, described.document, chat_template(tokenizer), described.encoding)
+    return Keys(described.text_key, described.prompt_key, described.document, encoding=described.encoding)
 
 
 def state_of(job: Job, plan: str, unit: Unit) -> UnitState:

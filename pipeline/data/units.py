@@ -17,23 +17,21 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data import hub_datasets, tables
-from pipeline.data.input_checks import input_size
-from pipeline.data.json_arrays import array_records, begins_array
-from pipeline.data.paragraphs import file_record, paragraph_records
+from pipeline.data.readers import begins_array, text_records
 from pipeline.data.records import Document, Keys, Record, Rejected
-from pipeline.data.text_files import Stream, line_records, open_stream, text_length
+from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, input_size, open_stream, text_length
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
-Kind = Literal["jsonl", "json_array", "text", "parquet", "arrow", "tokens"]
+Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "arrow", "tokens"]
 
 _KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet", ".arrow": "arrow",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv",
+    ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow",
     ".bin": "tokens",
 }  # fmt: skip
 TOKENS = ".bin"
 """Of tokens that Megatron-LM made, with an index beside them."""
-_COMPRESSIONS = (".gz", ".zst", ".xz")
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
@@ -62,7 +60,7 @@ def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     (`hf://org/name`), which are streamed first where they are not on this machine.
 
     Raises:
-        DataError: a file is missing, no regular file, cut short, empty, named twice, or of an unknown format.
+        DataError: a file is missing, empty, named twice, or of an unknown format.
     """
     files = named_files(inputs)
     sizes = dict(zip(files, in_threads(input_size, files), strict=True))
@@ -119,21 +117,25 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
     if keys.document != "line" and kind != "text":
         raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
-    if keys.chat is not None and kind in ("parquet", "arrow"):
+    if keys.chat is not None and kind in ("parquet", "arrow", "csv", "tsv"):
         raise DataError(f"{path}: chats are read from JSON; write the table as JSONL, a chat a line")
+    if keys.encoding is not None and kind in ("parquet", "arrow"):
+        raise DataError(f"{path}: encoding is for text files; the strings of a table are UTF-8")
     if kind == "parquet":
         ranges = tables.parquet_ranges(path, keys, unit_bytes)
     elif kind == "arrow":
         ranges = tables.arrow_ranges(path, keys, unit_bytes)
     elif kind == "text" and keys.prompt is not None:
         raise DataError(
-            f"{path}: a line of text has no {keys.prompt!r}; give texts with prompts as JSONL, Parquet or Arrow"
+            f"{path}: a line of text has no {keys.prompt!r}; give texts with prompts as JSONL, CSV, Parquet or Arrow"
         )
-    elif _is_json_array(path):
-        kind, length = "json_array", text_length(path)
-        ranges = [(0, length, length)]
     else:
-        length = text_length(path)
+        length = text_length(path, keys.encoding)
+        # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
+        if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
+            kind = "json_array"
+        if kind in ("json_array", "csv", "tsv"):
+            unit_bytes = max(length, 1)
         unit_bytes = max(length, 1) if keys.document == "file" else unit_bytes
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
@@ -150,19 +152,13 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
         return tables.parquet_records(path, unit.start, unit.stop, keys)
     if unit.kind == "arrow":
         return tables.arrow_records(path, unit.start, unit.stop, keys)
-    if unit.kind == "json_array":
-        return array_records(_cached_stream(path), keys)
-    if keys.document == "file":
-        return file_record(_cached_stream(path))
-    if keys.document == "blank_line":
-        return paragraph_records(_cached_stream(path), unit.start, unit.stop)
-    return line_records(_cached_stream(path), unit.start, unit.stop, keys=keys if unit.kind == "jsonl" else None)
+    return text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
 
 
 def most_records(units: Sequence[Unit], keys: Keys) -> float:
     """A number of records that `units` cannot exceed, if all are good; infinite for tables."""
-    shortest = {"text": len("a\n"), "jsonl": len('{"":"a"}\n') + len(keys.text)}
-    shortest["json_array"] = shortest["jsonl"]
+    of_json = len('{"":"a"}\n') + len(keys.text)
+    shortest = {"text": len("a\n"), "csv": len("a\n"), "tsv": len("a\n"), "jsonl": of_json, "json_array": of_json}
     return sum(unit.text_bytes / shortest[unit.kind] if unit.kind in shortest else math.inf for unit in units)
 
 
@@ -212,7 +208,7 @@ def sampled_documents(inputs: Sequence[str], keys: Keys, max_bytes: int) -> tupl
     documents: list[Document] = []
     read = 0
     for place in _drawn([_beginning(unit, keys) for unit in units], max_bytes, seed=0):
-        taken, is_table = 0, place.kind in ("parquet", "arrow", "json_array")
+        taken, is_table = 0, place.kind not in ("jsonl", "text")
         for record in unit_records(place, keys):
             if isinstance(record, Document):
                 documents.append(record)
@@ -235,9 +231,10 @@ def _beginning(unit: Unit, keys: Keys) -> Unit:
 
 
 def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
+    advice = next(filter(None, map(encoding_advice, named_files(inputs))), None) if keys.encoding is None else None
     return DataError(
         f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
-        "give records a string under that key, or set text_key, or messages_key for chats"
+        + (advice or "give records a string under that key, or set text_key, or messages_key for chats")
     )
 
 
@@ -253,14 +250,9 @@ def _drawn(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
     return sorted(drawn, key=lambda unit: (unit.path, unit.start))
 
 
-def _is_json_array(path: Path) -> bool:
-    """Whether a .json file holds one array of all records, as LLaMA-Factory's data do, and not an object a line."""
-    return ".json" in path.suffixes[-2:] and begins_array(open_stream(path))
-
-
 def _kind(path: Path) -> Kind:
     suffixes = path.suffixes
-    compressed = bool(suffixes) and suffixes[-1] in _COMPRESSIONS
+    compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
     kind = _KINDS.get(suffix)
     if kind is None or (compressed and kind in ("parquet", "arrow", "tokens")):
@@ -272,6 +264,6 @@ def _kind(path: Path) -> Kind:
 
 
 @lru_cache(maxsize=1)
-def _cached_stream(path: Path) -> Stream:
+def _cached_stream(path: Path, encoding: str | None) -> Stream:
     """The stream of the last file: reading the next unit of a compressed file continues where the last unit ended."""
-    return open_stream(path)
+    return open_stream(path, encoding)

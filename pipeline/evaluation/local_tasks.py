@@ -27,7 +27,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from pipeline import log
-from pipeline.data.text_files import lines, open_stream, text_length
+from pipeline.data.readers import lines
+from pipeline.data.text_streams import open_stream, text_length
 from pipeline.errors import ConfigError, DataError
 
 _FAMILIES = ("kobest", "arc", "blimp")

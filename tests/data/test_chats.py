@@ -67,10 +67,21 @@ def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp
         assert answer == [*encode([CHAT[at]["content"]]).ids.tolist(), 2]  # and one end
 
 
+def test_sharegpt_is_read_as_messages(model, tmp_path):
+    names = {"user": ["human", "user"], "assistant": ["gpt", "chatgpt", "assistant"]}
+    made = make(model, tmp_path / "out", [CHAT])
+    for number in range(3):
+        chat = [
+            {"from": names[turn["role"]][number % len(names[turn["role"]])], "value": turn["content"]} for turn in CHAT
+        ]
+        assert make(model, tmp_path / f"out{number}", [chat]).documents == made.documents == 2
+        assert stored(tmp_path / f"out{number}") == stored(tmp_path / "out")
+
+
 def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
     bad: list[object] = [
         "text",
-        [{"role": "user"}],
+        [{"role": "user"}, {"from": ["gpt"], "value": 1}],
         [turn("user", "alone")],
         [turn("user", "a"), turn("user", "b"), turn("assistant", "c")],
         [turn("user", "a"), turn("assistant", "  ")],

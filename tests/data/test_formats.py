@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import lzma
+import shutil
 from pathlib import Path
 
 import datasets
@@ -13,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import text_files
+from pipeline.data import readers
+from pipeline.data.readers import lines
 from pipeline.data.records import Document, Keys
-from pipeline.data.text_files import DecompressedStream, lines, open_stream, text_length
+from pipeline.data.text_streams import DecodedStream, open_stream, text_length
+from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import input_files, split_file, unit_records
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, documents, jsonl, texts_in, tokenize, write_jsonl
+from tests.data.helpers import COMPRESS, STORIES260K, documents, jsonl, run_main, texts_in, tokenize, write_jsonl
 
 TEXTS = documents(60)
+DOCUMENTS = [f"{number}번째 문서입니다. 오늘은 날씨가 좋아서 산책을 갔다." for number in range(40)]
 
 
 def units_text(path: Path, unit_bytes: int, text_key: str = "text") -> list[str]:
@@ -99,7 +103,7 @@ def test_patterns_are_sorted(tmp_path: Path):
     [
         (["missing.jsonl"], "no such file"),
         (["*.nothing"], "no such file"),
-        (["table.csv"], "unknown format"),
+        (["table.xls"], "unknown format"),
         (["table.parquet.gz"], "unknown format"),
         (["empty.jsonl"], "is empty"),
         (["a.jsonl", "*.jsonl"], "is named twice"),
@@ -107,7 +111,7 @@ def test_patterns_are_sorted(tmp_path: Path):
     ],
 )
 def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: str):
-    for name in ("table.csv", "table.parquet.gz", "a.jsonl"):
+    for name in ("table.xls", "table.parquet.gz", "a.jsonl"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "folder").mkdir()
     if inputs == ["empty.jsonl"]:
@@ -128,7 +132,7 @@ def test_the_error_about_a_missing_column_lists_the_columns(tmp_path: Path):
 def test_a_truncated_parquet_file_gives_a_one_line_error(tmp_path: Path):
     pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
     (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
-    with pytest.raises(DataError, match="not a complete Parquet file") as error:
+    with pytest.raises(DataError, match=r"not a complete \.parquet file") as error:
         split_file(tmp_path / "x.parquet", 0, Keys(), 100)
     assert "\n" not in str(error.value)
 
@@ -151,30 +155,22 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
     edges = [0, *cuts, len(content)]
-    blocks = text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END
-    text_files._BLOCK_BYTES = text_files._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
+    blocks = readers._BLOCK_BYTES, readers._BLOCK_BYTES_PAST_END
+    readers._BLOCK_BYTES = readers._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
     try:
-        found, not_blank = (
-            [
-                line
-                for start, stop in itertools.pairwise(edges)
-                for line in lines(Bytes(content), start, stop, skip_blank=skip_blank)
-            ]
-            for skip_blank in (False, True)
-        )
+        found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
     finally:
-        text_files._BLOCK_BYTES, text_files._BLOCK_BYTES_PAST_END = blocks
+        readers._BLOCK_BYTES, readers._BLOCK_BYTES_PAST_END = blocks
     assert [line.content for line in found] == content.split(b"\n")[
         : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
     ]
     assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
-    assert [line for line in not_blank if line.content.strip()] == [line for line in found if line.content.strip()]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 400)), min_size=1, max_size=20))
 def test_a_compressed_file_can_be_read_anywhere(reads: list[tuple[int, int]]):
     content = bytes(range(256)) * 20
-    stream = DecompressedStream.__new__(DecompressedStream)
+    stream = DecodedStream.__new__(DecodedStream)
     stream.fault = None
     stream.pieces = lambda: iter([content[at : at + 300] for at in range(0, len(content), 300)] + [b""])  # type: ignore[method-assign]
     stream._restart()
@@ -192,3 +188,75 @@ def test_going_back_further_than_the_window(tmp_path: Path):
         assert stream.read_at(offset, 10) == content[offset : offset + 10]
     assert stream.read_at(6_000_000, 10) == b""
     assert text_length(tmp_path / "x.txt.xz") == len(content)
+
+
+# --- Tables of text and other encodings, through the tool ------------------------------------------------------------
+
+ROWS = 'id,question,text\r\n1,"왜?","하나, ""둘""\r\n셋"\r\n\r\n2,누가?,넷\r\n'
+
+
+def tokenize_tool(folder: Path, *arguments: str | Path) -> str:
+    """The error line of tools/preprocess_data.py; empty where it made the corpus `out`."""
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    where = ["--tokenizer", STORIES260K, "--output", folder / "out", "--workers", "1"]
+    done = run_main("preprocess_data.py", "--input", *arguments, *where)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr
+    return next((line for line in done.stderr.splitlines() if line.startswith("error: ")), "")
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+def test_csv_and_tsv(tmp_path: Path, name: str, compression: str):
+    path = tmp_path / f"{name}{compression}"
+    content = ROWS if name == "x.csv" else ROWS.replace(",", "\t").replace("하나\t", "하나,")
+    path.write_bytes(COMPRESS[compression](b"\xef\xbb\xbf" + content.encode()))
+    assert tokenize_tool(tmp_path, path) == ""
+    assert texts_in(tmp_path / "out") == ['하나, "둘"\r\n셋', "넷"]
+    keys = Keys("text", "question")
+    (unit,) = split_file(path, 0, keys, 3)
+    assert [record.prompt for record in unit_records(unit, keys)] == ["왜?", "누가?"]
+    line = tokenize_tool(tmp_path, path, "--text-key", "content")
+    assert line == f"error: {path}: has no column 'content'; set --text-key to one of: id, question, text"
+
+
+def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'text,id\ngood,1\n"a"b,2\nshort\n\xff,3\n ,4\nlast,5\n"open,6\n')
+    made = tokenize(tmp_path / "out", path)
+    assert texts_in(tmp_path / "out") == ["good", "last"]
+    assert made.rejected == {"malformed_csv": 3, "invalid_utf8": 1, "empty_text": 1}
+    whole = COMPRESS[".gz"](b"text\n" + b"".join(b"%d\n" % number for number in range(50_000)))
+    (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
+    made = tokenize(tmp_path / "cut", tmp_path / "x.csv.gz")
+    kept = texts_in(tmp_path / "cut")
+    assert made.rejected == {"truncated_file": 1} and len(kept) > 1000
+    assert kept == [str(number) for number in range(len(kept))]
+
+
+@pytest.mark.parametrize("encoding", ["cp949", "euc-kr", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt.gz", "x.csv"])
+def test_another_encoding_is_named_and_read(tmp_path: Path, name: str, encoding: str):
+    texts = [text for text in DOCUMENTS if text.encode(encoding, errors="ignore").decode(encoding) == text]
+    lines = {"x.jsonl": jsonl(texts).decode(), "x.txt.gz": "\n".join(texts), "x.csv": "\n".join(["text", *texts])}
+    path = tmp_path / name
+    path.write_bytes(COMPRESS[".gz" if name.endswith("gz") else ""](lines[name].encode(encoding)))
+    advised = "cp949" if encoding in ("cp949", "euc-kr") else encoding
+    line = tokenize_tool(tmp_path, path)
+    assert f"{path} is likely {advised}, not UTF-8: set `encoding: {advised}` for the corpus (--encoding)" in line
+    assert "max-bad-fraction and" not in line
+    assert tokenize_tool(tmp_path, path, "--encoding", encoding, "--unit-mib", "0.0005") == ""
+    assert texts_in(tmp_path / "out") == texts
+    assert load_manifest(tmp_path / "out").encoding == encoding
+
+
+def test_bytes_that_an_encoding_does_not_have_cost_their_record(tmp_path: Path):
+    (tmp_path / "x.txt").write_bytes("하나\n".encode("cp949") + b"\xff\xff\n" + "둘\n".encode("cp949"))
+    made = tokenize(tmp_path / "out", tmp_path / "x.txt", encoding="cp949")
+    assert texts_in(tmp_path / "out") == ["하나", "둘"]
+    assert made.rejected == {"invalid_utf8": 1}
+    assert "unknown encoding 'cp94'" in tokenize_tool(tmp_path, tmp_path / "x.txt", "--encoding", "cp94")
+
+
+def test_few_bad_bytes_are_not_taken_for_another_encoding(tmp_path: Path):
+    (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS) + b'{"text": "\xff"}\n' * 9)
+    assert "raise --max-bad-fraction" in tokenize_tool(tmp_path, tmp_path / "x.jsonl")

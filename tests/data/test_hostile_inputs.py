@@ -6,23 +6,21 @@ import gzip
 import json
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import input_checks, json_arrays, tables
-from pipeline.data.records import Document, Keys, Quarantine, Record, Rejected
-from pipeline.data.text_files import line_records, open_stream
+from pipeline.data import readers
+from pipeline.data.bad_records import Quarantine
+from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files, split_file, unit_records
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, jsonl, texts_in, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, jsonl, tokenize, write_jsonl
 
 TEXTS = documents(60)
 
@@ -39,15 +37,6 @@ def reasons(records: list[Record]) -> list[str]:
 def saved(folder: Path, texts: list[str] = TEXTS) -> Path:
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder)
     return folder
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.parquet"])
-def test_a_copy_that_was_cut_short(tmp_path: Path, name: str):
-    with (tmp_path / name).open("wb") as file:
-        file.write(jsonl(TEXTS))
-        file.truncate(2**43)
-    with pytest.raises(DataError, match="were never written; the copy was cut short"):
-        input_files([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +77,7 @@ def test_offsets_of_an_arrow_file_that_are_damaged(tmp_path: Path):
     content = path.read_bytes()
     assert offsets in content
     path.write_bytes(content.replace(offsets, offsets.replace(b"\x09", b"\x63")))
-    with pytest.raises(DataError, match=r"not a complete Arrow file .*; copy it again"):
+    with pytest.raises(DataError, match=r"not a complete \.arrow file, copy it again"):
         read(path)
 
 
@@ -117,49 +106,6 @@ def test_damaged_tables_give_records_or_one_line(tmp_path: Path):
     assert refused > 60
 
 
-def test_a_cell_that_is_too_large(tmp_path: Path):
-    """40 MB in 2 kB: its record is rejected. Where it does not fit into memory at all, the file is refused."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text": ["a" * 40 * 2**20, "good"]}), path, compression="zstd")
-    assert path.stat().st_size < 5000
-    rejected, good = read(path)
-    assert rejected == Rejected(0, "too_large", b"a" * 200)
-    assert isinstance(good, Document)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError, match="needs more than 32 MiB for a page"):
-        patch.setattr(tables, "_MEMORY_BYTES", 2**25)
-        read(path)
-
-
-@pytest.mark.parametrize("repeated", ["a long text", "nothing"])
-def test_a_column_that_repeats_itself(tmp_path: Path, repeated: str):
-    """10,000 times 200 kB, of which the file holds one, and 30 million rows of nothing."""
-    if repeated == "nothing":
-        column = pa.nulls(30_000_000, pa.string())
-    else:
-        column = pa.DictionaryArray.from_arrays(np.zeros(10_000, np.int32), ["b" * 200_000])
-    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="which is not text: a decompression bomb, or damaged"):
-        for unit in split_file(tmp_path / "x.parquet", 0, Keys(), 10**9):
-            for _ in unit_records(unit, Keys()):
-                pass
-
-
-def test_text_that_decompresses_to_far_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(input_checks, "_ALWAYS_ALLOWED_BYTES", 2**24)
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**25))
-    with pytest.raises(DataError, match=r"bytes decode to 1[67]\d+ or more, which is not text"):
-        read(tmp_path / "x.jsonl.gz")
-
-
-def test_blank_lines_are_skipped_quickly(tmp_path: Path):
-    content = b"\n" * 30_000_000 + b" \r\n" * 1000 + jsonl(TEXTS)
-    (tmp_path / "x.jsonl").write_bytes(content)
-    started = time.process_time()
-    records = list(line_records(open_stream(tmp_path / "x.jsonl"), 0, len(content), keys=Keys()))
-    assert time.process_time() - started < 1.5  # 0.1 s on an idle machine; one object for each line takes 20 s
-    assert [record.text for record in records] == TEXTS
-
-
 def test_a_quarantine_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Quarantine, "most_written", 100)
     (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS) + b"x\n" * 500)
@@ -185,7 +131,7 @@ ARRAY = [{"instruction": f'{number} ["{{\\', "output": '한 \n "\\\\" ]},' * num
 @pytest.mark.parametrize("block", [9, 64, 2**18])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_array_of_records(tmp_path: Path, block: int, indent: int | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_arrays, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(readers, "_ARRAY_BLOCK_BYTES", block)
     content = json.dumps(ARRAY, indent=indent, ensure_ascii=indent is None)
     (tmp_path / "x.json").write_text("\ufeff" + content, encoding="utf-8")
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(content.encode()))
@@ -241,9 +187,3 @@ def test_damaged_tokenizers(tmp_path: Path, change: Callable[[dict], None], mess
     with pytest.raises(DataError, match=message) as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_the_whole_job_reads_an_array(tmp_path: Path):
-    (tmp_path / "x.json").write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
-    tokenize(tmp_path / "out", tmp_path / "x.json", unit_bytes=100)
-    assert texts_in(tmp_path / "out") == TEXTS

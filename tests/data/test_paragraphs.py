@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import paragraphs, text_files
+from pipeline.data import readers
 from pipeline.data.records import Document, Keys
 from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import good_documents, split_file, unit_records
@@ -52,7 +52,7 @@ def test_paragraphs_do_not_depend_on_where_a_file_is_cut(tmp_path_factory, lines
 
 
 def test_a_long_stretch_of_white_space_is_one_blank_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(paragraphs, "_LOOK_BACK_BYTES", 4)
+    monkeypatch.setattr(readers, "_LOOK_BACK_BYTES", 60)
     path = tmp_path / "x.txt"
     path.write_text("one\n" + " " * 50 + "\ntwo\nmore\n\nthree")
     for unit_bytes in range(1, 70):
@@ -60,8 +60,7 @@ def test_a_long_stretch_of_white_space_is_one_blank_line(tmp_path, monkeypatch):
 
 
 def test_a_document_that_is_too_large_is_named_with_what_to_do(tmp_path, monkeypatch):
-    for module in (paragraphs, text_files):
-        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
     path = tmp_path / "x.txt"
     path.write_text("short\n\n" + "long line\n" * 200 + "\nlast")
     assert read(path, "blank_line") == ["short", "too_large", "last"]

@@ -1,0 +1,279 @@
+"""The records in text files: JSONL, JSON arrays, CSV, TSV and plain text, read from any offset in bounded memory."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import orjson
+
+from pipeline.data.records import (
+    EXCERPT_BYTES,
+    MAX_RECORD_BYTES,
+    Keys,
+    Record,
+    Rejected,
+    checked_text,
+    row_record,
+    text_of_bytes,
+    with_prompt,
+)
+from pipeline.data.text_streams import Stream, encoding_advice
+from pipeline.errors import DataError
+
+_BLOCK_BYTES = 4 << 20
+# Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
+_BLOCK_BYTES_PAST_END = 64 << 10
+_LOOK_BACK_BYTES = 64 << 10
+_ARRAY_BLOCK_BYTES = 256 << 10
+_BLANK = b" \t\r\v\f"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SHOWN_KEYS = 20
+# In JSON, outside of strings only these matter: where a string begins, how deep it is, and where an element ends.
+_STRUCTURE = re.compile(rb'["\[\]{},]')
+_REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % _BYTE_ORDER_MARK)
+
+
+class Line(NamedTuple):
+    """A line without its line end, or several as one document. Beyond MAX_RECORD_BYTES `content` may be a beginning."""
+
+    offset: int
+    content: bytes
+    size: int
+
+
+def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+    """The records that begin in the bytes [start, stop) of a file; of a `kind` json_array, csv or tsv all of them.
+
+    Where the stream is damaged, the incomplete last record is rejected with the fault as reason.
+    """
+    if kind == "json_array":
+        yield from _array_records(stream, keys)
+        return
+    if kind in ("csv", "tsv"):
+        yield from _csv_records(stream, keys, "," if kind == "csv" else "\t")
+        return
+    documents = {"line": lines, "blank_line": _paragraphs, "file": _whole_file}[keys.document]
+    incomplete: Line | None = None
+    for line in documents(stream, start, stop):
+        if stream.fault and not stream.read_at(line.offset + line.size, 1):
+            incomplete = line
+            continue
+        # A file that others were appended to has a byte-order mark in its middle, too.
+        content = line.content.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r")
+        if content and not content.isspace():
+            yield from _records_of(Line(line.offset, content, line.size), keys if kind == "jsonl" else None)
+    if not stream.read_at(stop, 1) and stream.fault:
+        offset, excerpt = (stop, b"") if incomplete is None else (incomplete.offset, incomplete.content[:EXCERPT_BYTES])
+        yield Rejected(offset, stream.fault, excerpt)
+
+
+def lines(stream: Stream, start: int, stop: int, *, past_stop: bool = False) -> Iterator[Line]:
+    """The lines that begin in [start, stop), or with `past_stop` those after them too."""
+    offset = position = _first_line_start(stream, start, stop)
+    pieces: list[bytes] = []  # of the line at `offset`, whose end has not been read
+    size = 0
+    while offset < stop or past_stop:
+        wanted = min(_BLOCK_BYTES, stop - position) if position < stop else _BLOCK_BYTES_PAST_END
+        block = stream.read_at(position, wanted)
+        if not block:
+            break
+        position += len(block)
+        *ended, rest = block.split(b"\n")
+        for content in ended:
+            size += len(content)
+            yield Line(offset, b"".join([*pieces, content]), size)
+            offset += size + 1
+            pieces, size = [], 0
+            if offset >= stop and not past_stop:
+                return
+        pieces.append(rest)
+        size += len(rest)
+        if size > MAX_RECORD_BYTES:
+            pieces = [b"".join(pieces)[:EXCERPT_BYTES]]
+    if size:
+        yield Line(offset, b"".join(pieces), size)
+
+
+def _first_line_start(stream: Stream, start: int, stop: int) -> int:
+    """Where the first line that begins in [start, stop) begins; `stop` if none does."""
+    if start == 0:
+        return 0
+    position = start - 1  # the line that contains this byte belongs to the range before
+    while position < stop and (block := stream.read_at(position, min(_BLOCK_BYTES, stop - position))):
+        if (found := block.find(b"\n")) >= 0:
+            return position + found + 1
+        position += len(block)
+    return stop
+
+
+def _paragraphs(stream: Stream, start: int, stop: int) -> Iterator[Line]:
+    """What lines of white space separate, where it begins in [start, stop)."""
+    first = _first_line_start(stream, start, stop)
+    back = min(first, _LOOK_BACK_BYTES)
+    before = stream.read_at(first - back, back)[:-1].rstrip(_BLANK)
+    is_rest = bool(before) and not before.endswith(b"\n")  # of one that begins before
+    pieces: list[bytes] = []
+    offset, size = 0, 0
+    for line in lines(stream, start, stop, past_stop=True):
+        if line.content.strip():
+            if size or (not is_rest and line.offset < stop):
+                offset = offset if size else line.offset
+                pieces.append(line.content.removesuffix(b"\r"))
+                size = line.offset + line.size + 1 - offset
+                if size > MAX_RECORD_BYTES:
+                    del pieces[1:]
+                continue
+        else:
+            is_rest = False
+        if size:
+            yield Line(offset, b"\n".join(pieces), size)
+            pieces, size = [], 0
+        if line.offset >= stop:
+            return
+    if size:
+        yield Line(offset, b"\n".join(pieces), size)
+
+
+def _whole_file(stream: Stream, start: int, _: int) -> Iterator[Line]:
+    pieces: list[bytes] = []
+    size = 0
+    while size <= MAX_RECORD_BYTES and (block := stream.read_at(size, MAX_RECORD_BYTES + 1 - size)):
+        pieces.append(block)
+        size += len(block)
+    yield Line(start, b"".join(pieces).replace(b"\r\n", b"\n").rstrip(b"\n"), size)
+
+
+# --- Records ---------------------------------------------------------------------------------------------------------
+
+
+def _records_of(line: Line, keys: Keys | None) -> Iterator[Record]:
+    """The records in a line: its text (None), a JSON object with `keys`, or of a chat one for each answer."""
+    excerpt = line.content[:EXCERPT_BYTES]
+    if line.size > MAX_RECORD_BYTES:
+        yield Rejected(line.offset, "too_large", excerpt)
+        return
+    if keys is None:
+        yield text_of_bytes(line.offset, line.content)
+        return
+    try:
+        value = orjson.loads(line.content)
+    except orjson.JSONDecodeError:
+        text = text_of_bytes(line.offset, line.content)
+        is_utf8 = not isinstance(text, Rejected) or text.reason != "invalid_utf8"
+        yield Rejected(line.offset, "malformed_json" if is_utf8 else "invalid_utf8", excerpt)
+        return
+    if not isinstance(value, dict):
+        yield Rejected(line.offset, "not_an_object", excerpt)
+    elif keys.chat is not None and keys.text in value:
+        yield from keys.chat.records(line.offset, value[keys.text])
+    else:
+        yield _record_of(line.offset, value, keys)
+
+
+def _record_of(offset: int, value: dict[str, Any], keys: Keys) -> Record:
+    if missing := [key for key in keys.all if key not in value]:
+        names = f"its keys: {', '.join(islice(value, _SHOWN_KEYS))}".encode()[:EXCERPT_BYTES]
+        return Rejected(offset, "no_text_key" if keys.text in missing else "no_prompt_key", names)
+    document = checked_text(offset, value[keys.text])
+    return document if keys.prompt is None else with_prompt(offset, document, value[keys.prompt])
+
+
+# --- Files that only make sense from their beginning -----------------------------------------------------------------
+
+
+def begins_array(stream: Stream) -> bool:
+    """Whether the text of `stream` begins as a JSON array does."""
+    return _ARRAY_START.match(stream.read_at(0, _ARRAY_BLOCK_BYTES)) is not None
+
+
+def _array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
+    """The records of the array that `stream` holds; the last is a rejected one if the array does not end well."""
+    opening = _ARRAY_START.match(stream.read_at(0, _ARRAY_BLOCK_BYTES))
+    window, base = b"", opening.end() if opening else 0  # some bytes of the file, and where they begin in it
+    start = at = 0  # in the window: where the element begins, and how far it has been scanned
+    dropped, head = 0, b""  # of an element that is too large: how much of it is not in the window, and its beginning
+    depth, in_string, is_open = 0, False, True
+    while is_open:
+        if in_string:
+            at = _REST_OF_STRING.match(window, at).end()  # type: ignore[union-attr]  # it matches an empty string
+            if window[at : at + 1] == b'"':
+                in_string = False
+                at += 1
+                continue
+        elif found := _STRUCTURE.search(window, at):
+            at = found.end()
+            if found[0] == b'"':
+                in_string = True
+            elif found[0] in (b"[", b"{"):
+                depth += 1
+            elif depth and found[0] != b",":
+                depth -= 1
+            elif not depth:
+                if content := (head + window[start : found.start()]).strip():
+                    yield from _records_of(Line(base + start - dropped, content, dropped + len(content)), keys)
+                start, dropped, head = at, 0, b""
+                is_open = found[0] == b","
+            continue
+        else:
+            at = len(window)
+        block = stream.read_at(base + len(window), _ARRAY_BLOCK_BYTES)
+        if not block:
+            excerpt = (head + window[start:])[:EXCERPT_BYTES]
+            yield Rejected(base + start - dropped, stream.fault or "malformed_json", excerpt)
+            return
+        if at - start > MAX_RECORD_BYTES:
+            head = head or window[start : start + EXCERPT_BYTES]
+            dropped += at - start
+            start = at
+        window, base = window[start:] + block, base + start
+        start, at = 0, at - start
+    rest = window[at:] + stream.read_at(base + len(window), _ARRAY_BLOCK_BYTES)
+    if rest.strip():
+        yield Rejected(base + at, stream.fault or "malformed_json", rest[:EXCERPT_BYTES])
+
+
+def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]:
+    """The records of a table whose first row names the columns; offsets are row numbers."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    texts = (
+        line.content.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape") + "\n"
+        for line in lines(stream, 0, sys.maxsize)
+    )
+    rows = csv.reader(texts, delimiter=delimiter, strict=True)
+    try:
+        names = next(rows, [])
+    except csv.Error as error:
+        raise DataError(f"{stream.path}: its first row does not name columns ({error}); correct it") from None
+    for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
+        if key not in names:
+            advice = encoding_advice(stream.path) or f"set {option} to one of: {', '.join(names)[:500]}"
+            raise DataError(f"{stream.path}: has no column {key!r}; {advice}")
+    places = [names.index(key) for key in keys.all]
+    row, last = 0, None
+    while True:
+        try:
+            values = next(rows, None)
+        except csv.Error as error:
+            found: Record = Rejected(row, "malformed_csv", str(error).encode())
+        else:
+            if values is None:
+                break
+            if not values:  # an empty line
+                continue
+            if len(values) != len(names):
+                found = Rejected(row, "malformed_csv", f"{len(values)} columns, not {len(names)}".encode())
+            else:
+                found = row_record(row, [values[place].encode(errors="surrogateescape") for place in places])
+        if last is not None:
+            yield last
+        last, row = found, row + 1
+    if stream.fault:  # the last row may have been cut
+        last = Rejected(max(0, row - 1), stream.fault, b"")
+    if last is not None:
+        yield last

@@ -1,0 +1,170 @@
+"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of another encoding."""
+
+from __future__ import annotations
+
+import codecs
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import charset_normalizer
+import zstandard
+
+from pipeline.errors import DataError
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".xz": lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
+}
+COMPRESSIONS = tuple(_DECOMPRESSORS)
+_DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
+# Small, because what a damaged slice held before the damage is lost, too.
+_SLICE_BYTES = 4 << 10
+_SLICES = 256
+_SAMPLE_BYTES = 64 << 10
+# Of the text before, so that a reader can go back a little.
+_KEPT_BYTES = 1 << 20
+
+# A lone surrogate is not UTF-8: the record that holds the undecodable bytes is rejected, the others are read.
+codecs.register_error("lone_surrogate", lambda error: ("\ud800", error.end))  # type: ignore[attr-defined]
+
+
+class Stream:
+    """The bytes of a plain file.
+
+    `fault` is set once reading has reached a damaged place; the stream ends there.
+    """
+
+    fault: Literal["truncated_file", "corrupt_file"] | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb")
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """At most `size` bytes from `offset` on; none at the end. Raises DataError where the disk fails."""
+        try:
+            return os.pread(self._file.fileno(), size, offset)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror}); copy it again") from None
+
+    def __del__(self) -> None:
+        if "_file" in self.__dict__:
+            self._file.close()
+
+
+class DecodedStream(Stream):
+    """The text of a file that is compressed, or of another encoding. Reading back by more than a mebibyte starts again.
+
+    A file that is truncated, or damaged in the middle, yields everything before that place and then sets `fault`.
+    """
+
+    def __init__(self, path: Path, encoding: str | None) -> None:
+        self.path = path
+        self._encoding = encoding
+        self._restart()
+
+    def _restart(self) -> None:
+        self._pieces = self.pieces()
+        self._window = b""
+        self._window_start = 0
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        if offset < self._window_start:
+            self._restart()
+        while offset >= self._window_start + len(self._window):
+            pieces = list(islice(self._pieces, _SLICES))
+            if not pieces:
+                return b""
+            kept = self._window[-_KEPT_BYTES:]
+            self._window_start += len(self._window) - len(kept)
+            self._window = b"".join([kept, *pieces])
+        at = offset - self._window_start
+        return self._window[at : at + size]
+
+    def pieces(self) -> Iterator[bytes]:
+        """The whole text from its beginning, in pieces."""
+        stored = self._decompressed() if self.path.suffix in _DECOMPRESSORS else self._stored()
+        if self._encoding is None:
+            yield from stored
+            return
+        decoder = codecs.getincrementaldecoder(self._encoding)("lone_surrogate")
+        for piece in stored:
+            yield decoder.decode(piece).encode(errors="surrogatepass")
+        yield decoder.decode(b"", final=True).encode(errors="surrogatepass")
+
+    def _stored(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            while data := file.read(_SLICE_BYTES):
+                yield data
+
+    def _decompressed(self) -> Iterator[bytes]:
+        """What each piece of the file decompresses to. Consecutive members or frames form one text."""
+        new_decompressor = _DECOMPRESSORS[self.path.suffix]
+        decompressor, complete = new_decompressor(), True
+        for piece in self._stored():
+            data = piece
+            while data:
+                if decompressor.eof:
+                    decompressor = new_decompressor()
+                try:
+                    yield decompressor.decompress(data)
+                except _DAMAGE:
+                    self.fault = "corrupt_file"
+                    return
+                complete = decompressor.eof
+                data = decompressor.unused_data if complete else b""
+        if not complete:
+            self.fault = "truncated_file"
+
+
+def open_stream(path: Path, encoding: str | None = None) -> Stream:
+    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
+
+    Raises:
+        DataError: Python does not know the encoding.
+    """
+    try:
+        is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"
+    except LookupError:
+        raise DataError(f"{path}: unknown encoding {encoding!r}; name one of Python's, such as cp949") from None
+    if is_plain and path.suffix not in _DECOMPRESSORS:
+        return Stream(path)
+    return DecodedStream(path, None if is_plain else encoding)
+
+
+def text_length(path: Path, encoding: str | None = None) -> int:
+    """The bytes of text in a file: its size, or what it decodes to before any damage."""
+    stream = open_stream(path, encoding)
+    return sum(map(len, stream.pieces())) if isinstance(stream, DecodedStream) else input_size(path)
+
+
+def input_size(path: Path) -> int:
+    """The bytes of an input file. Raises DataError where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; leave it out, or copy it again") from None
+
+
+def encoding_advice(path: Path) -> str | None:
+    """What to do about a file that is not UTF-8 but likely another encoding; None for UTF-8, damaged or not."""
+    if any(path.name.endswith(suffix) for suffix in (".parquet", ".arrow")):
+        return None
+    sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
+    text = sample.decode(errors="replace")
+    if "\0" not in text and text.count("\ufffd") * 50 < len(text):
+        return None
+    likely = charset_normalizer.from_bytes(sample).best()
+    if likely is None:
+        return None
+    name = likely.encoding.replace("_", "-")
+    return (
+        f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert it with "
+        f"`iconv -f {name} -t utf-8`, and remove the output folder"
+    )

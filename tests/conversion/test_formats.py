@@ -19,6 +19,7 @@ from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.tolerances import assert_near, rounding, rounding_of
 from tests.widened import some_tokens, unwidened
 
 FAMILIES = [name for name in CONFIGS if "eight" not in name]
@@ -70,13 +71,13 @@ def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype 
 
 
 @torch.no_grad()
-def difference(model: TrainedModel, folder: Path) -> float:
-    """The largest difference between the training model's logits and those of the folder."""
+def assert_exported(model: TrainedModel, folder: Path, bound: float | None = None) -> None:
+    """The folder's logits are the training model's, within `bound`: by default the rounding in fp32."""
     tokens = some_tokens(model.spec, 2, 16)
     expected = training_decoder(model).logits(tokens)
     assert expected.std() > 0.5
     found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
-    return float((found - expected).abs().max())
+    assert_near(found, expected, rounding_of(model.spec) if bound is None else bound)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -84,7 +85,7 @@ def test_scale_format_of_every_family(name, models, tmp_path):
     model = models(name, "scale")
     folder = exported(model, "scale", tmp_path / "hf")
     assert isinstance(load_hf_model(folder), ScaleForCausalLM)
-    assert difference(model, folder) < 2e-5
+    assert_exported(model, folder)
 
 
 @pytest.mark.parametrize(("name", "method"), [*((name, "stock") for name in STOCK_FAMILIES), ("phi3", "whole heads")])
@@ -93,9 +94,9 @@ def test_stock_format_is_the_bases_own_class_only_wider(name, method, models, tm
     loaded, _ = loaded_with_base(model, folder)
     assert loaded.config.hidden_size >= model.spec.widths.hidden_size + 12
     assert not (folder / "modeling_scale.py").exists()
-    assert difference(model, folder) < 5e-5
+    assert_exported(model, folder)
     tokens = some_tokens(model.spec, 2, 16)  # a base of a second round is read as transformers reads it
-    assert (unwidened(open_base(folder)).logits(tokens) - loaded(tokens).logits).abs().max() < 5e-5
+    assert_near(unwidened(open_base(folder)).logits(tokens), loaded(tokens).logits, rounding_of(loaded.config))
 
 
 def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -112,7 +113,7 @@ def test_full_fine_tuning_is_exported_as_the_base_is_stored(name, models, tmp_pa
     loaded, original = loaded_with_base(model, folder)
     pairs = zip(loaded.parameters(), original.parameters(), strict=True)
     assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in pairs)
-    assert difference(model, folder) < 1e-5
+    assert_exported(model, folder)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -125,7 +126,7 @@ def test_freeze_is_exported_with_only_the_upper_layers_changed(name, models, tmp
     assert {key for key, _ in loaded.named_parameters() if key not in moved} == {
         key for key, _ in loaded.named_parameters() if any(part in key for part in frozen) and "embed_out" not in key
     }
-    assert difference(model, folder) < 1e-5
+    assert_exported(model, folder)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -140,7 +141,7 @@ def test_llama_pro_is_exported_as_a_deeper_base(name, models, tmp_path):
         layers = loaded.base_model.layers[2 * layer], original.base_model.layers[layer]
         pairs = zip(*(module.parameters() for module in layers), strict=True)
         assert all(torch.equal(new, old) for new, old in pairs)
-    assert difference(model, folder) < 1e-5
+    assert_exported(model, folder)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -150,7 +151,7 @@ def test_lora_is_exported_as_adapters_for_peft_or_merged(format, name, models, t
     folder = exported(model, format, tmp_path / "hf")
     assert (folder / "adapter_model.safetensors").exists() == (format == "peft")
     assert (folder / "model.safetensors").exists() == (format == "auto")
-    assert difference(model, folder) < 2e-5
+    assert_exported(model, folder)
     tokens = some_tokens(model.spec, 2, 16)
     base = load_hf_model(model.base.path, torch.float32)
     moved = load_exported(folder, model.base.path, torch.float32)
@@ -161,7 +162,7 @@ def test_lora_is_exported_as_adapters_for_peft_or_merged(format, name, models, t
 def test_adapters_of_a_part_of_a_fused_map(key, models, tmp_path):
     model, targets = models("neox", key), PARTIAL_LORA[key]["target_modules"]
     for format in ("peft", "stock"):
-        assert difference(model, exported(model, format, tmp_path / format)) < 1e-5
+        assert_exported(model, exported(model, format, tmp_path / format))
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert "query_key_value" in config["target_modules"]
     parts = len({"query", "key", "value"} & set(targets))
@@ -193,7 +194,7 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
     folder = exported(model, format, tmp_path / "hf", dtype)
     loaded = load_hf_model(folder)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    assert 1e-6 < difference(model, folder) < (0.2 if dtype == torch.bfloat16 else 0.02)
+    assert_exported(model, folder, rounding(48, 1, dtype))
 
 
 def test_what_stock_cannot_express_is_refused_with_the_reason(models):

@@ -22,6 +22,7 @@ from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from tests.bases import STORIES
 from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
@@ -62,7 +63,7 @@ def test_every_attention_implementation_gives_the_training_models_logits(name, i
     model = load(name, attn_implementation=implementation)
     tokens = some_tokens(model.config, 2, 40)
     expected = training_decoder(trained(base(name).path, folders[1][name])).logits(tokens)
-    assert (model(tokens, use_cache=False).logits - expected).abs().max() < 2e-5
+    assert_near(model(tokens, use_cache=False).logits, expected, rounding_of(model.config))
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -101,7 +102,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, load):
     expected = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     found = gradients()
-    assert all(torch.allclose(found[key], gradient, atol=1e-6) for key, gradient in expected.items())
+    for key, gradient in expected.items():
+        assert_near(found[key], gradient, rounding_of(model.config, backward=True), key)
 
 
 @torch.no_grad()
@@ -132,7 +134,7 @@ def test_outputs_are_what_the_library_asks_for(name, load):
     if not model.config.routed:
         base = model.embedding.base.weight if model.output.base is None else model.output.base
         weights = torch.cat([base, model.output.expansion], dim=1)
-        assert torch.allclose(states[-1] @ weights.T, expected, atol=1e-4)
+        assert_near(states[-1] @ weights.T, expected, rounding_of(model.config))
 
 
 def test_embeddings_may_need_gradients(load):

@@ -21,6 +21,7 @@ from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.tolerances import assert_near, rounding_of
 from tests.training.runs import losses, make_run, train, write_config
 from tests.widened import some_tokens
 
@@ -69,7 +70,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     start, end = initial_model(second), final_model(second)
     assert start.spec.widths.hidden_size == 84 and start.spec.residual.normed_size == 64
     # The scale is a power of two, and the norms count the channels as those of the folder do.
-    assert (start.logits(probe) - first_logits).abs().max() < 2e-5
+    assert_near(start.logits(probe), first_logits, rounding_of(start.spec))
     assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
     assert torch.equal(training_decoder(end).logits(probe, path="base"), start.logits(probe))
     assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
@@ -85,7 +86,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 
     convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
     twice = exported_logits(tmp_path / "hf", probe)
-    assert (twice - training_decoder(final_model(second)).logits(probe)).abs().max() < 1e-4
+    assert_near(twice, training_decoder(final_model(second)).logits(probe), rounding_of(start.spec))
     assert (twice - first_logits).abs().max() > 0.1, "the second round changed nothing"
     third = open_base(tmp_path / "hf").spec
     assert (third.widths.hidden_size, third.residual.normed_size) == (112, 64)
@@ -95,7 +96,7 @@ def test_base_and_expansion_joined_are_the_exported_model(first):
     joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
     probe = some_tokens(joined.spec, 2, 48)
     assert torch.equal(joined.logits(probe), training_decoder(final_model(first)).logits(probe))
-    assert (joined.logits(probe) - exported_logits(first.folder / "hf", probe)).abs().max() < 1e-4
+    assert_near(joined.logits(probe), exported_logits(first.folder / "hf", probe), rounding_of(joined.spec))
 
 
 def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path):

@@ -17,6 +17,7 @@ from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 MODELS = {
@@ -67,7 +68,7 @@ def test_logits_are_those_of_the_trained_model(key, features, export):
     decoder, folder = export(key, features=features)
     tokens = some_tokens(decoder.spec, 3, 24, seed=5)
     expected, model = decoder.logits(tokens), load_hf_model(folder)
-    assert (model(tokens).logits - expected).abs().max() < 2e-5
+    assert_near(model(tokens).logits, expected, rounding_of(model.config))
     gate, decoder.gate = decoder.gate, None
     assert (decoder.logits(tokens) - expected).abs().max() > 0.1, "the gate closes nothing"
     assert (decoder.logits(tokens, path="base") - expected).abs().max() > 0.1, "the gate opens nothing"
@@ -80,7 +81,7 @@ def test_a_gate_that_never_opens_generates_what_the_base_does(key, export, base)
     _, folder = export(key, opens="never")
     model, original = load_hf_model(folder), reference(base(MODELS[key][0]).path)
     tokens = some_tokens(model.config, 3, 9)
-    assert (model(tokens).logits - original(tokens).logits).abs().max() < 2e-5
+    assert_near(model(tokens).logits, original(tokens).logits, rounding_of(model.config))
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
     assert not torch.equal(generated, generate(load_hf_model(export(key)[1]), tokens))
@@ -108,10 +109,10 @@ def test_logits_token_by_token_equal_logits_at_once(key, export):
         out = model(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         steps.append(out.logits)
-    assert torch.allclose(torch.cat(steps, dim=1), expected, atol=2e-5)
+    assert_near(torch.cat(steps, dim=1), expected, rounding_of(model.config))
     cache.crop(-6)
-    assert torch.allclose(model(tokens[:, 8:], past_key_values=cache).logits, expected[:, 8:], atol=2e-5)
-    assert torch.allclose(model(tokens, logits_to_keep=2).logits, expected[:, -2:], atol=2e-5)
+    assert_near(model(tokens[:, 8:], past_key_values=cache).logits, expected[:, 8:], rounding_of(model.config))
+    assert_near(model(tokens, logits_to_keep=2).logits, expected[:, -2:], rounding_of(model.config))
 
 
 @torch.no_grad()
@@ -122,7 +123,7 @@ def test_a_text_longer_than_the_running_means_window(export):
     expected = model(tokens, use_cache=False).logits
     first = model(tokens[:, :140], use_cache=True)
     rest = model(tokens[:, 140:], past_key_values=first.past_key_values)
-    assert torch.allclose(rest.logits, expected[:, 140:], atol=2e-5)
+    assert_near(rest.logits, expected[:, 140:], rounding_of(model.config))
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ def test_documents_packed_in_one_row_do_not_see_each_other(key, export):
     positions = torch.cat([torch.arange(9), torch.arange(14)]).unsqueeze(0)
     packed = model(torch.cat(documents, dim=1), position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(document).logits for document in documents], dim=1)
-    assert torch.allclose(packed, alone, atol=2e-5)
+    assert_near(packed, alone, rounding_of(model.config))
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def test_prompts_of_several_lengths_in_one_batch(key, export):
     for row, prompt in enumerate(prompts):
         assert torch.equal(together[row, 8:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
         direct = model(padded, attention_mask=mask).logits[row, 8 - len(prompt) :]
-        assert torch.allclose(direct, model(prompt.unsqueeze(0)).logits[0], atol=2e-5)
+        assert_near(direct, model(prompt.unsqueeze(0)).logits[0], rounding_of(model.config))
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from pipeline.model.attention import Documents
 from tests.bases import CONFIGS
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 
-TOLERANCE = 1e-5
 LENGTHS = (5, 16, 9)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,7 +34,7 @@ def test_packed_documents_equal_documents_alone(base, name):
     for model in models(base(name)):
         together = model.logits(tokens, positions, documents)
         alone = torch.cat([model.logits(document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
-        torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)
+        assert_near(together, alone, rounding_of(model.spec))
         crossing = model.logits(tokens)
         assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"
 
@@ -46,7 +46,7 @@ def test_a_padded_batch_equals_each_sequence_alone(base, name):
         batch = model.logits(tokens)
         for row, length in enumerate(LENGTHS):
             alone = model.logits(tokens[row : row + 1, :length])
-            torch.testing.assert_close(batch[row : row + 1, :length], alone, rtol=0, atol=TOLERANCE)
+            assert_near(batch[row : row + 1, :length], alone, rounding_of(model.spec))
 
 
 def test_a_token_sees_nothing_that_comes_later(base):
@@ -55,7 +55,7 @@ def test_a_token_sees_nothing_that_comes_later(base):
     changed[0, 12] = (changed[0, 12] + 1) % base("llama").spec.vocab_size
     for model in models(base("llama")):
         before, after = model.logits(tokens), model.logits(changed)
-        torch.testing.assert_close(before[:, :12], after[:, :12], rtol=0, atol=TOLERANCE)
+        assert_near(before[:, :12], after[:, :12], rounding_of(model.spec))
         assert (before - after)[:, 12:].abs().amax(-1).min() > 0
 
 
@@ -85,4 +85,4 @@ def test_the_loss_of_packed_documents_is_that_of_documents_alone(base):
         _, together, *_ = model(tokens, targets, *packed(LENGTHS))
         pairs = zip(tokens.split(LENGTHS, dim=1), targets.split(LENGTHS, dim=1), strict=True)
         alone = torch.cat([model(*pair)[1] for pair in pairs], dim=1)
-        torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)
+        assert_near(together, alone, rounding_of(model.spec))

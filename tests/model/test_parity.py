@@ -10,9 +10,9 @@ import torch
 from pipeline.model.from_hf import open_base
 from tests.architectures import row
 from tests.bases import CONFIGS, STORIES, reference, save_base
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
-TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def assert_parity(base, tokens):
     expected = reference(base.path)(tokens).logits
     assert expected.std() > 0.5, "logits too small to distinguish two models"
-    torch.testing.assert_close(unwidened(base).logits(tokens), expected, rtol=0, atol=TOLERANCE)
+    assert_near(unwidened(base).logits(tokens), expected, rounding_of(base.spec))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

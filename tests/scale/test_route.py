@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.layers import preserved_tokens
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
     scale_settings,
@@ -20,8 +21,6 @@ from tests.widened import (
 )
 
 NAMES = ("llama", "llama tied", "neox", "stories260K", "qwen3", "olmo2", "gemma3")
-# One product serves both paths' W_out^up x_up: the transcription's two may round their sums otherwise.
-LOGIT_TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -59,20 +58,19 @@ def test_logits_choices_and_gradients_are_those_of_equation_5(base, name):
     logits, sides = equation_5(preserve, adapt, tokens, route.output.threshold)
     assert sides.any()
     assert not sides.all()
-    torch.testing.assert_close(route.logits(tokens).flatten(0, 1), logits, rtol=0, atol=LOGIT_TOLERANCE)
+    assert_near(route.logits(tokens).flatten(0, 1), logits, rounding_of(route.spec))
 
     expected_loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
     losses = route(tokens, targets)
     assert torch.equal(losses.preserved.flatten(), sides)
-    torch.testing.assert_close(losses.total, expected_loss, rtol=1e-6, atol=0)
+    assert_near(losses.total, expected_loss, rounding_of(route.spec))
     losses.total.backward()
     expected_loss.backward()
     of_preserve, of_adapt = trained_gradients(preserve), trained_gradients(adapt)
     for parameter, gradient in trained_gradients(route).items():
         expected = of_adapt[parameter] + of_preserve.get(parameter, torch.zeros(()))
         assert expected.any(), parameter
-        # Sums of the same terms in another order: roundings of 2^-24 of the largest, some hundred of them.
-        assert (gradient - expected).abs().max() <= 200 * 2**-24 * float(expected.abs().max()), parameter
+        assert_near(gradient, expected, rounding_of(route.spec, backward=True), parameter)
 
 
 def test_training_and_inference_follow_the_same_rule(base):
@@ -84,7 +82,7 @@ def test_training_and_inference_follow_the_same_rule(base):
     trained = route(tokens, targets)
     for name in ("total", "nll", "preserved"):
         assert torch.equal(getattr(trained, name), getattr(evaluated, name)), name
-    torch.testing.assert_close(trained.nll.flatten(), expected, rtol=0, atol=1e-5)
+    assert_near(trained.nll.flatten(), expected, rounding_of(route.spec))
 
 
 @pytest.mark.parametrize("l_fp", [0, 1, 2])
@@ -114,7 +112,7 @@ def test_extreme_thresholds_send_all_tokens_on_one_path(base):
     route.output.threshold = -1.0
     logits, sides = equation_5(preserve, adapt, tokens, -1.0)
     assert sides.all()
-    torch.testing.assert_close(route.logits(tokens).flatten(0, 1), logits, rtol=0, atol=LOGIT_TOLERANCE)
+    assert_near(route.logits(tokens).flatten(0, 1), logits, rounding_of(route.spec))
 
 
 @pytest.mark.parametrize("threshold", [-0.9, 0.0, 0.5, 0.99])

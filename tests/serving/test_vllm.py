@@ -23,6 +23,7 @@ from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from tests.bases import STORIES
 from tests.conversion.checkpoints import save_many, scale, trained
 from tests.distributed import run_ranks
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 SERVING = Path(__file__).parents[2] / "serving"
@@ -105,7 +106,8 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
                 layer.attention.served = ExactAttention(layer.attention.served)
             with torch.no_grad():
                 found = model.compute_logits(model(tokens, torch.arange(20)))
-                assert torch.allclose(found, expected_model(tokens.unsqueeze(0)).logits[0], atol=2e-5)
+                expected = expected_model(tokens.unsqueeze(0)).logits[0]
+                assert_near(found, expected, rounding_of(expected_model.config))
         finally:
             cleanup_dist_env_and_memory()
 

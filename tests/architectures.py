@@ -81,6 +81,8 @@ def features(spec: DecoderSpec) -> Iterator[str]:
         yield {"head": "norm of each query and key head", "all": "norm over all query heads"}[spec.query_key_norm]
     if spec.embedding_scale != 1.0:
         yield "scaled embedding"
+    if spec.attention_softcap or spec.output_softcap:
+        yield "soft-capped scores and logits"
     if spec.tie_word_embeddings:
         yield "tied"
     if windows := [kind.window for kind in spec.layers if kind.window]:

@@ -13,11 +13,14 @@ from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from pipeline.model.from_hf import hf_config
+from pipeline.model.from_hf import hf_config, loading_options
 
 logging.disable_progress_bar()
 
@@ -69,6 +72,7 @@ _LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 32,
 }
+_WINDOWS = ["sliding_attention", "sliding_attention"]
 _PHI3 = {**_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 32}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
@@ -87,6 +91,7 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "llama gelu": LlamaConfig(**_LLAMA, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_LLAMA, sliding_window=None),
     "mistral window": MistralConfig(**_LLAMA, sliding_window=9),
+    "ministral": MinistralConfig(**_LLAMA, head_dim=16, sliding_window=12, layer_types=[*_WINDOWS, "full_attention"]),
     "qwen2": Qwen2Config(**_LLAMA),
     "qwen2 window": Qwen2Config(**_LLAMA, use_sliding_window=True, sliding_window=20, max_window_layers=1),
     "qwen3": Qwen3Config(**_LLAMA, head_dim=16),
@@ -100,8 +105,24 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         **_PHI3, sliding_window=15, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
     ),
     "olmo2": Olmo2Config(**_LLAMA, pad_token_id=None),
+    "olmo3": Olmo3Config(
+        **_LLAMA,
+        pad_token_id=None,
+        sliding_window=10,
+        layer_types=[*_WINDOWS, "full_attention"],
+        rope_parameters={"full_attention": _YARN_ROPE, "sliding_attention": {**_WHOLE_ROPE, "rope_theta": 5e5}},
+    ),
     "exaone4": Exaone4Config(**_LLAMA, head_dim=16, sliding_window=10, sliding_window_pattern=2),
     "exaone4 global": Exaone4Config(**_LLAMA, sliding_window=None, layer_types=["full_attention"] * 3),
+    "gemma2": Gemma2Config(
+        **{**_LLAMA, "tie_word_embeddings": True},
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=11,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        pad_token_id=None,
+    ),
     "gemma3": Gemma3TextConfig(
         **_LLAMA,
         head_dim=16,
@@ -130,13 +151,13 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     ),
 }
 
-FEATURES = ("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "exaone4", "gemma3")
+FEATURES = ("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3")
 """Of `CONFIGS`, those whose layers differ most from Llama's and GPT-NeoX's."""
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A transformers model whose every parameter, biases and gains too, is random and large enough to matter."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -169,5 +190,5 @@ def save_stories_with_a_token_more(folder: Path) -> Path:
 
 def reference(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model in `path` as transformers runs it."""
-    config = hf_config(json.loads((path / "config.json").read_text()))
-    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).eval()
+    options = loading_options(json.loads((path / "config.json").read_text()))
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()

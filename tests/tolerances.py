@@ -34,7 +34,7 @@ def rounding_of(model: DecoderSpec | PretrainedConfig, *, backward: bool = False
 def assert_near(
     found: Tensor, expected: Tensor, bound: float, what: str = "result", *, scale: Tensor | None = None
 ) -> None:
-    """Every element of `found` is that of `expected`, within `bound` times the largest of `scale` (None: `expected`)."""
+    """Each element of `found` is that of `expected`, up to `bound` times the largest of `scale` (None: `expected`)."""
     assert found.shape == expected.shape, f"{what}: {found.shape} instead of {expected.shape}"
     largest = float((expected if scale is None else scale).abs().max())
     error = float((found - expected).abs().max())

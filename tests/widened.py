@@ -97,6 +97,11 @@ def balance_router(model: Decoder, tokens: Tensor) -> None:
         model.output.threshold = float(middle[widest : widest + 2].mean())
 
 
+def soft_capped(spec: DecoderSpec, z: Tensor) -> Tensor:
+    """Logits from the output projection's products."""
+    return z if spec.output_softcap is None else torch.tanh(z / spec.output_softcap) * spec.output_softcap
+
+
 def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:
     """Random tokens of a vocabulary."""
     return torch.randint(0, spec.vocab_size, shape, generator=torch.Generator().manual_seed(seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import BASES, STORIES, Row, Setting, small_methods, started
-from benchmarks.gpu_step import set_randomly
+from benchmarks.gpu_step import Peak, set_randomly
 from pipeline.config.method import FullFineTuning, Lora, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.methods import method_for, quantize_base
@@ -124,7 +125,9 @@ def _product_in_fp8(setting: Setting) -> Row:
 # --- Attention -------------------------------------------------------------------------------------------------------
 
 
-def literal_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None = None) -> Tensor:
+def literal_attention(
+    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None = None, softcap: float | None = None
+) -> Tensor:
     """Attention as in a textbook, one head at a time; shapes as in `Attend`, ids: [B, S]."""
     visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
     if window is not None:
@@ -133,6 +136,7 @@ def literal_attention(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, wi
     for head in range(query.shape[2]):
         of_key = head * key.shape[2] // query.shape[2]
         scores = query[:, :, head] @ key[:, :, of_key].mT / query.shape[-1] ** 0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         heads.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value[:, :, of_key])
     return torch.stack(heads, dim=2)
 
@@ -142,21 +146,25 @@ def check_attention(setting: Setting) -> Iterator[Row]:
     length = 300 if setting.on_gpu else 48
     layouts = {"one document": (length,), "ragged": (5, length // 2, length - length // 2 - 5), "single": (1,) * length}
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        for query_heads, key_heads, head_dim, window in ((4, 4, 64, None), (6, 2, 128, None), (6, 2, 128, 16)):
+        grouped = (6, 2, 128)
+        cases = ((4, 4, 64, None, None), (*grouped, None, None), (*grouped, 16, None), (*grouped, 16, 2.0))
+        for query_heads, key_heads, head_dim, window, softcap in cases:
             for layout, lengths in layouts.items():
                 ids = torch.cat([torch.full((own,), at) for at, own in enumerate(lengths)]).expand(2, -1)
                 documents = Documents.of(ids).moved(lambda tensor: tensor.to(setting.device))
-                kernels: list[Attend] = [attention_kernel(documents, setting.device, dtype, head_dim, window=window)]
+                chosen = partial(attention_kernel, device=setting.device, dtype=dtype, head_dim=head_dim)
+                kernels: list[Attend] = [chosen(documents, window=window, softcap=softcap)]
                 if setting.on_gpu:
-                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype, window)))
+                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype, window), softcap=softcap))
                 if layout == "one document" and window is None:
-                    kernels.append(attend_causally)
+                    kernels += [attend_causally, chosen(None)]
                 shapes = [(2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)]
                 heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
                 weights = torch.randn(shapes[0], device=setting.device)
                 exact = [own.detach().double().requires_grad_() for own in heads]
                 query, key, value = exact
-                expected = _with_gradients(literal_attention(query, key, value, documents.ids, window), weights, exact)
+                literal = literal_attention(query, key, value, documents.ids, window, softcap)
+                expected = _with_gradients(literal, weights, exact)
                 for kernel in kernels:
                     found = _with_gradients(kernel(*heads), weights, heads)
                     error = max(
@@ -166,8 +174,23 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                     name = getattr(kernel, "__name__", type(kernel).__name__)
                     what = f"{name}, {str(dtype).removeprefix('torch.')}, {query_heads}/{key_heads} heads of {head_dim}"
                     what += "" if window is None else f", window {window}"
+                    what += "" if softcap is None else ", soft-capped"
                     yield Row(f"{what}, {layout}: results and gradients", error < tolerance, f"{error:.1e}")
+    yield from _memory_of_rows(setting)
 
 
 def _with_gradients(result: Tensor, weights: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad((result * weights).sum(), inputs)]
+
+
+def _memory_of_rows(setting: Setting) -> Iterator[Row]:
+    """Rows of one document make no scores of all pairs of tokens, whatever the type and the size of the heads."""
+    length = 8192 if setting.on_gpu else 64
+    for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 128), (torch.bfloat16, 320)):
+        shapes = [(1, length, heads, head_dim) for heads in (4, 1, 1)]
+        heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
+        peak, scores = Peak(setting.device), 4 * length**2 * dtype.itemsize / 2**30
+        attention_kernel(None, setting.device, dtype, head_dim)(*heads).sum().backward()
+        what = f"{str(dtype).removeprefix('torch.')}, grouped heads of {head_dim}: rows without scores of all pairs"
+        taken = peak.gib()
+        yield Row(what, taken < scores if setting.on_gpu else None, f"{taken:.3f} GiB; scores: {scores:.3f} GiB")

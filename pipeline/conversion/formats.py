@@ -18,7 +18,8 @@ from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dt
 from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.families import FusedPart, hf_tensor
+from pipeline.model.families import hf_tensor
+from pipeline.model.family import FusedPart
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY

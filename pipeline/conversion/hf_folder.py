@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.conversion.base_files import copy_base_files
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
@@ -24,7 +25,7 @@ from pipeline.files import read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
-from pipeline.model.from_hf import hf_config
+from pipeline.model.from_hf import loading_options, model_type_of
 
 FILE_BYTES = 4 * 2**30
 ADAPTER_CONFIG = "adapter_config.json"
@@ -130,8 +131,15 @@ def write_safetensors(
 
 
 def base_config(base: Path) -> dict[str, Any]:
-    """The config.json of the folder `base`, without the entries that are true of that folder only."""
+    """The config.json of the folder `base`, without the entries that are true of that folder only.
+
+    The class is named that AutoModel takes: servers go by the name, and would run a mistral with `layer_types` as one
+    without.
+    """
     config = read_object(base / "config.json", BaseModelError, "copy the folder again")
+    model_type = model_type_of(config)
+    if model_type != config.get("model_type"):
+        config |= {"model_type": model_type, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
     return {key: value for key, value in config.items() if key not in _CONFIG_OF_BASE_ONLY}
 
 
@@ -163,7 +171,7 @@ def load_hf_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **({"config": hf_config(values)} if values.get("model_type") in tuple(FAMILIES) else {}),
+            **(loading_options(values) if values.get("model_type") in tuple(FAMILIES) else {}),
         )
     # transformers fills what is missing with random numbers, and only warns.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):

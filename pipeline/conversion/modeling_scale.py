@@ -86,6 +86,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     query_key_norm: str = "none"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    output_softcap: float | None = None
     layer_types: list[str] | tuple[()] = ()
     sliding_window: int | None = None
     rotary: list[dict[str, Any]] | tuple[()] = ()
@@ -233,29 +235,6 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    @classmethod
-    def at(cls, positions: Tensor, spec: dict[str, Any], dtype: torch.dtype) -> Rotary:
-        """For positions [B, S]; `spec` is one of the config's rotary embeddings."""
-        frequencies = torch.tensor(spec["frequencies"], device=positions.device)
-        if spec["context"] is not None:
-            length = positions.amax(-1)[:, None, None] + 1
-            others = cls._in_longer_texts(spec, length, 2 * len(frequencies))
-            frequencies = torch.where(length > spec["context"], others, frequencies)
-        angles = positions.float().unsqueeze(-1) * frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        factor = spec["attention_factor"]
-        return cls((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
-
-    @staticmethod
-    def _in_longer_texts(spec: dict[str, Any], length: Tensor, width: int) -> Tensor:
-        """The frequencies beyond the context: others (longrope), or of a theta that grows with the text (dynamic)."""
-        if spec["long_frequencies"] is not None:
-            return torch.tensor(spec["long_frequencies"], device=length.device)
-        stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
-        theta = spec["theta"] * stretched ** (width / (width - 2))
-        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
-        return 1.0 / theta**exponents
-
     def rotate(self, heads: Tensor) -> Tensor:
         """heads: [B, H, S, K]."""
         width = self.cos.shape[-1]
@@ -263,6 +242,59 @@ class Rotary(NamedTuple):
         first, second = rotated.chunk(2, dim=-1)
         rotated = rotated * self.cos + torch.cat([-second, first], dim=-1) * self.sin
         return torch.cat([rotated, rest], dim=-1)
+
+
+class ScaleRotary(nn.Module):
+    """Makes the tables of one of the config's rotary embeddings.
+
+    Numbers are buffers: a copy from the host in every pass would make it wait, and cannot be captured in a CUDA graph.
+    They are held as the bits of fp32, which casting the model leaves alone.
+    """
+
+    NUMBERS = ("frequencies", "long_frequencies")
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        for name in self.NUMBERS:
+            numbers = spec[name]
+            held = None if numbers is None else torch.empty(len(numbers), dtype=torch.int32)
+            self.register_buffer(name, held, persistent=False)
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Sets the buffers, which `from_pretrained` makes without values."""
+        for name in self.NUMBERS:
+            if self.spec[name] is not None:
+                numbers = torch.tensor(self.spec[name], dtype=torch.float32, device="cpu")
+                getattr(self, name).copy_(numbers.view(torch.int32))
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """For positions [B, S]."""
+        spec, frequencies = self.spec, self._numbers("frequencies", positions)
+        if spec["context"] is not None:
+            length = positions.amax(-1)[:, None, None] + 1
+            others = self._in_longer_texts(length, 2 * len(frequencies))
+            frequencies = torch.where(length > spec["context"], others, frequencies)
+        angles = positions.float().unsqueeze(-1) * frequencies
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
+        factor = spec["attention_factor"]
+        return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+    def _numbers(self, name: str, positions: Tensor) -> Tensor:
+        numbers: Tensor = getattr(self, name).view(torch.float32).to(positions.device)
+        return numbers
+
+    def _in_longer_texts(self, length: Tensor, width: int) -> Tensor:
+        """The frequencies beyond the context: others (longrope), or of a theta that grows with the text (dynamic)."""
+        spec = self.spec
+        if spec["long_frequencies"] is not None:
+            return self._numbers("long_frequencies", length)
+        stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
+        theta = spec["theta"] * stretched ** (width / (width - 2))
+        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
+        return 1.0 / theta**exponents
 
 
 def eager_attention(
@@ -273,11 +305,14 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor]:
     """The interface's literal attention: query [B, H, S, K], key and value [B, H_kv, T, K] -> [B, S, H, K]."""
     key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout, module.training)
@@ -330,8 +365,11 @@ class ScaleAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         chosen = self.config._attn_implementation
         attend: Callable[..., Any] = eager_attention if chosen == "eager" else ALL_ATTENTION_FUNCTIONS[chosen]
-        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **window, **options)
+        if self.sliding_window is not None:
+            options = {**options, "sliding_window": self.sliding_window}
+        if self.config.attention_softcap is not None:
+            options = {**options, "softcap": self.config.attention_softcap}
+        heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)
         attended = heads.flatten(2).chunk(len(paths), dim=-1)
         return [
             self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
@@ -414,17 +452,24 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 class ScaleEmbedding(nn.Module):
     """The base's token embedding beside the added columns, from which the expansion stream starts: [B, S, D + U]."""
 
+    scale: Tensor
+
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.base = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
-        self.scale = config.embedding_scale
+        self.factor = config.embedding_scale
+        self.register_buffer("scale", torch.empty((), dtype=torch.float32), persistent=False)
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Sets the buffer, as in `ScaleRotary`."""
+        self.scale.fill_(self.factor)
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
-        if self.scale == 1.0:
-            return embedded
-        return embedded * torch.tensor(self.scale, dtype=embedded.dtype, device=embedded.device)
+        return embedded if self.factor == 1.0 else embedded * self.scale.to(embedded.device, embedded.dtype)
 
 
 class GateCache(DynamicLayer):  # type: ignore[misc]
@@ -494,28 +539,31 @@ class ScaleGate(nn.Module):
 
 
 class ScaleOutput(nn.Module):
-    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own."""
+    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own.
+
+    With `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
+    """
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.threshold, self.compared = config.router_threshold, slice(config.router_vocab_size)
-        tied = config.tie_word_embeddings
-        self.base = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.softcap = config.output_softcap
+        self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
-    def forward(self, paths: list[StreamPath], embedding: Tensor) -> Tensor:
+    def forward(self, paths: list[StreamPath]) -> Tensor:
         """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved."""
-        base = embedding if self.base is None else self.base
-        z, x_up = F.linear(paths[-1].x, base).float(), paths[-1].x_up
+        z, x_up = F.linear(paths[-1].x, self.base).float(), paths[-1].x_up
         if len(paths) == 2:
-            z_p = F.linear(paths[0].x, base).float()
+            z_p = F.linear(paths[0].x, self.base).float()
             old_p, old = z_p[..., self.compared], z[..., self.compared]
             preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
                 old_p.square().sum(-1, keepdim=True) * old.square().sum(-1, keepdim=True)
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)
-        return z + F.linear(x_up, self.expansion)
+        z = z + F.linear(x_up, self.expansion)
+        return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
 
 class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -524,7 +572,6 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = ScaleConfig
     base_model_prefix = ""
     _no_split_modules = ("ScaleLayer",)
-    _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -532,15 +579,26 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _skip_keys_device_placement = ("past_key_values",)
     supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict = ("token_gate",)
+    _tied_weights_keys = {"output.base": "embedding.base.weight"}  # noqa: RUF012  # where the config ties them
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__(config)
+        self.rotary = nn.ModuleList(ScaleRotary(spec) for spec in config.rotary)
         self.embedding = ScaleEmbedding(config)
         self.layers = nn.ModuleList(ScaleLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.final_norm = WidenedNorm(config)
         self.output = ScaleOutput(config)
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self.post_init()
+
+    @property
+    def _supports_sdpa(self) -> bool:
+        return self.config.attention_softcap is None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (ScaleRotary, ScaleEmbedding)):
+            module.fill()
 
     def get_input_embeddings(self) -> nn.Module:
         """It gives `inputs_embeds`: both streams [B, S, D + U]."""
@@ -592,7 +650,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         paths = self.streams(
             embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, **kwargs
         )
-        logits = self.output(paths, self.embedding.base.weight)
+        logits = self.output(paths)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -630,7 +688,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 )
                 for kind in sorted(set(config.layer_types))
             }
-        tables = [Rotary.at(position_ids, spec, start.x.dtype) for spec in config.rotary]
+        tables = [make(position_ids, start.x.dtype) for make in self.rotary]
         paths, closed = [start], None
         for index, layer in enumerate(self.layers):
             if recorded is not None:

@@ -7,6 +7,7 @@ that we read otherwise than transformers does.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of
-from pipeline.model.from_hf import check_weights, hf_config
+from pipeline.model.from_hf import check_weights, loading_options
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 
@@ -97,9 +98,9 @@ def _our_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> l
 
 
 def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
-    values = base_config(base.path) | {"num_hidden_layers": spec.num_layers}
+    fewer: dict[str, Any] = {}
     if spec.num_layers < base.spec.num_layers:
-        values |= family_of(spec).layer_entries(spec)
+        fewer = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the layers that are left out
     transformers_logging.disable_progress_bar()
@@ -107,7 +108,7 @@ def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) ->
         with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
-                config=hf_config(values),
+                **loading_options(base_config(base.path), **fewer),
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,

@@ -33,7 +33,8 @@ from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.families import FusedPart, family_of, fuse, hf_tensor, map_rows
+from pipeline.model.families import family_of, hf_tensor
+from pipeline.model.family import FusedPart, fuse, map_rows
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
 from pipeline.model.stock_model import UNPADDED, Padding, stock_widths

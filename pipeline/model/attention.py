@@ -1,7 +1,8 @@
 """Causal attention within documents, and within a sliding window, by the kernel that suits the device.
 
 All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are attended to with
-torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, older versions of torch).
+torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, soft-capping, older versions of
+torch); rows of one document by the fused kernels of `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -69,36 +70,47 @@ def attention_kernel(
     *,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Attend:
-    """The kernel for a batch with these documents; None: every row is one document, and `window` must be None.
+    """The kernel for a batch with these documents; None: every row is one document, without `window` and `softcap`.
 
     A token attends to `window` tokens of its document, itself included. `scale` is what the products of queries and
-    keys are multiplied by, by default 1 / sqrt(head_dim).
+    keys are multiplied by, by default 1 / sqrt(head_dim); with `softcap` c they then become c · tanh(score / c).
     On the CPU, rows of a single document get a mask too: the same sample must give the same bits whatever else is in
     its batch.
     """
+    flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD and _is_ampere(device)
     if documents is None:
-        return attend_causally if scale is None else CausalAttention(scale)
+        # Of the kernels without S x S scores only flash attention takes grouped heads.
+        return CausalAttention(scale, grouped=flash or device.type != "cuda")
     if device.type not in ("cuda", "meta"):
-        return MaskedAttention(document_mask(documents.ids, dtype, window), scale)
-    flash = dtype in _HALF and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD and _has_varlen(device)
+        return MaskedAttention(document_mask(documents.ids, dtype, window), scale, softcap)
     # The meta device stands for a GPU, but FlexAttention refuses it.
-    if flash or device.type == "meta":
+    if device.type == "meta" or (flash and head_dim % 8 == 0 and softcap is None and _has_varlen()):
         return VarlenAttention(documents.starts, window, scale)
-    return FlexAttention(_block_mask(documents.ids, window), scale)
+    return FlexAttention(_block_mask(documents.ids, window), scale, softcap)
 
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention in rows of one document each."""
+    """Attention in rows of one document each; unless `grouped`, every query head gets a key and value head."""
 
     scale: float | None = None
+    grouped: bool = True
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not self.grouped:
+            key, value = _one_for_each(query, key, value)
         return _scaled_dot_product(query, key, value, None, self.scale)
 
 
 attend_causally = CausalAttention()
+
+
+def _one_for_each(query: Tensor, *heads: Tensor) -> list[Tensor]:
+    """heads: [B, S, H_kv, K] -> [B, S, H, K], H as in `query`."""
+    queries_per_key = query.shape[2] // heads[0].shape[2]
+    return [own.repeat_interleave(queries_per_key, dim=2) if queries_per_key > 1 else own for own in heads]
 
 
 @dataclass(frozen=True)
@@ -107,13 +119,18 @@ class MaskedAttention:
 
     mask: Tensor
     scale: float | None = None
+    softcap: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        queries_per_key = query.shape[2] // key.shape[2]
-        if queries_per_key > 1:
-            # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
-            key, value = (heads.repeat_interleave(queries_per_key, dim=2) for heads in (key, value))
-        return _scaled_dot_product(query, key, value, self.mask, self.scale)
+        # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
+        key, value = _one_for_each(query, key, value)
+        if self.softcap is None:
+            return _scaled_dot_product(query, key, value, self.mask, self.scale)
+        # No fused kernel of the CPU caps scores.
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        scores = torch.tanh(scores / self.softcap) * self.softcap + self.mask
+        return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -151,13 +168,15 @@ class FlexAttention:
 
     block_mask: Any
     scale: float | None = None
+    softcap: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attend = _compiled_flex() if query.is_cuda else _flex()
+        attend = _compiled(_flex()) if query.is_cuda else _flex()
         heads = attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            score_mod=None if self.softcap is None else _soft_capping(self.softcap),
             block_mask=self.block_mask,
             scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
@@ -196,14 +215,19 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 
 @cache
-def _has_varlen(device: torch.device) -> bool:
-    """Whether this torch has variable-length attention with grouped heads, and the GPU flash attention."""
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the GPU has flash attention; also true of a device that stands for one."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _has_varlen() -> bool:
+    """Whether this torch has variable-length attention with grouped heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    is_ampere = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters and is_ampere
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
@@ -215,7 +239,14 @@ def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
     rows, length = ids.shape
     reach = length if window is None else window
     # Compiled, it evaluates the mask block by block instead of making all S x S elements.
-    return create_block_mask(visible, rows, None, length, length, device=str(ids.device), _compile=ids.is_cuda)
+    create = _compiled(create_block_mask) if ids.is_cuda else create_block_mask
+    return create(visible, rows, None, length, length, device=str(ids.device))
+
+
+@cache
+def _soft_capping(cap: float) -> Callable[..., Tensor]:
+    """The change of a score as FlexAttention takes it; the same function for all layers, which then share a kernel."""
+    return lambda score, *_: cap * torch.tanh(score / cap)
 
 
 def _flex() -> Any:  # noqa: ANN401
@@ -225,5 +256,5 @@ def _flex() -> Any:  # noqa: ANN401
 
 
 @cache
-def _compiled_flex() -> Any:  # noqa: ANN401
-    return torch.compile(_flex())
+def _compiled(function: Any) -> Any:  # noqa: ANN401
+    return torch.compile(function)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name, read_object
-from pipeline.model.families import FusedPart, HfTensor, hf_tensor
+from pipeline.model.families import hf_tensor
+from pipeline.model.family import FusedPart, HfTensor
 from pipeline.model.new_rows import NewRows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard

@@ -76,7 +76,13 @@ class Decoder(nn.Module):
         self.final_norm = widened_norm(spec, plan, tp)
         threshold = plan.router_threshold if plan else 0.0
         self.output = OutputProjection(
-            spec.vocab_size, hidden_size, hidden_up, new_rows=spec.new_rows, threshold=threshold, tp=tp
+            spec.vocab_size,
+            hidden_size,
+            hidden_up,
+            new_rows=spec.new_rows,
+            threshold=threshold,
+            softcap=spec.output_softcap,
+            tp=tp,
         )
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
@@ -254,9 +260,9 @@ class Decoder(nn.Module):
             return None if spec is None else self.rotary.table(spec, positions, documents, dtype)
 
         def kernel(window: int | None) -> Attend:
-            within = Documents.whole_rows(tokens) if documents is None and window else documents
-            head_dim, scale = self.spec.head_dim, self.spec.attention_scale
-            return attention_kernel(within, tokens.device, dtype, head_dim, window=window, scale=scale)
+            head_dim, scale, softcap = self.spec.head_dim, self.spec.attention_scale, self.spec.attention_softcap
+            within = Documents.whole_rows(tokens) if documents is None and (window or softcap) else documents
+            return attention_kernel(within, tokens.device, dtype, head_dim, window=window, scale=scale, softcap=softcap)
 
         windows = {kind: kind.window if kind.window and kind.window < length else None for kind in self.spec.layers}
         kernels = {window: kernel(window) for window in set(windows.values())}

@@ -18,8 +18,8 @@ from pipeline.errors import BaseModelError, in_one_line
 from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.families import FAMILIES, UnsupportedError
-from pipeline.model.families.family import head_dim_of
+from pipeline.model.families import FAMILIES
+from pipeline.model.family import UnsupportedError, head_dim_of
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
@@ -86,21 +86,37 @@ def _read_config(file: Path) -> PretrainedConfig:
         raise BaseModelError(f"{file}: not a {model_type} config: {in_one_line(error):.300}") from None
 
 
-def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' configuration of a supported `model_type`, from the contents of config.json.
+def model_type_of(values: Mapping[str, Any]) -> Any:  # noqa: ANN401  # whatever config.json holds
+    """The `model_type` as AutoConfig understands it: a mistral with `layer_types` is a ministral."""
+    model_type = values.get("model_type")
+    return "ministral" if model_type == "mistral" and "layer_types" in values else model_type
+
+
+def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:  # noqa: ANN401
+    """How `from_pretrained` is to load a folder with this config.json and some entries changed: as any user would.
 
     For some types transformers refuses heads that do not divide hidden_size although head_dim says their size, and then
-    runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size of 1792. So that is set afterwards.
+    runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size of 1792. Those get a `config`.
+    """
+    return {"config": hf_config({**values, **changes})} if _has_heads_of_their_own_size(values) else changes
+
+
+def _has_heads_of_their_own_size(values: Mapping[str, Any]) -> bool:
+    sizes = [values.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim")]
+    return all(type(size) is int and size > 0 for size in sizes) and sizes[0] % sizes[1] != 0  # type: ignore[operator]
+
+
+def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of a supported `model_type`, from the contents of config.json, with any heads.
+
     Raises what transformers raises.
     """
-    made = dict(values)
-    hidden_size, heads, head_dim = (made.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    of_their_own = all(type(size) is int and size > 0 for size in (hidden_size, heads, head_dim))
-    if of_their_own and hidden_size % heads:  # type: ignore[operator]  # they are whole numbers
-        made["hidden_size"] = heads * head_dim  # type: ignore[operator]
+    made = {**values, "model_type": model_type_of(values)}
+    if _has_heads_of_their_own_size(values):
+        made["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
     config: PretrainedConfig = CONFIG_MAPPING[made["model_type"]].from_dict(made)
-    if of_their_own:
-        config.hidden_size = hidden_size
+    if _has_heads_of_their_own_size(values):
+        config.hidden_size = values["hidden_size"]
     return config
 
 
@@ -148,8 +164,8 @@ def _check_spec(spec: DecoderSpec, file: Path) -> None:
             f"{file}: hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
         )
     numbers = {"norm_eps": spec.norm_eps, "embedding_scale": spec.embedding_scale}
-    if spec.attention_scale is not None:
-        numbers["attention_scale"] = spec.attention_scale
+    optional = ("attention_scale", "attention_softcap", "output_softcap")
+    numbers |= {name: getattr(spec, name) for name in optional if getattr(spec, name) is not None}
     for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}:
         numbers["attention_factor"] = rotary.attention_factor
         if rotary.theta is not None and rotary.factor is not None:

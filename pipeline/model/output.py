@@ -89,7 +89,7 @@ class OutputProjection(nn.Module):
 
     The weights are parameters of this module, not of submodules, because `_ChunkedLoss` multiplies with them.
     `reference` is a frozen copy of the base's W_out where W_out itself trains. `kl_coefficient` is the factor of
-    KL(base || model) in the loss.
+    KL(base || model) in the loss. With `softcap` c a logit is c · tanh(z / c); the router compares z itself.
 
     `new_rows`: [n, D + U] are those of tokens from `vocab_size` on, for both streams. They are split over the ranks
     like the others: the logits of a rank are its columns of the base's vocabulary, then its columns of the new one.
@@ -104,10 +104,12 @@ class OutputProjection(nn.Module):
         *,
         new_rows: int = 0,
         threshold: float,
+        softcap: float | None = None,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.softcap = softcap
         self.vocab_size = vocab_size
         self.threshold = threshold
         self.base = sharded_parameter((vocab_size, hidden_size), VOCABULARY, tp)
@@ -142,10 +144,10 @@ class OutputProjection(nn.Module):
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of rows that have at most `CHUNK_ELEMENTS` logits each; none holds rows on both sides of `kl_tokens`.
 
-        KL needs three values for each logit, so its chunks are smaller.
+        KL needs three values for each logit, soft-capping one more.
         """
-        size = max(1, CHUNK_ELEMENTS // sum(self._widths))
-        kl_size = max(1, size // 3)
+        size, capped = CHUNK_ELEMENTS // sum(self._widths), int(self.softcap is not None)
+        size, kl_size = max(1, size // (1 + capped)), max(1, size // (3 + capped))
         for first in range(0, kl_tokens, kl_size):
             yield slice(first, min(first + kl_size, kl_tokens))
         for first in range(kl_tokens, tokens, size):
@@ -171,22 +173,32 @@ class OutputProjection(nn.Module):
 
     def _with_new_columns(self, z: Tensor, x: Tensor, x_up: Tensor | None) -> Tensor:
         """The logits with those of the new rows: z [n, V / tp_size] -> [n, (V + new) / tp_size], padding impossible."""
+        z = self._capped(z)
         if self.new_rows is None:
             return z
         width = x.shape[1]
         new = F.linear(x, self.new_rows[:, :width]).float()
         if x_up is not None:
             new += F.linear(x_up, self.new_rows[:, width:])
+        new = self._capped(new)
         z[:, self.columns :] = _NEVER
         new[:, self._new_columns :] = _NEVER
         return torch.cat([z, new], dim=1)
+
+    def _capped(self, z: Tensor) -> Tensor:
+        """z: fp32, overwritten."""
+        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slopes(self, logits: Tensor) -> Tensor | None:
+        """The derivatives of soft-capped `logits` with respect to z; None without capping. Impossible ones have 0."""
+        return None if self.softcap is None else (1 - (logits / self.softcap).square_()).clamp_(min=0)
 
     def reference_logits(self, x: Tensor) -> Tensor:
         """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size].
 
         New tokens are impossible for the base, so that KL(base || model) counts the probability that they take away.
         """
-        z = F.linear(x, self.base if self.reference is None else self.reference).float()
+        z = self._capped(F.linear(x, self.base if self.reference is None else self.reference).float())
         if self.new_rows is None:
             return z
         z[:, self.columns :] = _NEVER
@@ -271,6 +283,7 @@ class _ChunkedLoss(torch.autograd.Function):
             routed = projection.route(chunk)
             if routed.preserved is not None:
                 preserved[rows] = routed.preserved
+            slopes = projection.slopes(routed.logits) if any(wanted) else None
             if is_greedy_choice is not None:
                 is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == places[rows]
             if reference is not None and rows.start < len(reference):
@@ -279,6 +292,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 logit_gradient *= projection.kl_coefficient
             else:
                 nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, places[rows], **columns)
+            if slopes is not None:
+                logit_gradient *= slopes
             if any(wanted):
                 gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion, new_rows)
         ctx.gradients = gradients

@@ -50,13 +50,14 @@ class DecoderSpec:
     """A decoder's architecture, as features that training and the exported model share.
 
     Attributes:
-        family: the name of its `pipeline.model.families.Family`.
+        family: its `model_type`, by which `pipeline.model.families` knows it.
         layers: the kind of each layer.
         norm_placement: whether norms stand before attention and FFN, after them (before the sum), or both.
         gain_offset: whether an RMSNorm's gain is 1 + weight.
         query_key_norm: the RMSNorm of queries and keys: of each head, or of all heads together.
         embedding_scale: what the embedding is multiplied by.
         attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
+        attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they stay.
         residual: set for a base that was widened before.
         new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
     """
@@ -81,6 +82,8 @@ class DecoderSpec:
     query_key_norm: Literal["none", "head", "all"] = "none"
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    output_softcap: float | None = None
     residual: StoredResidual | None = None
     new_rows: int = 0
 

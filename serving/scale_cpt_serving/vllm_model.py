@@ -36,6 +36,8 @@ def why_not(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
         return "it runs on one rank: leave --tensor-parallel-size and --pipeline-parallel-size out"
     if quantized:
         return "it is served in the type of its weights: leave --quantization out"
+    if config.attention_softcap is not None:
+        return "its attention scores are soft-capped, which has not been tried under vLLM; serve it with transformers"
     return config.why_not_packed()
 
 
@@ -86,7 +88,7 @@ class ScaleForVllm(nn.Module):
         """[N, paths (D + U)] -> [N, V]."""
         streams = hidden_states.unsqueeze(0).split(self.widths * (hidden_states.shape[-1] // sum(self.widths)), dim=-1)
         paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], strict=True)]
-        return self.model.output(paths, self.model.embedding.base.weight)[0]
+        return self.model.output(paths)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fills the parameters; returns their names."""

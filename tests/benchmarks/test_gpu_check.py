@@ -23,6 +23,10 @@ from tools import gpu_check
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+# What a quantised base is off by says nothing about exactness; memory is measured on a GPU.
+NOT_JUDGED = ("transformers in fp32", "without scores of all pairs")
+
+
 def rows_of(part, folder):
     return {row.check: row for row in parts.rows_of(part, Setting("cpu", folder, 60.0))}
 
@@ -41,8 +45,7 @@ def test_no_part_needs_deepspeed_to_begin():
 def test_exactness_holds_on_the_cpu(part, tmp_path):
     rows = rows_of(part, tmp_path)
     assert len(rows) >= 16
-    # What a quantised base is off by says nothing about exactness.
-    assert [row for name, row in rows.items() if row.passed is not True and "transformers in fp32" not in name] == []
+    assert [row for name, row in rows.items() if row.passed is not True and not name.endswith(NOT_JUDGED)] == []
 
 
 def test_single_kernels_agree_with_torch_and_those_of_a_missing_package_are_named(tmp_path):

@@ -8,22 +8,38 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from pipeline.conversion.hf_folder import base_config, load_hf_model
 from pipeline.conversion.parity import check_against_transformers
+from pipeline.conversion.verify import BUILT_IN
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES, save_base
+from tests.tolerances import assert_near, rounding_of
+from tests.widened import some_tokens, unwidened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def with_tokenizer(path):
+    """The folder `path` with stories260K's tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STORIES / file, path)
+    return path
+
+
+def change_config(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 @pytest.fixture
 def mixed(tmp_path):
-    """A base whose layers are of two kinds, with stories260K's tokenizer."""
+    """A base whose layers are of two kinds."""
     path = save_base("exaone4", tmp_path / "base", vocab_size=512, num_hidden_layers=4, layer_types=None)
-    shutil.copy(STORIES / "tokenizer.json", path)
-    shutil.copy(STORIES / "tokenizer_config.json", path)
-    return path
+    return with_tokenizer(path)
 
 
 @pytest.mark.parametrize(("largest_bytes", "compared"), [(2**30, "4 of 4"), (250_000, "2 of 4")])
@@ -48,7 +64,31 @@ def test_a_base_that_is_read_otherwise_is_refused(mixed):
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(mixed):
-    file = mixed / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 40}))
+    change_config(mixed, intermediate_size=40)
     with pytest.raises(BaseModelError, match=r"config.json implies"):
         check_against_transformers(open_base(mixed))
+
+
+@torch.no_grad()
+def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, monkeypatch):
+    """AutoModel gives each layer its own window; MistralForCausalLM would give all the same."""
+    path = with_tokenizer(save_base("ministral", tmp_path / "base", vocab_size=512))
+    change_config(path, model_type="mistral", architectures=["MistralForCausalLM"])
+    base, tokens = open_base(path), some_tokens(open_base(path).spec, 2, 40)
+    assert [kind.window for kind in base.spec.layers] == [12, 12, None]
+    expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens).logits
+    assert_near(unwidened(base).logits(tokens), expected, rounding_of(base.spec))
+    check_against_transformers(base)
+    assert_near(load_hf_model(path)(tokens).logits, expected, rounding_of(base.spec))
+    named = base_config(path)  # what an export of it starts from: servers go by the class's name
+    assert (named["model_type"], named["architectures"]) == ("ministral", ["MinistralForCausalLM"])
+
+    all_windows = replace(base, spec=replace(base.spec, layers=base.spec.layers[:1] * 3))
+    assert (unwidened(all_windows).logits(tokens) - expected).abs().max() > 0.1
+    monkeypatch.setattr("pipeline.conversion.parity.BUILT_IN", {"long": BUILT_IN["english"] * 4})
+    with pytest.raises(BaseModelError, match="not read rightly"):
+        check_against_transformers(all_windows)
+
+    change_config(path, sliding_window=None)
+    with pytest.raises(BaseModelError, match="sliding_window: layer_types names layers with a window"):
+        open_base(path)

@@ -26,11 +26,10 @@ class UnsupportedError(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """Architectures that are read and named in the same way.
+    """The architectures of a `model_type` of transformers.
 
     Attributes:
-        model_types: those of transformers that belong to it.
-        read: the architecture that a config of one of these types describes; raises UnsupportedError.
+        read: the architecture that a config of this type describes; raises UnsupportedError.
         names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with its index as {}.
         fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
             each other, or with `fused_by_head` they alternate head by head.
@@ -39,7 +38,7 @@ class Family:
         why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
     """
 
-    model_types: tuple[str, ...]
+    model_type: str
     read: Callable[[Config], DecoderSpec]
     names: Mapping[str, str]
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -144,6 +143,25 @@ POST_NORM_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours 
     "ffn_post_norm": "post_feedforward_layernorm",
 }
 """Those of architectures whose norms stand after attention and FFN."""
+GEMMA_NAMES = LLAMA_NAMES | {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+GPT_NEOX_NAMES = {
+    "embedding": "gpt_neox.embed_in",
+    "final_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "layers": "gpt_neox.layers.{}",
+    "attention_norm": "input_layernorm",
+    "attention.query": "attention.query_key_value",
+    "attention.key": "attention.query_key_value",
+    "attention.value": "attention.query_key_value",
+    "attention.output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.up": "mlp.dense_h_to_4h",
+    "ffn.down": "mlp.dense_4h_to_h",
+}
 
 
 def spec_of(config: Config, layers: Sequence[LayerKind], **features: Any) -> DecoderSpec:  # noqa: ANN401
@@ -169,12 +187,6 @@ def spec_of(config: Config, layers: Sequence[LayerKind], **features: Any) -> Dec
             **features,
         }
     )
-
-
-def all_biases(config: Config) -> dict[str, bool]:
-    """The features of configs with `attention_bias` and `mlp_bias`."""
-    attention = bool(config.attention_bias)
-    return {"query_key_value_bias": attention, "output_bias": attention, "ffn_bias": bool(config.mlp_bias)}
 
 
 def head_dim_of(config: Config) -> int:
@@ -238,8 +250,8 @@ def window_of(config: Config) -> int | None:
     return size
 
 
-def typed_windows(config: Config) -> list[int | None]:
-    """The window of each layer, where `layer_types` says which layers have one."""
+def typed_layers(config: Config, *, rotary_by_type: bool = False) -> list[LayerKind]:
+    """The layers where `layer_types` says which of them have a window and, by type, a rotary embedding of their own."""
     types: list[str] = config.layer_types
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
@@ -250,7 +262,9 @@ def typed_windows(config: Config) -> list[int | None]:
     window = window_of(config)
     if window is None and "sliding_attention" in types:
         raise UnsupportedError("sliding_window: layer_types names layers with a window, but its size is null")
-    return [window if kind == "sliding_attention" else None for kind in types]
+    windows = {"sliding_attention": window, "full_attention": None}
+    kinds = {kind: LayerKind(rotary_of(config, kind if rotary_by_type else None), windows[kind]) for kind in set(types)}
+    return [kinds[kind] for kind in types]
 
 
 def layer_types(spec: DecoderSpec) -> dict[str, Any]:

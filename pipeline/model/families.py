@@ -1,0 +1,192 @@
+"""The architectures that can be a base: how each family reads transformers' config. docs/architectures.md says how to
+add one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.model.family import (
+    GEMMA_NAMES,
+    GPT_NEOX_NAMES,
+    LLAMA_NAMES,
+    POST_NORM_NAMES,
+    Config,
+    Family,
+    HfTensor,
+    UnsupportedError,
+    layer_types,
+    rotary_of,
+    spec_of,
+    typed_layers,
+    window_of,
+)
+from pipeline.model.spec import DecoderSpec, LayerKind
+
+
+def _alike(config: Config, window: int | None = None, *, partial: bool = False) -> list[LayerKind]:
+    """Layers of one kind."""
+    return [LayerKind(rotary_of(config, partial=partial), window)] * config.num_hidden_layers
+
+
+def _attention_biases(config: Config) -> dict[str, bool]:
+    biased = bool(config.attention_bias)
+    return {"query_key_value_bias": biased, "output_bias": biased}
+
+
+def _all_biases(config: Config) -> dict[str, bool]:
+    return {**_attention_biases(config), "ffn_bias": bool(config.mlp_bias)}
+
+
+def _llama(config: Config) -> DecoderSpec:
+    return spec_of(config, _alike(config), **_all_biases(config))
+
+
+def _mistral(config: Config) -> DecoderSpec:
+    return spec_of(config, _alike(config, window_of(config)))
+
+
+def _ministral(config: Config) -> DecoderSpec:
+    if config.head_dim is None:
+        raise UnsupportedError("head_dim: transformers runs no ministral without it, nor a mistral with layer_types")
+    return spec_of(config, typed_layers(config))
+
+
+def _qwen2(config: Config) -> DecoderSpec:
+    return spec_of(config, typed_layers(config), query_key_value_bias=True)
+
+
+def _qwen3(config: Config) -> DecoderSpec:
+    return spec_of(config, typed_layers(config), query_key_norm="head", **_attention_biases(config))
+
+
+def _smollm3(config: Config) -> DecoderSpec:
+    rotated = config.no_rope_layers
+    if not isinstance(rotated, list) or len(rotated) < config.num_hidden_layers:
+        raise UnsupportedError(f"no_rope_layers: expected an entry for each layer, found {rotated!r:.80}")
+    layers = typed_layers(config)
+    if not config.use_sliding_window and any(layer.window for layer in layers):
+        raise UnsupportedError("use_sliding_window: false, but layer_types names layers with a window")
+    layers = [layer if has else LayerKind(None, layer.window) for has, layer in zip(rotated, layers, strict=False)]
+    return spec_of(config, layers, **_all_biases(config))
+
+
+def _smollm3_layers(spec: DecoderSpec) -> dict[str, Any]:
+    return layer_types(spec) | {"no_rope_layers": [int(layer.rotary is not None) for layer in spec.layers]}
+
+
+def _phi3(config: Config) -> DecoderSpec:
+    return spec_of(config, _alike(config, window_of(config), partial=True))
+
+
+def _olmo2(config: Config) -> DecoderSpec:
+    features = _attention_biases(config)
+    return spec_of(config, _alike(config), norm_placement="after", query_key_norm="all", **features)
+
+
+def _olmo3(config: Config) -> DecoderSpec:
+    layers, features = typed_layers(config, rotary_by_type=True), _attention_biases(config)
+    return spec_of(config, layers, norm_placement="after", query_key_norm="all", **features)
+
+
+def _exaone4(config: Config) -> DecoderSpec:
+    layers = typed_layers(config)
+    if config.sliding_window is not None:  # where some layers have a window, the global ones have no position embedding
+        layers = [layer if layer.window else LayerKind(None) for layer in layers]
+    return spec_of(config, layers, norm_placement="after", query_key_norm="head")
+
+
+def _gemma(config: Config, layers: list[LayerKind], **features: Any) -> DecoderSpec:  # noqa: ANN401
+    if config.use_bidirectional_attention:
+        raise UnsupportedError("use_bidirectional_attention: expected null or false; a decoder reads what came before")
+    return spec_of(
+        config,
+        layers,
+        activation=config.hidden_activation,
+        norm_placement="both",
+        gain_offset=True,
+        embedding_scale=config.hidden_size**0.5,
+        attention_scale=config.query_pre_attn_scalar**-0.5,
+        attention_softcap=config.attn_logit_softcapping,
+        output_softcap=config.final_logit_softcapping,
+        **_attention_biases(config),
+        **features,
+    )
+
+
+def _gemma2(config: Config) -> DecoderSpec:
+    return _gemma(config, typed_layers(config))
+
+
+def _gemma3(config: Config) -> DecoderSpec:
+    if config.attn_logit_softcapping:
+        raise UnsupportedError("attn_logit_softcapping: transformers does not apply it in a Gemma 3; expected null")
+    return _gemma(config, typed_layers(config, rotary_by_type=True), query_key_norm="head")
+
+
+def _gpt_neox(config: Config) -> DecoderSpec:
+    return spec_of(
+        config,
+        _alike(config, partial=True),
+        norm="layernorm",
+        norm_eps=config.layer_norm_eps,
+        gated_ffn=False,
+        ffn_bias=True,
+        parallel_residual=bool(config.use_parallel_residual),
+        **_attention_biases(config),
+    )
+
+
+_PHI3_FUSED = {
+    "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
+    "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
+}
+_PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
+_WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
+_GEMMA = "it multiplies its embedding by sqrt(hidden_size), and stores gains less 1"
+_GPT_NEOX = "its LayerNorm takes one mean over the residual stream, and its head size follows from it"
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", _llama, LLAMA_NAMES),
+        Family("mistral", _mistral, LLAMA_NAMES),
+        Family("ministral", _ministral, LLAMA_NAMES, layer_entries=layer_types),
+        # vLLM does not read head_dim from a Qwen2 config.
+        Family("qwen2", _qwen2, LLAMA_NAMES, layer_entries=layer_types, derives_head_dim=True),
+        Family("qwen3", _qwen3, LLAMA_NAMES, layer_entries=layer_types),
+        Family("smollm3", _smollm3, LLAMA_NAMES, layer_entries=_smollm3_layers),
+        Family("phi3", _phi3, _PHI3_NAMES, fused=_PHI3_FUSED, derives_head_dim=True),
+        Family("olmo2", _olmo2, POST_NORM_NAMES, why_not_stock=f"an OLMo 2 base: {_WHOLE_HEADS}"),
+        Family(
+            "olmo3",
+            _olmo3,
+            POST_NORM_NAMES,
+            layer_entries=layer_types,
+            why_not_stock=f"an OLMo 3 base: {_WHOLE_HEADS}",
+        ),
+        Family("exaone4", _exaone4, POST_NORM_NAMES, layer_entries=layer_types),
+        Family("gemma2", _gemma2, GEMMA_NAMES, layer_entries=layer_types, why_not_stock=f"a Gemma 2 base: {_GEMMA}"),
+        Family(
+            "gemma3_text", _gemma3, GEMMA_NAMES, layer_entries=layer_types, why_not_stock=f"a Gemma 3 base: {_GEMMA}"
+        ),
+        Family(
+            "gpt_neox",
+            _gpt_neox,
+            GPT_NEOX_NAMES,
+            fused={"attention.query_key_value": ("attention.query", "attention.key", "attention.value")},
+            fused_by_head=True,
+            why_not_stock=f"a GPT-NeoX base: {_GPT_NEOX}",
+        ),
+    )
+}
+"""By the `model_type` of config.json, as transformers' AutoConfig understands it."""
+
+
+def family_of(spec: DecoderSpec) -> Family:
+    """The family of an architecture."""
+    return FAMILIES[spec.family]
+
+
+def hf_tensor(name: str, spec: DecoderSpec) -> HfTensor:
+    """The tensor of a Hugging Face folder that holds the base parameter `name` (ours)."""
+    return family_of(spec).tensor(name, spec)

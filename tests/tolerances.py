@@ -36,6 +36,6 @@ def assert_near(
 ) -> None:
     """Each element of `found` is that of `expected`, up to `bound` times the largest of `scale` (None: `expected`)."""
     assert found.shape == expected.shape, f"{what}: {found.shape} instead of {expected.shape}"
-    largest = float((expected if scale is None else scale).abs().max())
-    error = float((found - expected).abs().max())
+    largest = float((expected if scale is None else scale).detach().abs().max())
+    error = float((found - expected).detach().abs().max())
     assert error <= bound * largest, f"{what}: off by {error:.1e}, expected at most {bound:.1e} of {largest:.1e}"

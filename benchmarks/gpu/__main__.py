@@ -16,6 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("exactness", "check_parity"),
     "attention": ("exactness", "check_attention"),
     "kernels": ("kernels", "check_kernels"),
+    "exports": ("exports", "check_exports"),
     "deepspeed": ("runs", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
     **{f"step-{shape}": ("steps", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},

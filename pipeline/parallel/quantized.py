@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -179,8 +180,23 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
 
 
 def _gpu_computes_in_fp8() -> bool:
-    """Whether this rank's GPU is of Hopper's generation or later."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    """Whether this rank's GPU computes products in fp8: Hopper does, later ones if this torch has kernels for them."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return is_hopper and computes_in_fp8("cuda")
+
+
+@cache
+def computes_in_fp8(device: str) -> bool:
+    """Whether this torch has a product in fp8 with a scale for each row for the device, by trying one."""
+    quantization = Quantization("fp8", _ALIGNED, _ALIGNED)
+    stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
+    ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
+    quantization.write(stored, lambda rows: ones[slice(*rows)])
+    try:
+        product = product_in_fp8(ones, stored, quantization, None)
+    except (RuntimeError, ValueError):  # what torch raises depends on its version
+        return False
+    return torch.equal(product, _ALIGNED * ones)
 
 
 def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
@@ -211,8 +227,9 @@ def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows],
 def frozen_product(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
-    On GPUs from Hopper on, a product with fp8 in bf16 is computed in fp8, with a scale for each row of x; elsewhere
-    W is decoded. The backward pass decodes it again, so that only its bytes are held between the two.
+    On GPUs from Hopper on for which torch has the kernel, a product with fp8 in bf16 is computed in fp8, with a scale
+    for each row of x; elsewhere W is decoded. The backward pass decodes it again, so that only its bytes are held
+    between the two.
     """
     product: Tensor = _FrozenProduct.apply(x, stored, bias, quantization)
     return product

@@ -87,7 +87,7 @@ def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
 
 
 class ProcessGroups:
-    """The process groups of a layout, created by all ranks together; also the `mpu` object of DeepSpeed."""
+    """The process groups of a layout, created by all ranks in one order; also the `mpu` object of DeepSpeed."""
 
     def __init__(self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False) -> None:
         """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
@@ -106,9 +106,9 @@ class ProcessGroups:
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        # new_group is collective: every rank creates every group, and keeps the one it belongs to.
-        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
-        return next(group for ranks, group in made if self.rank in ranks)
+        # A rank waits for its own group's ranks only: a thousand groups, made by all ranks each, would take minutes.
+        own = next(ranks for ranks in groups if self.rank in ranks)
+        return dist.new_group(own, timeout=self._timeout, use_local_synchronization=True)
 
     # The names below are DeepSpeed's.
     def get_model_parallel_group(self) -> dist.ProcessGroup:

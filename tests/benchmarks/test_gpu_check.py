@@ -57,6 +57,10 @@ def test_single_kernels_agree_with_torch_and_those_of_a_missing_package_are_name
     assert all(row.passed for row in rows.values() if row not in ligers)
 
 
+def test_exports_run_with_offloaded_weights(tmp_path):
+    assert [row.passed for row in rows_of("exports", tmp_path).values()] == [None, True]
+
+
 def test_the_watchdog_names_a_lost_rank(tmp_path):
     rows = rows_of("watchdog", tmp_path)
     assert len(rows) == 2 and [row for row in rows.values() if not row.passed] == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -244,3 +246,39 @@ def test_device_map_puts_layers_elsewhere(folders, tmp_path):
     tokens = some_tokens(plain.config, 2, 24)
     assert torch.equal(split(tokens).logits, plain(tokens).logits)
     assert torch.equal(generate(split, tokens), generate(plain, tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "llama dynamic"])
+def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypatch):
+    """On a GPU each would be a copy from the host: a wait, and illegal while a CUDA graph is captured."""
+    model, made = load(name), torch.tensor
+    tokens = some_tokens(model.config, 2, 40)
+    expected = model(tokens, use_cache=False).logits
+
+    def refused(*values, **options):
+        assert "modeling_scale" not in sys._getframe(1).f_code.co_filename
+        return made(*values, **options)
+
+    monkeypatch.setattr(torch, "tensor", refused)
+    assert torch.equal(model(tokens, use_cache=False).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
+def test_casting_a_model_leaves_its_rotary_frequencies_alone(name, load):
+    tokens = some_tokens(load(name).config, 2, 40)
+    cast, loaded = load(name).to(torch.bfloat16), load(name, dtype=torch.bfloat16)
+    assert torch.equal(cast(tokens, use_cache=False).logits, loaded(tokens, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gemma2", "stories"])
+def test_weights_may_be_offloaded_under_a_tied_output(name, load):
+    model = load(name)
+    assert model.output.base is model.embedding.base.weight
+    tokens = some_tokens(model.config, 2, 20)
+    expected = model(tokens, use_cache=False).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.embedding.base.weight.is_meta
+    assert torch.equal(model(tokens, use_cache=False).logits, expected)

@@ -20,6 +20,7 @@ from pipeline.parallel.quantized import (
     BLOCK,
     Quantization,
     QuantizedPrecision,
+    computes_in_fp8,
     fill_quantized,
     frozen_product,
     product_in_fp8,
@@ -200,3 +201,16 @@ def test_what_cannot_be_stored_is_refused():
     ):
         stored_parameter(trained.requires_grad_(False), "nf4", "w", 4)
     assert stored_parameter(trained, "fp8", "w", 4).numel() == 8 * 48 + 8 * 4
+
+
+def test_a_torch_without_the_kernel_for_a_gpu_decodes(monkeypatch):
+    """Older versions have no product with a scale for each row on Blackwell."""
+    assert computes_in_fp8("cpu")
+    computes_in_fp8.cache_clear()
+
+    def unsupported(*_, **__):
+        raise RuntimeError("rowwise scaling is not supported on sm_120")
+
+    monkeypatch.setattr(torch, "_scaled_mm", unsupported)
+    assert not computes_in_fp8("cpu")
+    computes_in_fp8.cache_clear()

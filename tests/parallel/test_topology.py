@@ -78,6 +78,25 @@ def seen_by_a_rank(tp_size):
     return total(tp.group), total(groups.get_data_parallel_group()), replicas, deepspeed_view
 
 
+def groups_made_by_a_rank(tp_size):
+    made, new_group = [], dist.new_group
+
+    def watched(ranks, **options):
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    dist.new_group = watched
+    ProcessGroups(Layout(dist.get_world_size(), tp_size))
+    return made
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_rank_makes_its_own_groups_only(tp_size):
+    """Of a thousand ranks too: all groups of one, made by every rank, would take minutes under NCCL."""
+    for rank, made in enumerate(run_ranks(groups_made_by_a_rank, 4, tp_size)):
+        assert len(made) == (3 if tp_size == 4 else 2) and all(rank in ranks for ranks in made)
+
+
 def mask(*ranks):
     return sum(2**rank for rank in ranks)
 

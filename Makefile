@@ -10,10 +10,10 @@ TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export DS_ACCELERATOR ?= cpu
 # Tests start hundreds of Python processes: without bytecode each would compile every file again.
-test test-quick: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-quick elastic faults fuzz lint format docs serve-check gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all elastic faults fuzz lint format docs serve-check gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -61,11 +61,11 @@ reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
 	bash tests/slurm/install.sh
 
-test: $(STAMP) slurm lint  ## lint, types, import contracts, and every test
-	$(PYTEST)
+test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of every part, 10 minutes on two cores
+	$(PYTEST) -m "not full"
 
-test-quick: $(STAMP)  ## the tests that need neither root nor Slurm nor a long time: under 3 minutes on two cores
-	$(PYTEST) -m "not slow and not slurm"
+test-all: $(STAMP) slurm lint  ## also every fault, damaged inputs, packaging, the tutorial, benchmarks and studies, 35 minutes
+	$(PYTEST)
 
 lint: $(STAMP)  ## ruff, mypy, import contracts, shellcheck
 	$(BIN)/ruff check .

@@ -20,15 +20,30 @@ from tests.slurm.cluster import Cluster, guarded_cluster
 from tests.slurm.daemons import why_not
 
 _NO_SLURM = "no Slurm: "
+_SKIPPED = pytest.StashKey[list[str]]()
 _TESTS = Path(__file__).parent
-SLOW = (
-    "slurm/test_pipeline.py",
+FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_stages.py", "slurm/test_requeue.py")
+"""The longest files of `make test`, with which it starts: the workers then end together."""
+FULL = (
     "slurm/test_study.py",
     "slurm",
     "faults",
     "fuzz",
-    "training",
     "benchmarks",
+    "packaging/test_wheel.py",
+    "training/test_answers.py",
+    "training/test_asynchronous_saving.py",
+    "training/test_attempt.py",
+    "training/test_damaged_checkpoints.py",
+    "training/test_elastic.py",
+    "training/test_every_method.py",
+    "training/test_full_disk.py",
+    "training/test_new_rows.py",
+    "training/test_prompts.py",
+    "training/test_quantized_base.py",
+    "training/test_resume.py",
+    "training/test_shipped_deepspeed.py",
+    "training/test_zero_stages.py",
     "conversion/test_memory.py",
     "conversion/test_second_round.py",
     "conversion/test_generate.py",
@@ -40,14 +55,18 @@ SLOW = (
     "checkpoint/test_reader.py",
     "data/test_preprocess.py",
     "experiments/test_run_study.py",
-    "experiments/test_search.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
-    "packaging/test_wheel.py",
     "test_outputs.py",
 )
-"""Files and folders whose tests `make test-quick` leaves out. `make test` starts with them, in this order: the workers
-then end together."""
+"""Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""
+QUICK = (
+    "slurm/test_pipeline.py",
+    "slurm/test_scripts.py",
+    "slurm/test_stages.py::test_a_job[time limit saves and requeues]",
+    "slurm/test_requeue.py::test_a_job[rank killed]",
+)
+"""What `make test` runs nevertheless: on a real Slurm one whole run, one time limit, one kill."""
 
 # The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
 # `pytest --hypothesis-profile=default` draws new ones.
@@ -125,14 +144,16 @@ def slurm_cluster(slurm_installed: None) -> Iterator[Cluster]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = [_TESTS / name for name in SLOW]
-    turn: dict[pytest.Item, int] = {}
+    listed = [*FIRST, *FULL]
+
+    def turn(item: pytest.Item) -> int:
+        return next((at for at, path in enumerate(listed) if item.path.is_relative_to(_TESTS / path)), len(listed))
+
     for item in items:
-        places = [place for place, path in enumerate(slow) if item.path.is_relative_to(path)]
-        turn[item] = min(places, default=len(slow))
-        if places:
-            item.add_marker("slow")
-    items.sort(key=turn.__getitem__)
+        in_full = any(item.path.is_relative_to(_TESTS / path) for path in FULL)
+        if in_full and not item.nodeid.removeprefix("tests/").startswith(QUICK):
+            item.add_marker("full")
+    items.sort(key=turn)
 
 
 def pytest_configure() -> None:
@@ -145,6 +166,10 @@ def pytest_configure() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # From the reports, which reach this process from every worker.
     reasons = {str(report.longrepr).partition(_NO_SLURM)[2] for report in terminalreporter.getreports("skipped")}
-    for reason in reasons - {""}:
-        terminalreporter.section("CLUSTER TESTS SKIPPED", red=True, bold=True)
-        terminalreporter.line(f"Nothing was tried on a real Slurm. {reason.rstrip(chr(39) + ')')}.")
+    terminalreporter.config.stash[_SKIPPED] = sorted(reason.rstrip("')") for reason in reasons - {""})
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # The last line of the output.
+    for reason in config.stash.get(_SKIPPED, []):
+        config.get_terminal_writer().line(f"CLUSTER TESTS SKIPPED, nothing was tried on a real Slurm: {reason}")

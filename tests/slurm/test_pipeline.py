@@ -19,7 +19,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
 from tests.training.runs import train
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 SCRIPT = PROJECT / "slurm" / "cpt_korean.sh"
 STEPS = 12

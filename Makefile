@@ -93,9 +93,9 @@ fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minu
 serve-check: $(STAMP)  ## what every serving format costs the export of a small run, 5 minutes (CONFIG=my_run.yaml: of a run that is converted)
 ifndef CONFIG
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/serve_check.yaml STAGES="tokenize sample upscale train" bash slurm/cpt_korean.sh
-	$(BIN)/python tools/convert_checkpoint.py --config configs/serve_check.yaml --format stock --dtype bf16
+	$(BIN)/python tools/convert_checkpoint.py configs/serve_check.yaml --format stock --dtype bf16
 endif
-	$(BIN)/python tools/serve_check.py --config $(or $(CONFIG),configs/serve_check.yaml) --json benchmarks/out/serve_check.json
+	$(BIN)/python tools/serve_check.py $(or $(CONFIG),configs/serve_check.yaml) --json benchmarks/out/serve_check.json
 
 gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)

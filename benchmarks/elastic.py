@@ -113,7 +113,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 def run_tool(name: str, config: Path) -> None:
     """Runs a tool of the project on `config`."""
-    subprocess.run([sys.executable, f"tools/{name}.py", "--config", str(config)], check=True)
+    subprocess.run([sys.executable, f"tools/{name}.py", str(config)], check=True)
 
 
 def move(folder: Path, data: Path, steps: int) -> list[dict[str, Any]]:

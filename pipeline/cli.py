@@ -1,12 +1,14 @@
-"""`scale-cpt COMMAND`: one front for the programs of tools/, which it runs as they are.
+"""`scale-cpt COMMAND`: its parser, and the programs of tools/ as its commands.
 
-It imports nothing but the program that is asked for: the help of the front is there at once.
+A program is a module with a docstring, which is its help, `add_options(parser)` and `main(arguments)`. Only the one
+that is asked for is imported: the list of commands is there at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-import textwrap
+from collections.abc import Collection, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -16,69 +18,77 @@ from pipeline.errors import CONFIG_ERROR, nearest
 from pipeline.shipped import shipped
 
 PROGRAM = "scale-cpt"
-COMMANDS = {
-    "a run": {
-        "config": "run_config",
-        "tokenize": "preprocess_data",
-        "sample": "sample_base",
-        "upscale": "upscale",
-        "train": "train",
-        "gate": "fit_gate",
-        "convert": "convert_checkpoint",
-        "evaluate": "evaluate",
-    },
-    "before it": {
-        "new": "new_folder",
-        "estimate": "estimate",
-        "tokenizer": "train_tokenizer",
-        "vocabulary": "extend_vocabulary",
-    },
-    "looking at it": {
-        "status": "status",
-        "inspect": "inspect_checkpoint",
-        "inspect-data": "inspect_data",
-        "report": "report",
-        "serve-check": "serve_check",
-    },
-    "many runs": {
-        "study": "run_study",
-        "frontier": "show_frontier",
-        "biographies": "make_biographies",
-        "show-biographies": "show_biographies",
-    },
-    "scripts and shells": {
-        "launch": "launch_here",
-        "may-retry": "may_retry",
-        "describe-config": "describe_config",
-        "completion": "completion",
-    },
+PROGRAMS = {
+    # a run
+    "config": "run_config",
+    "tokenize": "preprocess_data",
+    "sample": "sample_base",
+    "upscale": "upscale",
+    "train": "train",
+    "gate": "fit_gate",
+    "convert": "convert_checkpoint",
+    "evaluate": "evaluate",
+    # before it
+    "new": "new_folder",
+    "estimate": "estimate",
+    "tokenizer": "train_tokenizer",
+    "vocabulary": "extend_vocabulary",
+    # looking at it
+    "status": "status",
+    "inspect": "inspect_checkpoint",
+    "inspect-data": "inspect_data",
+    "report": "report",
+    "serve-check": "serve_check",
+    # many runs
+    "study": "run_study",
+    "frontier": "show_frontier",
+    "biographies": "make_biographies",
+    "show-biographies": "show_biographies",
+    # for scripts and shells
+    "launch": "launch_here",
+    "may-retry": "may_retry",
+    "describe-config": "describe_config",
+    "completion": "completion",
 }
-"""The program of each command, by subject: a file of tools/, or the module pipeline.train."""
-PROGRAMS = {command: program for commands in COMMANDS.values() for command, program in commands.items()}
+"""The program of each command: a file of tools/, or the module pipeline.train."""
 
 
 def main() -> None:
     """Runs the command that `sys.argv` names, with the arguments after it."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
-    elif arguments[0] == "--version":
-        print(f"{PROGRAM} {__version__}")
-    elif arguments[0] not in PROGRAMS:
-        hint = nearest(arguments[0], PROGRAMS)
-        print(f"error: {arguments[0]}: no such command{hint}; {PROGRAM} --help lists them", file=sys.stderr)
+    words = sys.argv[1:] or ["--help"]
+    command = words[0]
+    if not command.startswith("-") and command not in PROGRAMS:
+        hint = nearest(command, PROGRAMS)
+        print(f"error: {command}: no such command{hint}; {PROGRAM} --help lists them", file=sys.stderr)
         sys.exit(CONFIG_ERROR)
-    else:
-        command = arguments[0]
-        program = _for_folder(command, arguments[1:])
-        sys.argv = [f"{PROGRAM} {command}", *arguments[1:]]
-        if program == "train":
-            from pipeline import train
+    if command == "inspect" and _holds_corpora(words[1:]):
+        command = "inspect-data"
+    parser = build_parser([command])
+    from pipeline import command_line  # after the parser: --help waits for nothing
 
-            train.run()
-        from pipeline import command_line
+    arguments = command_line.parse(parser, [command, *words[1:]])
+    sys.argv = [f"{PROGRAM} {command}", *words[1:]]
+    command_line.run_parsed(arguments.main, arguments)
 
-        command_line.run(load(program).main)
+
+def build_parser(commands: Collection[str] = PROGRAMS.keys()) -> argparse.ArgumentParser:
+    """The parser of `scale-cpt`; only `commands` get their options, and are imported."""
+    parser = argparse.ArgumentParser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command, program in PROGRAMS.items():
+        text = _path_of(program).read_text(encoding="utf-8").split('"""', 2)[1]
+        own = subparsers.add_parser(
+            command,
+            help=text.splitlines()[0].replace("%", "%%"),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if command in commands:
+            module = load(program)
+            module.add_options(own)
+            own.set_defaults(main=module.main)
+    return parser
 
 
 def load(program: str) -> ModuleType:
@@ -97,28 +107,8 @@ def _path_of(program: str) -> Path:
     return shipped() / "tools" / f"{program}.py"
 
 
-def usage() -> str:
-    """The help of the front: each command with the first line of its program's own help."""
-    lines = [f"usage: {PROGRAM} COMMAND …          {PROGRAM} COMMAND --help: its options", ""]
-    for subject, commands in COMMANDS.items():
-        lines.append(f"{subject}:")
-        lines += [f"  {command:17} {_summary(program)}" for command, program in commands.items()]
-    return "\n".join(
-        [*lines, "", f"{PROGRAM} --version prints the version. Every command but train is a program of tools/ too."]
-    )
-
-
-def _summary(program: str) -> str:
-    first_line = _path_of(program).read_text(encoding="utf-8").split('"""', 2)[1].splitlines()[0]
-    return textwrap.shorten(first_line, 100, placeholder=" …")
-
-
-def _for_folder(command: str, arguments: list[str]) -> str:
-    """The program of a command; `inspect` also takes token corpora, which a run's folder may hold too."""
+def _holds_corpora(arguments: Sequence[str]) -> bool:
+    """Whether what is to be inspected is a token corpus, or a folder of them; a run's folder may hold them too."""
     folders = [Path(argument) for argument in arguments if not argument.startswith("-")]
     folders = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
-    if command == "inspect" and any(
-        next(folder.glob(name), None) for folder in folders for name in ("*.idx", "*/*.idx")
-    ):
-        command = "inspect-data"
-    return PROGRAMS[command]
+    return any(next(folder.glob(name), None) for folder in folders for name in ("*.idx", "*/*.idx"))

@@ -9,12 +9,37 @@ import argparse
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline import log
-from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, UserError, exit_code_of, in_one_line
+from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, ConfigError, UserError, exit_code_of, in_one_line
 from pipeline.hub import model_folder
+
+
+def run_program(
+    add_options: Callable[[argparse.ArgumentParser], None], main: Callable[[argparse.Namespace], int | None], text: str
+) -> None:
+    """Runs a program of tools/ by itself: its options, its `main`, and its docstring as help."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    run_parsed(main, parse(parser, sys.argv[1:]))
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments in `words`; `--config FILE`, as earlier versions had it, is FILE."""
+    return parser.parse_args([word for word in words if word != "--config"])
+
+
+def run_parsed(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> None:
+    """Runs the `main` of a program."""
+
+    def checked() -> int | None:
+        if getattr(arguments, "set", None) and arguments.run is None:
+            raise ConfigError("--set changes a run; name its YAML file or its folder")
+        return main(arguments)
+
+    run(checked)
 
 
 def run(main: Callable[[], int | None]) -> None:
@@ -32,6 +57,19 @@ def run(main: Callable[[], int | None]) -> None:
         else:
             print(f"error: {in_one_line(error)}", file=sys.stderr)
     sys.exit(code)
+
+
+def add_run(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
+    """Adds the run that a program works on, for `load_config`, with `--set`."""
+    what = "its YAML file, such as configs/demo.yaml, or the folder of one that has begun, such as runs/demo"
+    parser.add_argument("run", type=Path, metavar="RUN", nargs=None if required else "?", help=what)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the run, such as schedule.steps=20; may be repeated",
+    )
 
 
 def folder_or_hub(text: str) -> Path:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig, learning_rate
+from pipeline.config.run import RunConfig, learning_rate, load_config
 from pipeline.conversion.formats import describe_formats, why_not
 from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
 from pipeline.errors import LayoutError
 from pipeline.files import free_bytes
 from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
 from pipeline.rehearsal.corpus import plan_of, sampling_jobs
-from pipeline.run_folder.changes import read_run
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
@@ -344,12 +343,12 @@ def _duration(plan: Plan, now: datetime) -> str:
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of `arguments.config` on the cluster of `arguments`. Returns 1 if the run could not start.
+    """Prints the plan of `arguments.run` on the cluster of `arguments`. Returns 1 if the run could not start.
 
     Raises:
         ConfigError: the configuration is invalid.
     """
-    config = read_run(arguments.config, arguments.set)
+    config = load_config(arguments.run, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
     now = datetime.now().astimezone()
     text = json.dumps(as_values(plan, now), indent=2) if arguments.json else as_text(plan, now)

@@ -19,20 +19,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline import command_line, log
+from pipeline.errors import ConfigError
 from pipeline.local_ranks import exit_grace_s, run_ranks
-from pipeline.run_folder.changes import add_set_option
-from pipeline.sizing.cluster import add_cluster_options
-from pipeline.training import launch
+from pipeline.sizing.cluster import Cluster, add_cluster_options
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="the run's YAML file, e.g. configs/demo.yaml")
-    add_set_option(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser)
     parser.add_argument("--ranks", type=command_line.positive, help="without a launcher: start so many processes here")
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
@@ -41,33 +38,36 @@ def main() -> int:
         "--base-config", type=Path, help="the base's config.json, if its folder is not on this machine"
     )
     planned.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from pipeline.dry_run import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
-    own = [str(arguments.config), *(f"--set={change}" for change in arguments.set)]
-    ranks, arguments.ranks = arguments.ranks, None
-    if arguments != parser.parse_args(own):
-        parser.error("only --dry-run takes these options: training gets its ranks from the launcher, or from --ranks")
+    if arguments.base_config or arguments.json or any(hasattr(arguments, field.name) for field in fields(Cluster)):
+        raise ConfigError("only --dry-run takes these options: training gets its ranks from the launcher, or --ranks")
+    if arguments.ranks is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks)))
+        own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
+        return run_ranks([sys.executable, "-m", "pipeline.train", *own], arguments.ranks, exit_grace_s())
+    from pipeline.training import launch  # after --help: it loads torch
 
-    if ranks is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-        return run_ranks([sys.executable, "-m", "pipeline.train", *own], ranks, exit_grace_s())
+    return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from pipeline.training import launch
+
     device = launch.initialise(launch.read_launch(os.environ))
     log.configure()  # again: now the environment says which rank this is, whatever launcher started it
     from pipeline.observers import make_observers
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
-    code = run_training(arguments.config, device, make_observers, arguments.set)
+    code = run_training(arguments.run, device, make_observers, arguments.set)
     launch.finish()  # not after a fault: it waits for ranks that may hang in a collective
     return code
 
 
-def run() -> NoReturn:
-    """Runs this program and ends the process."""
-    launch.leave_after(lambda: command_line.run(main))
-
-
 if __name__ == "__main__":
-    run()
+    command_line.run_program(add_options, main, __doc__)

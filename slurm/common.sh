@@ -2,7 +2,7 @@
 # Functions of all scripts in this folder, which source it from the project's root. It runs nothing by itself.
 #
 #   load_site                   settings of the site, modules, virtual environment
-#   choose_config ARGUMENT…     CONFIG, the run's YAML, which may be the first argument; sets `changes` to every --set
+#   choose_config ARGUMENT…     CONFIG, the run's YAML or folder, which may be the first argument; sets `changes` to every --set
 #                               KEY=VALUE, as options of a stage, and `arguments` to the others
 #   submit_afresh ARGUMENT…     sbatch, without the variables of the job that calls it; prints the new job's id
 #   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
@@ -99,7 +99,7 @@ choose_config() {
         shift
     done
     export CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
-    [[ -f "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file; the runs that come with the project are in configs/"
+    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder; the runs that come with the project are in configs/"
 }
 
 announce() {

@@ -44,13 +44,13 @@ export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do
     case "$stage" in
-        tokenize) run_stage tokenize here python tools/preprocess_data.py --config "$CONFIG" "${changes[@]}" ;;
-        sample) run_stage sample here python tools/sample_base.py --config "$CONFIG" "${changes[@]}" ;;
-        upscale) run_stage upscale here python tools/upscale.py --config "$CONFIG" "${changes[@]}" ;;
+        tokenize) run_stage tokenize here python tools/preprocess_data.py "$CONFIG" "${changes[@]}" ;;
+        sample) run_stage sample here python tools/sample_base.py "$CONFIG" "${changes[@]}" ;;
+        upscale) run_stage upscale here python tools/upscale.py "$CONFIG" "${changes[@]}" ;;
         train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}" ;;
-        gate) run_stage gate here python tools/fit_gate.py --config "$CONFIG" "${changes[@]}" ;;
-        convert) run_stage convert here python tools/convert_checkpoint.py --config "$CONFIG" "${changes[@]}" ;;
-        evaluate) run_stage evaluate here python tools/evaluate.py --config "$CONFIG" "${changes[@]}" ;;
+        gate) run_stage gate here python tools/fit_gate.py "$CONFIG" "${changes[@]}" ;;
+        convert) run_stage convert here python tools/convert_checkpoint.py "$CONFIG" "${changes[@]}" ;;
+        evaluate) run_stage evaluate here python tools/evaluate.py "$CONFIG" "${changes[@]}" ;;
         *) die "STAGES: there is no stage \"$stage\"; choose from tokenize sample upscale train gate convert evaluate" ;;
     esac
 done

@@ -34,7 +34,7 @@ may_go_on() {
     local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0 container
     read -ra container <<<"${CONTAINER:-}"
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
-    "${container[@]}" python tools/may_retry.py --config "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
+    "${container[@]}" python tools/may_retry.py "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
         --without-progress "$idle" --most "$most" || verdict=$?
     case "$verdict" in
         0) return 0 ;;

@@ -26,7 +26,7 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-command=(python tools/preprocess_data.py --config "$CONFIG" "${changes[@]}" "${arguments[@]}")
+command=(python tools/preprocess_data.py "$CONFIG" "${changes[@]}" "${arguments[@]}")
 if [[ -n "${MPI:-}" ]]; then
     command=(over_mpi "${command[@]}" --mpi)
 elif [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then

@@ -9,10 +9,9 @@ import sys
 import pytest
 import yaml
 
-from pipeline import __version__, cli
-from pipeline.config.run import parse_config
+from pipeline import cli
+from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
-from pipeline.run_folder.changes import read_run
 from pipeline.shipped import shipped
 from tests.training.runs import write_config
 
@@ -27,27 +26,33 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
     return end.value.code or 0
 
 
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_the_front_itself_loads_nothing_but_python(option):
-    code = (
-        "import sys; before = set(sys.modules); sys.argv = ['scale-cpt', sys.argv[1]]\n"
-        "from pipeline.cli import main; main()\n"
-        "names = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "print('LOADED', sorted(names - set(sys.stdlib_module_names)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("LOADED ['pipeline']\n"), done.stdout
-    assert (__version__ if option == "--version" else "looking at it:") in done.stdout
+def test_the_help_of_the_stages_loads_no_torch():
+    commands = [*cli.PROGRAMS][: [*cli.PROGRAMS].index("inspect-data")]
+    code = f"import sys; from pipeline.cli import build_parser; build_parser({commands}); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_every_tool_is_a_command_and_shows_its_own_help(monkeypatch, capsys):
+def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
     assert {path.stem for path in (shipped() / "tools").glob("*.py")} - NOT_COMMANDS == {*cli.PROGRAMS.values()} - {
         "train"
     }
+    parser = cli.build_parser()
     for command in cli.PROGRAMS:
-        if command != "train":  # which ends the process
-            assert called(monkeypatch, command, "--help") == 0
-            assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
+        with pytest.raises(SystemExit):
+            parser.parse_args([command, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
+
+
+@pytest.mark.parametrize("command", ["status", "tokenize", "convert"])
+def test_a_program_runs_as_a_file_too(command):
+    program = shipped() / "tools" / f"{cli.PROGRAMS[command]}.py"
+    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: {program.name} ")
+
+
+def test_changes_need_a_run(monkeypatch, capsys):
+    assert called(monkeypatch, "tokenize", "--set", "seed=7") == CONFIG_ERROR
+    assert capsys.readouterr().err == "error: --set changes a run; name its YAML file or its folder\n"
 
 
 def test_a_misspelt_command_gets_the_nearest_one(monkeypatch, capsys):
@@ -57,15 +62,15 @@ def test_a_misspelt_command_gets_the_nearest_one(monkeypatch, capsys):
 
 def test_inspect_takes_checkpoints_and_token_corpora(tokens, tmp_path, monkeypatch, capsys):
     for folder in (tokens / "korean", tokens):
-        assert cli._for_folder("inspect", [str(folder)]) == "inspect_data"
+        assert cli._holds_corpora([str(folder)])
     (tmp_path / "run" / "tokens" / "korean").mkdir(parents=True)
     (tmp_path / "run" / "tokens" / "korean" / "000.idx").touch()
     for arguments in ([str(tmp_path / "run")], ["--json", str(tmp_path / "none")], ["--help"]):
-        assert cli._for_folder("inspect", arguments) == "inspect_checkpoint"
+        assert not cli._holds_corpora(arguments)
     (tmp_path / "own" / "korean").mkdir(parents=True)  # data.folder may be the run's own
     (tmp_path / "own" / "korean" / "000.idx").touch()
     (tmp_path / "own" / "checkpoints").mkdir()
-    assert cli._for_folder("inspect", [str(tmp_path / "own")]) == "inspect_checkpoint"
+    assert not cli._holds_corpora([str(tmp_path / "own")])
     assert called(monkeypatch, "inspect", tokens / "korean") == 0
     assert "tokens " in capsys.readouterr().out
 
@@ -77,7 +82,7 @@ def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeyp
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
     assert called(monkeypatch, "config", "show", path, "--set", "schedule.steps=20") == 0
     shown = capsys.readouterr().out
-    assert parse_config(yaml.safe_load(shown), source="shown") == read_run(path, ["schedule.steps=20"])
+    assert parse_config(yaml.safe_load(shown), source="shown") == load_config(path, ["schedule.steps=20"])
     for line in (rf"seed: 5 +# {path}", r"  steps: 20 +# --set", rf"  micro_batch_size: 2 +# {tmp_path}/base.yaml"):
         assert re.search(f"(?m)^{line}$", shown), line
     assert re.search(r"(?m)^  window: 128 +# default$", shown)

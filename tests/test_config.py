@@ -11,7 +11,6 @@ from pipeline.config.reading import read_yaml
 from pipeline.config.run import RunConfig, load_config
 from pipeline.config.sources import combined, layer_of, read_layers, source_of
 from pipeline.errors import ConfigError
-from pipeline.run_folder.changes import read_run
 from tests.training.runs import write_config
 
 
@@ -130,7 +129,7 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         "stability.loss_increase=null",
         "schedule.steps=11",  # the last one holds
     ]
-    config = read_run(write_config(tmp_path, tmp_path), changes)
+    config = load_config(write_config(tmp_path, tmp_path), changes)
     assert (config.schedule.steps, config.schedule.learning_rate, config.schedule.betas) == (11, 2e-4, (0.8, 0.9))
     assert (config.name, config.base, config.compile, config.upscaled) == ("20", Path("no"), True, None)
     assert config.stability.loss_increase is None
@@ -158,7 +157,7 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
 )
 def test_a_change_that_fits_no_setting_is_refused_by_its_name(tmp_path, change, fault):
     with pytest.raises(ConfigError, match=fault) as error:
-        read_run(write_config(tmp_path, tmp_path), [change])
+        load_config(write_config(tmp_path, tmp_path), [change])
     assert "\n" not in str(error.value)
 
 

@@ -1,11 +1,11 @@
 r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
-    scale-cpt convert --config configs/demo.yaml
-    scale-cpt convert --config configs/demo.yaml --format stock --without-gate --output exported
+    scale-cpt convert configs/demo.yaml
+    scale-cpt convert configs/demo.yaml --format stock --without-gate --output exported
     scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 --base data/models/stories260K \
         --output exported --format stock --dtype bf16
 
-With --config: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
+With a run: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
 of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package PEFT;
 `expansion` holds only what SCALE added; `auto` is stock where possible. A run whose configuration has a section `gate`
 is converted with its gate, into the format `scale`, or --without-gate.
@@ -24,25 +24,22 @@ from typing import get_args
 
 from pipeline import command_line, log
 from pipeline.cli import PROGRAM
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision, ServedPrecision
-from pipeline.model.stock_model import UNPADDED, Padding
+from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
-from pipeline.run_folder.changes import add_set_option, read_run
 
 logger = log.get_logger(__name__)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="the run's YAML file")
-    add_set_option(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser, required=False)
     parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000200")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
     parser.add_argument("--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved")
     parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
-    parser.add_argument("--without-gate", action="store_true", help="with --config: leave the run's gate out")
-    parser.add_argument("--output", type=Path, help="the folder to make (default with --config: <folder>/hf)")
+    parser.add_argument("--without-gate", action="store_true", help="leave the run's gate out")
+    parser.add_argument("--output", type=Path, help="the folder to make (default: <folder>/hf of the run)")
     command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
@@ -56,30 +53,29 @@ def main() -> None:
     )
     parser.add_argument(
         "--pad-for",
-        type=Padding.parse,
         metavar="NEEDS",
-        default=UNPADDED,
         help="zero heads and channels for servers that split a stock export: tp=8, gguf, or tp=8,gguf",
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for model card and PEFT")
     parser.add_argument("--push", metavar="NAME", help="upload the verified folder to the hub, as organisation/model")
     parser.add_argument("--private", action="store_true", help="with --push: make the repository private if it is new")
-    arguments = parser.parse_args()
 
+
+def main(arguments: argparse.Namespace) -> None:
     named = (arguments.checkpoint, arguments.base)
-    if arguments.config and arguments.gate:
-        parser.error("--gate belongs to --checkpoint; with --config the run's own gate is taken")
-    if any(named) if arguments.config else not all((*named, arguments.output)):
-        parser.error("give --config, or --checkpoint with --base and --output")
-    if arguments.without_gate and not arguments.config:
-        parser.error("--without-gate belongs to --config; with --checkpoint a gate is only taken by --gate")
+    if arguments.run and arguments.gate:
+        raise ConfigError("--gate belongs to --checkpoint; of a run its own gate is taken")
+    if any(named) if arguments.run else not all((*named, arguments.output)):
+        raise ConfigError("name a run, or --checkpoint with --base and --output")
+    if arguments.without_gate and not arguments.run:
+        raise ConfigError("--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate")
     if arguments.private and not arguments.push:
-        parser.error("--private belongs to --push")
+        raise ConfigError("--private belongs to --push")
     if arguments.push and arguments.format == "expansion":
-        parser.error("--push: --format expansion is no model; choose another format")
-    config = read_run(arguments.config, arguments.set) if arguments.config else None
-    with stage_of(config, "convert", changes=arguments.set, alone=True):
+        raise ConfigError("--push: --format expansion is no model; choose another format")
+    config = load_config(arguments.run, arguments.set) if arguments.run else None
+    with stage_of(config, "convert", alone=True):
         _convert(config, arguments)
 
 
@@ -89,6 +85,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.precisions import TYPES
     from pipeline.conversion.verify import probe_maker
+    from pipeline.model.stock_model import UNPADDED, Padding
 
     if arguments.base_name:
         publish.check_name(arguments.base_name, "--base-name")
@@ -109,7 +106,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     conversion = replace(
         conversion,
         precisions=tuple(arguments.precisions),
-        padding=arguments.pad_for,
+        padding=Padding.parse(arguments.pad_for) if arguments.pad_for else UNPADDED,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
         command=_command(),
@@ -130,4 +127,4 @@ def _command() -> str:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

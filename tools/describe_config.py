@@ -41,9 +41,10 @@ extend a study. Sections are merged key by key. A list is replaced as a whole. `
 
 **`--set KEY=VALUE`** changes a setting for every command that reads a run, and may be repeated:
 `--set schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML, of the type in the tables below.
-Commands that work on a run record them in `changes.json` of its folder, so that the next command, or a resumed job,
-continues the same run; they say so. These changes override the YAML file, also after it is edited. A later `--set` of
-the same key, or removing `changes.json`, changes them.
+A run's first stage writes all of it, with what the file extends and with `--set`, to `run.yaml` in the run's folder.
+**Every command takes that folder in place of the file**: `scale-cpt evaluate runs/demo`. What the command line says is
+what runs. A run that has begun refuses settings that would make it another run, such as another method; other changes,
+such as more steps, are in `run.yaml` from the next training on, and in `attempts.jsonl`.
 
 This page is printed by `scale-cpt describe-config`.
 
@@ -79,8 +80,11 @@ _DEEPSPEED = {
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def main(arguments: argparse.Namespace) -> None:
     print(as_markdown(), end="")
 
 
@@ -146,4 +150,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -2,10 +2,10 @@
 
     scale-cpt evaluate --model exported --data data/*/*.heldout.jsonl.zst
     scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
-    scale-cpt evaluate --config configs/demo.yaml
+    scale-cpt evaluate configs/demo.yaml
 
 Several models are compared in one table. --tasks takes lm-eval's names; with --data their documents come from local
-files and nothing is downloaded, and --include-path adds your own tasks. --config scores the base and the exported model
+files and nothing is downloaded, and --include-path adds your own tasks. With a run: the base and the exported model
 on the held-out texts of the run's corpora, and writes <folder>/summary.json.
 """
 
@@ -14,32 +14,31 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import folder_or_hub, run
+from pipeline.command_line import add_run, folder_or_hub, run_program
+from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
+from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
-from pipeline.run_folder.changes import add_set_option, read_run
 
 
-def main() -> None:
-    parser = _parser()
-    options = parser.parse_args()
-    given = {name for name in ("config", "model", "tasks", "data") if getattr(options, name)}
+def main(options: argparse.Namespace) -> None:
+    given = {name for name in ("run", "model", "tasks", "data") if getattr(options, name)}
     # Each branch imports what it needs, so that --help needs no torch.
-    if given == {"config"}:
-        config = read_run(options.config, options.set)
-        with stage_of(config, "evaluate", changes=options.set):
+    if given == {"run"}:
+        config = load_config(options.run, options.set)
+        with stage_of(config, "evaluate"):
             from pipeline.evaluation.summary import summarise
 
             print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix).as_text())
-    elif {"model", "tasks"} <= given and "config" not in given and len(options.data) <= 1:
+    elif {"model", "tasks"} <= given and "run" not in given and len(options.data) <= 1:
         if options.include_path and options.data:
-            parser.error("--include-path: its tasks name their own documents; leave out --data")
+            raise ConfigError("--include-path: its tasks name their own documents; leave out --data")
         _run_benchmarks(options)
     elif given == {"model", "data"}:
         _score_texts(options)
     else:
-        parser.error("give --config, or --model with --data, or --model and --tasks with or without a folder as --data")
+        raise ConfigError("name a run, or --model with --data, or --model and --tasks, with --data or without")
 
 
 def _run_benchmarks(options: argparse.Namespace) -> None:
@@ -93,11 +92,9 @@ def _check_folders(options: argparse.Namespace) -> None:
         check_hf_config(model, trust_remote_code=options.trust_remote_code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", type=Path, help="the YAML file of a finished run")
-    add_set_option(parser)
+    add_run(parser, required=False)
     add(
         "--model",
         type=folder_or_hub,
@@ -132,8 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--few-shot", type=int, help="solved examples before each question (default: none)")
     add("--limit", type=int, help="ask only the first questions of each task, at most this many")
     add("--batch-size", type=int, default=16, help="answers scored at a time (default 16)")
-    return parser
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

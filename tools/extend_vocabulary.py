@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run
+from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run_program
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.unit_work import is_heldout
@@ -22,8 +22,7 @@ from pipeline.files import check_replaceable
 _HELDOUT_FRACTION = 0.02
 
 
-def main() -> None:
-    options = _options()
+def main(options: argparse.Namespace) -> None:
     check_replaceable(options.output, VOCABULARY, overwrite=options.overwrite)
     read = {"text_key": options.text_key, "max_bytes": options.max_mib, "seed": options.seed}
     learned: list[str] = []
@@ -64,8 +63,7 @@ def _ranges(extension: Extension) -> str:
     return ", ".join(f"U+{first << ROW_BITS:04X}-{(stop << ROW_BITS) - 1:04X}" for first, stop in ranges)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--base",
@@ -106,8 +104,7 @@ def _options() -> argparse.Namespace:
         metavar="NAME=FILE",
         help="further texts for the table, e.g. korean=reviews.jsonl.zst",
     )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

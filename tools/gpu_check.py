@@ -143,14 +143,15 @@ def _end(process: subprocess.Popen[str]) -> None:
             time.sleep(0.1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu")
     parser.add_argument("--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600")
     parser.add_argument("--minutes", type=float, default=25.0, help="of all parts; default 25")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part's processes end too
@@ -178,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

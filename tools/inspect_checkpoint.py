@@ -16,12 +16,13 @@ from pipeline import command_line
 from pipeline.run_folder.checkpoint_names import checkpoint_at
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="its folder; for the newest a run's, or checkpoints/latest")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     from pipeline.conversion.trained_model import as_text, describe_checkpoint  # after --help: it loads torch
 
     facts = describe_checkpoint(checkpoint_at(arguments.checkpoint), arguments.base)
@@ -29,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

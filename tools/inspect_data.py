@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.command_line import folder_or_hub, run
+from pipeline.command_line import folder_or_hub, run_program
 from pipeline.data.blend import Permutation
 from pipeline.data.preprocess import QUARANTINE, check_finished
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, Manifest, TokenCorpus, load_manifest
@@ -22,8 +22,7 @@ from pipeline.errors import DataError
 from pipeline.evaluation.table import table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("corpus", type=Path, help="the folder of a corpus, or one that holds such folders")
     add("--tokenizer", type=folder_or_hub, help="decode samples with this tokenizer, the one that made the corpus")
@@ -31,8 +30,9 @@ def main() -> None:
     add("--characters", type=int, default=400, help="show at most this many characters of each (default: 400)")
     add("--seed", type=int, default=0, help="which documents (default: 0)")
     add("--verify", action="store_true", help="compare every byte with the manifest's hashes, not only some")
-    options = parser.parse_args()
 
+
+def main(options: argparse.Namespace) -> None:
     if not (options.corpus / MANIFEST).exists() and (found := _corpora_in(options.corpus)):
         print(_overview(found, every_byte=options.verify))
         return
@@ -111,4 +111,4 @@ def _decoded_documents(corpus: TokenCorpus, tokenizer: Tokenizer, count: int, se
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

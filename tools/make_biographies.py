@@ -14,8 +14,7 @@ from pipeline import command_line
 from pipeline.experiments.biography import write_corpora
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write")
     add(
@@ -32,7 +31,9 @@ def main() -> None:
     )
     add("--vocab-size", type=int, default=8192, help="of the tokenizer that is trained on the texts (default: 8192)")
     add("--seed", type=int, default=0, help="of the people and the texts (default: 0)")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     roster = write_corpora(
         arguments.output,
         arguments.people,
@@ -47,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -1,6 +1,6 @@
 """Decides whether a stage that ended is retried, and records its end.
 
-    scale-cpt may-retry --config configs/demo.yaml --stage train --exit-code 137
+    scale-cpt may-retry configs/demo.yaml --stage train --exit-code 137
 
 Prints the reason, and exits with 0 for yes and 3 for no; 1 would also mean that Python itself failed.
 """
@@ -8,28 +8,26 @@ Prints the reason, and exits with 0 for yes and 3 for no; 1 would also mean that
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pipeline import command_line
+from pipeline.config.run import load_config
 from pipeline.run_folder.attempts import decide
-from pipeline.run_folder.changes import add_set_option, read_run
 
 NO = 3
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
-    add_set_option(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser)
     parser.add_argument("--stage", required=True, help="the stage that ended")
     parser.add_argument("--exit-code", type=int, required=True, help="its exit code")
     parser.add_argument("--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint")
     parser.add_argument("--most", type=int, default=100, help="restarts in all")
-    arguments = parser.parse_args()
 
-    arguments.config.read_bytes()  # a missing file system is no fault of the configuration
+
+def main(arguments: argparse.Namespace) -> int:
+    arguments.run.stat()  # a missing file system is no fault of the configuration
     decision = decide(
-        read_run(arguments.config, arguments.set, base="named").folder,
+        load_config(arguments.run, arguments.set, base="named").folder,
         stage=arguments.stage,
         exit_code=arguments.exit_code,
         without_progress=arguments.without_progress,
@@ -40,4 +38,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

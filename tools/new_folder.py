@@ -17,10 +17,12 @@ from pipeline.files import published_folder
 from pipeline.shipped import FOLDERS, shipped
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the folder to make")
-    folder = parser.parse_args().folder
+
+
+def main(arguments: argparse.Namespace) -> None:
+    folder: Path = arguments.folder
     with published_folder(folder, None) as unfinished:
         for name in FOLDERS:
             shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

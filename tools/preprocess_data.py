@@ -1,6 +1,6 @@
 """Makes token corpora (Megatron's .bin/.idx with a manifest) of documents; can be restarted.
 
-    scale-cpt tokenize --config configs/demo.yaml
+    scale-cpt tokenize configs/demo.yaml
     scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
     scale-cpt tokenize --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
 
@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from pipeline.command_line import folder_or_hub, positive, run, share
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Data
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import corpus_jobs, tokens_in
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
@@ -27,19 +27,17 @@ from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
-from pipeline.run_folder.changes import add_set_option, read_run
 
 
-def main() -> None:
-    options = _options()
+def main(options: argparse.Namespace) -> None:
     pool: AbstractContextManager[Workers | None] = (
         mpi_workers() if options.mpi else local_workers(options.workers, isolated=True)
     )
     with pool as workers:
         if workers is None:  # an MPI rank that has done its tasks
             return
-        config = read_run(options.config, options.set) if options.config else None
-        with stage_of(config, "tokenize", changes=options.set):
+        config = load_config(options.run, options.set) if options.run else None
+        with stage_of(config, "tokenize"):
             jobs = _jobs(config, options)
             for job in jobs:  # a missing file is found before hours of work
                 named_files(job.inputs)
@@ -77,7 +75,7 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
     inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
     if not (inputs and options.tokenizer and options.output):
-        raise ConfigError("give --config, or --input or --import, with --tokenizer and --output")
+        raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
     return [
         Job(
             inputs=tuple(inputs),
@@ -96,11 +94,9 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", type=Path, help="a run configuration, instead of --input, --tokenizer and --output")
-    add_set_option(parser)
+    add_run(parser, required=False)
     add(
         "--input",
         nargs="+",
@@ -160,8 +156,7 @@ def _options() -> argparse.Namespace:
     add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
     add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
     add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

@@ -27,8 +27,7 @@ from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.status import TRAINING, RunStatus, as_lines, read_status, runs_in
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
     parser.add_argument("--title", default="What was learned, what was forgotten", help="the page's heading")
@@ -43,7 +42,9 @@ def main() -> None:
         metavar="SECONDS",
         help="write the page again until runs end (60)",
     )
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     while True:
         unfinished = [read_status(folder) for folder in _unfinished(arguments.runs)]
@@ -86,4 +87,4 @@ def _unfinished(runs: Sequence[Path]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 import yaml
 
 from pipeline import command_line
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.run import RunConfig, parse_config, run_layers
 from pipeline.config.sources import Layer, combined, source_of
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
-from pipeline.run_folder.changes import add_set_option, read_sources
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -37,12 +36,10 @@ that is written (docs/data.md)."""
 _WIDEST = 80
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     show = _command(commands, "show", "print every setting, and where it comes from: a file, --set, or default", _SHOW)
-    show.add_argument("config", type=Path, help="the run's YAML file")
-    add_set_option(show)
+    command_line.add_run(show)
     init = _command(commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT)
     init.add_argument(
         "--base",
@@ -60,11 +57,13 @@ def main() -> int:
     )
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
     add_cluster_options(init)
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> int:
     if arguments.command == "init":
         return _write_first(arguments)
-    layers = read_sources(arguments.config, arguments.set)
-    print(as_yaml(parse_config(combined(layers), source=str(arguments.config)), layers), end="")
+    layers = run_layers(arguments.run, arguments.set)
+    print(as_yaml(parse_config(combined(layers), source=str(arguments.run)), layers), end="")
     return 0
 
 
@@ -122,4 +121,4 @@ def _lines(section: Mapping[str, Any], layers: list[Layer], outer: tuple[str, ..
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -18,8 +18,7 @@ from pipeline.errors import ConfigError
 logger = log.get_logger(__name__)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
     parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: as many as the cores hold)")
@@ -32,7 +31,9 @@ def main() -> None:
         default=[],
         help="with --due: tasks whose jobs are over; none may be pending",
     )
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
     from pipeline.experiments.pending import pending_after  # after the options: --help does not wait for torch
@@ -54,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -1,6 +1,6 @@
 """Text that a base model writes itself, as a token corpus for rehearsal: restartable at any moment.
 
-    scale-cpt sample --config configs/….yaml
+    scale-cpt sample configs/….yaml
     scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
 
 With a run's configuration, every corpus of role rehearsal that it names is made; without one, give the base and the
@@ -14,24 +14,22 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import folder_or_hub, positive, run, share
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
-from pipeline.config.run import RunConfig, with_models
+from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
-from pipeline.run_folder.changes import add_set_option, read_run
 
 if TYPE_CHECKING:
     from pipeline.rehearsal.corpus import SamplingJob
 
 
-def main() -> None:
-    options = _options()
-    config = read_run(options.config, options.set, base="named") if options.config else None
+def main(options: argparse.Namespace) -> None:
+    config = load_config(options.run, options.set) if options.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
-    with stage_of(config, "sample", changes=options.set):
+    with stage_of(config, "sample"):
         _sample(config, options)
 
 
@@ -66,9 +64,9 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Samplin
     from pipeline.rehearsal.corpus import SamplingJob, sampling_jobs
 
     if config is not None:
-        return list(sampling_jobs(with_models(config, "whole"), options.batch_size))
+        return list(sampling_jobs(config, options.batch_size))
     if not (options.base and options.output and options.tokens and options.max_tokens):
-        raise ConfigError("give --config, or all of --base, --output, --tokens and --max-tokens")
+        raise ConfigError("name a run, or give all of --base, --output, --tokens and --max-tokens")
     given = {name: getattr(options, name) for name in Sampling.model_fields}
     sampling = checked(Sampling, given, source="the command line", listed_in="--help")
     return [
@@ -83,11 +81,9 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Samplin
     ]
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", type=Path, help="a run configuration, instead of --base, --output and the settings")
-    add_set_option(parser)
+    add_run(parser, required=False)
     add(
         "--workers",
         type=positive,
@@ -112,8 +108,7 @@ def _options() -> argparse.Namespace:
     add("--text-key", default="text", help="the key or column that holds them (default: text)")
     add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
     add("--seed", type=int, default=0, help="of the text (default: 0)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

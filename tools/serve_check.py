@@ -1,6 +1,6 @@
 r"""Shows what each format that servers use costs an export, beside what it costs the export's base.
 
-    scale-cpt serve-check --config configs/serve_check.yaml
+    scale-cpt serve-check configs/serve_check.yaml
     scale-cpt serve-check --export exported --base path/to/base --json serve_check.json
     make serve-check CONFIG=my_run.yaml
 
@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 from pipeline import command_line, log
+from pipeline.config.run import load_config
 from pipeline.conversion import ServedPrecision, llama_cpp
 from pipeline.conversion.convert import HF_FOLDER, RECORD, MakeProbe, run_probe
 from pipeline.conversion.hf_folder import load_exported
 from pipeline.conversion.precisions import Loss, Score, nll_of, scored_in
 from pipeline.conversion.verify import Probe, probe_maker
-from pipeline.errors import ConversionError
+from pipeline.errors import ConfigError, ConversionError
 from pipeline.files import read_object, write_json
 from pipeline.log import progress_bar
 from pipeline.model.output import perplexity
-from pipeline.run_folder.changes import add_set_option, read_run
 
 _logger = log.get_logger(__name__)
 _PROMPT, _NEW_TOKENS = 32, 16
@@ -190,24 +190,22 @@ def check(export: Path, base: Path, make_probe: MakeProbe, formats: Sequence[str
     return [Row(name, found[0][name], found[1][name], plain) for name in formats]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="the run's YAML file: checks <folder>/hf on its held-out text")
-    add_set_option(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser, required=False)
     parser.add_argument("--export", type=Path, help="a folder that tools/convert_checkpoint.py wrote")
     parser.add_argument("--base", type=Path, help="the base's folder (default: the one that it was converted with)")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to measure on (JSONL, .txt …)")
     shown = f"default: all of {', '.join(FORMATS)}"
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="F", help=shown)
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    arguments = parser.parse_args()
-    if (arguments.config is None) == (arguments.export is None):
-        parser.error("give --config or --export")
-    if arguments.set and not arguments.config:
-        parser.error("--set changes a run's configuration; name it with --config")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if (arguments.run is None) == (arguments.export is None):
+        raise ConfigError("name a run, or --export: one of them")
     make_probe: MakeProbe = probe_maker({})
-    if arguments.config:
-        config = read_run(arguments.config, arguments.set)
+    if arguments.run:
+        config = load_config(arguments.run, arguments.set)
         export, make_probe = config.folder / HF_FOLDER, run_probe(config)
     else:
         export = arguments.export
@@ -235,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

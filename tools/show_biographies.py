@@ -13,17 +13,18 @@ from pathlib import Path
 from pipeline import command_line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=Path, help="the study's folder")
-    study = parser.parse_args().study
+
+
+def main(arguments: argparse.Namespace) -> None:
     from pipeline.experiments import biography_results as results  # --help does not wait for torch
 
-    rows = results.read_summary(study)
-    tables = [results.end_table(rows), results.matched_table(rows), results.rates_table(study)]
+    rows = results.read_summary(arguments.study)
+    tables = [results.end_table(rows), results.matched_table(rows), results.rates_table(arguments.study)]
     tables += [results.course_table(rows), *(results.attribute_table(rows, task) for task in results.TASKS)]
     print(*tables, sep="\n\n")
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

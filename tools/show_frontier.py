@@ -14,13 +14,14 @@ from pathlib import Path
 from pipeline import command_line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=Path, help="its YAML file")
     parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
     parser.add_argument("--output", type=Path, help="write the rows to this file, as JSON")
     parser.add_argument("--picture", type=Path, help="draw them into this file, as SVG")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
     from pipeline.experiments import frontier  # --help does not wait for torch
     from pipeline.experiments.report.frontier import frontier_picture
     from pipeline.experiments.study import load_study
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -18,12 +18,12 @@ from pipeline import command_line
 from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/demo, or a study's")
     parser.add_argument("--json", action="store_true", help="for a program")
-    arguments = parser.parse_args()
 
+
+def main(arguments: argparse.Namespace) -> None:
     found = [read_status(folder) for folder in runs_in(arguments.run)] or read_status(arguments.run)
     if arguments.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
@@ -32,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

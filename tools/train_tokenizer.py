@@ -10,13 +10,12 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline.command_line import mebibytes, run
+from pipeline.command_line import mebibytes, run_program
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="as for tools/preprocess_data.py")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
@@ -43,8 +42,9 @@ def main() -> None:
         metavar="NAME=FILE",
         help="texts for the table, e.g. korean=reviews.jsonl.zst",
     )
-    options = parser.parse_args()
 
+
+def main(options: argparse.Namespace) -> None:
     train_sentencepiece(
         texts(options.input, text_key=options.text_key, max_bytes=options.max_mib),
         options.output,
@@ -65,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(add_options, main, __doc__)

@@ -1,6 +1,6 @@
 """Computes the initial expansion of a base model, once, for training on any layout.
 
-    scale-cpt upscale --config configs/demo.yaml
+    scale-cpt upscale configs/demo.yaml
 
 Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Skips an expansion that exists and is intact.
 Before that, the base's logits on a probe text are compared with those of transformers, in fp32: of all its layers, or
@@ -10,29 +10,22 @@ of the first that fit into 8 GiB.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
-from pipeline.conversion.parity import check_against_transformers
-from pipeline.methods.scale import made_expansion, upscale
-from pipeline.model.from_hf import open_base
+from pipeline.config.run import RunConfig, load_config
 from pipeline.run_folder.attempts import stage_of
-from pipeline.run_folder.changes import add_set_option, read_run
-from pipeline.scale.plan import plan_expansion
 
 logger = log.get_logger(__name__)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file, e.g. configs/demo.yaml")
-    add_set_option(parser)
-    arguments = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser)
 
-    config = read_run(arguments.config, arguments.set)
-    with stage_of(config, "upscale", changes=arguments.set, alone=True):
+
+def main(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.run, arguments.set)
+    with stage_of(config, "upscale", alone=True):
         _upscale(config)
 
 
@@ -41,6 +34,12 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
+    # Imported after the configuration is checked: a mistake in it is reported at once.
+    from pipeline.conversion.parity import check_against_transformers
+    from pipeline.methods.scale import made_expansion, upscale
+    from pipeline.model.from_hf import open_base
+    from pipeline.scale.plan import plan_expansion
+
     base = open_base(config.base)
     if (expansion := made_expansion(config, base)) is not None:
         expansion.check_files()
@@ -53,4 +52,4 @@ def _upscale(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run_program(add_options, main, __doc__)

@@ -6,10 +6,11 @@ Unknown keys are refused, and all faults are reported together with their dotted
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
@@ -23,9 +24,10 @@ from pipeline.config.reading import (
     Section,
     checked,
 )
-from pipeline.config.sources import combined, read_layers
+from pipeline.config.sources import COMMAND_LINE, RUN_FILE, Layer, combined, layer_of, parse_changes, read_layers
 from pipeline.errors import BaseModelError
-from pipeline.hub import model_folder
+from pipeline.files import write_text
+from pipeline.hub import model_folder, source_of
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
@@ -372,15 +374,60 @@ def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
-def load_config(path: Path, *, base: HubModels = "whole") -> RunConfig:
-    """Reads and checks the YAML file at `path`; relative paths in it count from the working directory.
+def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "whole") -> RunConfig:
+    """The run that the YAML file or the run's folder `path` describes, with `changes`, such as `schedule.steps=20`.
 
-    The commands of a run read it through `pipeline.run_folder.changes`, which also knows `--set`.
+    Relative paths in it count from the working directory.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or does not describe a run.
+        ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is none of its settings.
     """
-    return with_models(parse_config(combined(read_layers(path)), source=str(path)), base)
+    source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
+    return with_models(parse_config(combined(run_layers(path, changes)), source=source), base)
+
+
+def run_layers(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
+    """The layers of that configuration. Raises as `load_config`."""
+    return [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
+
+
+_HEADER = "# This run as it was last started, written by scale-cpt: its commands take this folder in place of a file.\n"
+
+
+def write_run(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Writes `<folder>/run.yaml`, unless the user wrote the file there.
+
+    Returns:
+        Each setting that differs from the file's, by its dotted key: there, and now. Empty for the first.
+    """
+    path = config.folder / RUN_FILE
+    changed: dict[str, tuple[Any, Any]] = {}
+    if path.exists():
+        before, now = (dict(_flat(_named(run))) for run in (load_config(path, base="named"), config))
+        changed = {key: (before.get(key), now.get(key)) for key in [*before, *now] if before.get(key) != now.get(key)}
+        if not changed or not path.read_text(encoding="utf-8").startswith(_HEADER):
+            return changed
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = _named(config, exclude_unset=True)
+    write_text(path, _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return changed
+
+
+def _named(config: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+    """The settings of a run as YAML has them, with models of the hub by their names."""
+    values = config.model_dump(mode="json", exclude_unset=exclude_unset)
+    for section, key in ((values, "base"), (values.get("vocabulary") or {}, "folder")):
+        if key in section:
+            section[key] = source_of(Path(section[key])) or section[key]
+    return values
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif (prefix, key) != ("", "folder"):  # which may be spelled in other ways, or have been moved
+            yield prefix + key, value
 
 
 def with_models(config: RunConfig, base: HubModels) -> RunConfig:

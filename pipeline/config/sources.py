@@ -1,5 +1,7 @@
 """Where the values of a configuration come from: its file, the files that it extends, and changes on the command line.
 
+A run's folder stands for the file `run.yaml` in it, which the run's first stage wrote.
+
 Later layers change earlier ones key by key:
 
     a section           merged with that of the layer before, unless its key `name` says that it is another kind
@@ -19,6 +21,8 @@ from pipeline.errors import ConfigError, nearest
 
 EXTENDS = "extends"
 COMMAND_LINE = "--set"
+RUN_FILE = "run.yaml"
+"""In a run's folder: the run with all that its file extends, and with --set."""
 Change = Mapping[str, str]
 """Settings as text, by their dotted keys."""
 
@@ -31,7 +35,9 @@ class Layer(NamedTuple):
 
 
 def read_layers(path: Path) -> list[Layer]:
-    """The YAML file at `path`, after the files that it extends; `extends` counts from the file that has it.
+    """The YAML file at `path`, or in the run's folder `path`, after the files that it extends.
+
+    `extends` counts from the file that has it. A run's folder that was moved is the run's folder all the same.
 
     Raises:
         ConfigError: one of the files is missing or no YAML file, or extends itself.
@@ -39,7 +45,7 @@ def read_layers(path: Path) -> list[Layer]:
     layers: list[Layer] = []
     seen: list[Path] = []
     before = ""
-    current: Path | None = path
+    current: Path | None = path / RUN_FILE if path.is_dir() else path
     while current is not None:
         try:
             values = read_yaml(current)
@@ -54,6 +60,8 @@ def read_layers(path: Path) -> list[Layer]:
         layers.insert(0, Layer(str(current), values))
         before = f"{current}: {EXTENDS}: "
         current = None if parent is None else current.parent / parent
+    if path.is_dir() and Path(str(layers[-1].values.get("folder"))).resolve() != path.resolve():
+        layers.append(Layer(str(path), {"folder": str(path)}))
     return layers
 
 

@@ -12,7 +12,7 @@ import yaml
 from pipeline import log
 from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import merged
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs
@@ -21,7 +21,6 @@ from pipeline.errors import ConfigError
 from pipeline.experiments.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.run_folder.changes import read_run, recorded_changes
 from pipeline.sizing.checks import check_fits
 from pipeline.sizing.matching import Matcher, MethodName
 
@@ -55,8 +54,7 @@ class StudyRun:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
         if not self.path.exists():
             return
-        # With what `--set` changed in its folder, which its stages would take too.
-        found, wanted = _comparable(read_run(self.path, base="named")), _comparable(self.config)
+        found, wanted = _comparable(load_config(self.path, base="named")), _comparable(self.config)
         if changed := [key for key in wanted if found[key] != wanted[key]]:
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
@@ -67,11 +65,11 @@ class StudyRun:
         """Writes the configuration into the run's folder.
 
         Raises:
-            ConfigError: the folder holds checkpoints of a run with other settings, or changes of them by `--set`.
+            ConfigError: the folder holds checkpoints of a run with other settings.
         """
-        if (self.config.folder / "checkpoints").exists() or recorded_changes(self.config.folder):
+        if (self.config.folder / "checkpoints").exists():
             self.check_same()
-        if self.path.exists() and read_run(self.path, base="named") == self.config:
+        if self.path.exists() and load_config(self.path, base="named") == self.config:
             return
         self.config.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))

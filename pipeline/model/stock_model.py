@@ -7,9 +7,9 @@ multiplied by zero: outputs stay equal to the last bit of the sums that matter. 
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass
 
+from pipeline.errors import ConfigError
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, Widths
@@ -31,7 +31,7 @@ class Padding:
         """Reads `tp=8`, `gguf`, or both with a comma between them.
 
         Raises:
-            ArgumentTypeError: it is something else.
+            ConfigError: it is something else.
         """
         tp, row_multiple = 1, 1
         for need in text.split(","):
@@ -41,7 +41,7 @@ class Padding:
             elif need.strip() == "gguf":
                 row_multiple = _GGUF_BLOCK
             else:
-                raise ArgumentTypeError(f"{need.strip()!r}: expected tp=<ranks> or gguf")
+                raise ConfigError(f"{need.strip()!r}: expected tp=<ranks> or gguf")
         return cls(tp, row_multiple)
 
 

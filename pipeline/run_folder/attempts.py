@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, write_run
+from pipeline.config.sources import RUN_FILE
 from pipeline.errors import (
     FINISHED,
     FOLDER_TAKEN,
     INTERRUPTED,
     RESUME_LATER,
     USER_ERROR,
-    ConfigError,
     RunFolderError,
     UserError,
     exit_code_of,
@@ -35,7 +35,6 @@ from pipeline.errors import (
 )
 from pipeline.files import read_bytes
 from pipeline.log import node
-from pipeline.run_folder.changes import changes_on_record
 from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 from pipeline.run_folder.lock import LockOwner, RunLock
 
@@ -56,7 +55,10 @@ class StageStart(BaseModel):
 
 
 class TrainingStart(BaseModel):
-    """An attempt starts to train at `step`; `checkpoint_step` is the newest checkpoint's."""
+    """An attempt starts to train at `step`; `checkpoint_step` is the newest checkpoint's.
+
+    `changed` are the settings that differ from those of the attempt before: theirs, and now.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,6 +71,7 @@ class TrainingStart(BaseModel):
     steps: int
     tokens_per_step: int
     checkpoint_step: int
+    changed: dict[str, tuple[Any, Any]] = {}
 
 
 class Decision(NamedTuple):
@@ -150,7 +153,9 @@ def record_stage(folder: Path, stage: str) -> None:
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
-    """Records that this attempt starts to train, after `step` steps."""
+    """Records that this attempt starts to train, after `step` steps, and the run that it trains."""
+    if changed := write_run(config):
+        _logger.info("changed: %s", ", ".join(f"{key} {old} → {new}" for key, (old, new) in changed.items()))
     _append(
         config.folder,
         TrainingStart(
@@ -163,6 +168,7 @@ def record_start(config: RunConfig, world_size: int, step: int) -> None:
             steps=config.schedule.steps,
             tokens_per_step=config.schedule.global_batch_size * config.data.sequence_length,
             checkpoint_step=newest_checkpoint_step(config.folder),
+            changed=changed,
         ),
     )
 
@@ -336,28 +342,33 @@ def idle_attempts(attempts: list[Attempt], newest: int) -> int:
 
 
 @contextmanager
-def stage_of(
-    config: RunConfig | None, stage: str, *, changes: Sequence[str] = (), alone: bool = False
-) -> Iterator[None]:
+def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> Iterator[None]:
     """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
-    Its start and end are recorded if a script, which sets ATTEMPT, started it; `changes`, the command's `--set`, are in
-    any case. `alone`: takes the lock of the stage.
+    A run's first stage writes `run.yaml`. Start and end are recorded if a script, which sets ATTEMPT, started the
+    stage. `alone`: takes the lock of the stage.
 
     Raises:
-        ConfigError: there are `changes`, but no run.
         FolderTakenError: another process owns the lock.
     """
     if config is None:
-        if changes:
-            raise ConfigError("--set changes a run's configuration; name it with --config")
         yield
         return
     folder = config.folder
     recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
     alone_in_it = RunLock(folder, stage) if alone else nullcontext()
-    with recorded, alone_in_it, changes_on_record(folder, changes):
-        yield
+    with recorded, alone_in_it:
+        first = not (folder / RUN_FILE).exists()
+        if first:
+            write_run(config)
+        try:
+            yield
+        except UserError:
+            if first:  # nothing has begun
+                (folder / RUN_FILE).unlink(missing_ok=True)
+                with suppress(OSError):  # there is more in it
+                    folder.rmdir()
+            raise
 
 
 @contextmanager

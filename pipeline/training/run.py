@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipeline import log, methods
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
-from pipeline.config.run import RunConfig
+from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
 from pipeline.health.liveness import Phases, Verdict
@@ -26,7 +26,6 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
 from pipeline.run_folder.attempts import record_end, record_start
-from pipeline.run_folder.changes import changes_on_record, read_run
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.batches import TrainingBatches
@@ -53,9 +52,9 @@ def run_training(
     """
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
-        config = broadcast_from_rank0(lambda: read_run(config_path, changes))
+        config = broadcast_from_rank0(lambda: load_config(config_path, changes))
         set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
-        inputs = broadcast_from_rank0(lambda: begin_attempt(config, changes, phases, lock))
+        inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
         if not inputs.finished:
             return attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
@@ -63,10 +62,10 @@ def run_training(
         return FINISHED
 
 
-def begin_attempt(config: RunConfig, changes: Sequence[str], phases: Phases, lock: ExitStack) -> Inputs:
+def begin_attempt(config: RunConfig, phases: Phases, lock: ExitStack) -> Inputs:
     """On rank 0: locks the run folder until `lock` is closed, and reads and checks all files that the run names."""
     lock.enter_context(RunLock(config.folder))
-    with _faults_on_record(config.folder, phases), changes_on_record(config.folder, changes):
+    with _faults_on_record(config.folder, phases):
         return read_inputs(config, dist.get_world_size())
 
 

@@ -18,6 +18,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.trace import idle_share
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
+from tests import programs
 from tools import gpu_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,8 +92,7 @@ def test_the_configurations_are_valid(tmp_path):
 
 
 def call(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
-    return gpu_check.main()
+    return programs.call(gpu_check, *arguments)
 
 
 def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path, monkeypatch, capsys):

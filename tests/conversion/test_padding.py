@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import ConversionError
+from pipeline.errors import ConfigError, ConversionError
 from pipeline.model.from_hf import read_spec
 from pipeline.model.stock_model import Padding, describe_serving, padded_widths
 from pipeline.scale.plan import Widths
@@ -76,7 +75,7 @@ def test_what_servers_make_of_widths_is_told():
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"])
 def test_other_needs_are_refused(text):
-    with pytest.raises(ArgumentTypeError, match="expected tp=<ranks> or gguf"):
+    with pytest.raises(ConfigError, match="expected tp=<ranks> or gguf"):
         Padding.parse(text)
 
 

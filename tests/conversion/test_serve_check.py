@@ -15,6 +15,7 @@ from pipeline.errors import ConversionError
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
+from tests.programs import call
 from tools import serve_check
 
 TEXTS = ("data/en/stories.heldout.jsonl.zst",)
@@ -41,8 +42,7 @@ def exported(folder, norm="base", dtype=torch.bfloat16):
 
 
 def run(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["serve_check.py", *map(str, arguments)])
-    return serve_check.main()
+    return call(serve_check, *arguments)
 
 
 def test_every_row_of_a_sound_export_holds(folder, tmp_path, monkeypatch, capsys):

@@ -115,18 +115,18 @@ def forget_hashes(folder: Path) -> None:
 
 def run_main(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """What the command line `tool` does with `arguments`, in this process."""
-    main = runpy.run_path(str(PROJECT / "tools" / tool))["main"]
+    program = runpy.run_path(str(PROJECT / "tools" / tool))
     logger = logging.getLogger("pipeline")
     before = logger.handlers[:], logger.level, logger.propagate
     out, err = StringIO(), StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", [tool, *map(str, arguments)]):
-            command_line.run(main)
+            command_line.run_program(program["add_options"], program["main"], program["__doc__"])
     except SystemExit as ended:
         return subprocess.CompletedProcess([tool], int(ended.code or 0), out.getvalue(), err.getvalue())
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
-    raise AssertionError("command_line.run always exits")
+    raise AssertionError("a program always exits")
 
 
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

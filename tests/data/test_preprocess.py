@@ -381,12 +381,12 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (tmp_path / "h.jsonl").rename(tmp_path / "later.jsonl")
-    early = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    early = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
     assert (early.returncode, early.stderr.count("\n")) == (1, 1)
     assert "h.jsonl: no such file" in early.stderr
     assert not (tmp_path / "tokens").exists()  # the file of the last job is looked for before the first job
     (tmp_path / "later.jsonl").rename(tmp_path / "h.jsonl")
-    done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    done = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
         "english", "english.heldout", "korean", "korean.heldout",
@@ -394,7 +394,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
     assert load_manifest(tmp_path / "tokens" / "english.heldout").part == "heldout"
     assert texts_in(tmp_path / "tokens" / "english.heldout") == documents(5, seed=2)
     made = contents(tmp_path / "tokens")
-    again = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    again = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
     assert again.returncode == 0
     assert again.stderr.count("already complete") == 3
     assert contents(tmp_path / "tokens") == made
@@ -405,7 +405,7 @@ def test_faults_that_would_stop_training_are_reported_before_tokenizing(tmp_path
     demo["data"] |= {"folder": str(tmp_path / "tokens"), "sequence_length": 1024}
     demo["deepspeed"] = "none.json"
     (tmp_path / "run.yaml").write_text(json.dumps(demo))
-    done = run_main("preprocess_data.py", "--config", tmp_path / "run.yaml", "--workers", "1")
+    done = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("error: 2 faults: deepspeed: none.json: no such file")
     assert "data.sequence_length: 1024 is beyond the base's context of 512" in done.stderr
@@ -415,8 +415,8 @@ def test_faults_that_would_stop_training_are_reported_before_tokenizing(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "x.jsonl"], "give --config, or --input or --import, with --tokenizer and --output"),
-        (["--config", "missing.yaml"], "missing.yaml: cannot read this configuration: No such file or directory"),
+        (["--input", "x.jsonl"], "name a run, or give --input or --import, with --tokenizer and --output"),
+        (["missing.yaml"], "missing.yaml: cannot read this configuration: No such file or directory"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: list[str], message: str):

@@ -172,5 +172,5 @@ def test_command_lines_that_are_refused():
     assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
     missing = run_main("evaluate.py", "--model", STORIES, "--data", "none.jsonl")
     assert missing.returncode == 1 and missing.stderr.splitlines()[-1].startswith("error: none.jsonl")
-    for arguments in (["--context", "no"], ["--config", "run.yaml"], ["--tasks", "arc_easy", "--data", "a", "b"]):
+    for arguments in (["--context", "no"], ["run.yaml"], ["--tasks", "arc_easy", "--data", "a", "b"]):
         assert run_main("evaluate.py", "--model", STORIES, *arguments).returncode == 2

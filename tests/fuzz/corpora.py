@@ -9,7 +9,6 @@ import lzma
 import multiprocessing
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.fuzz import odd_tables
 from tests.fuzz.damage import damage_any, damage_file
 from tests.fuzz.odd_files import make_odd
 from tests.fuzz.subject import INPUT, POOL, SilentChangeError, Subject, digest, files_digest
+from tests.programs import call
 from tools import inspect_data
 
 TOKENIZER = Path("tokenizer")
@@ -251,9 +251,7 @@ def _again(prompt_key: str | None) -> dict[str, str]:
 
 
 def _inspect(prompt_key: str | None) -> dict[str, str]:
-    options = ["--tokenizer", str(TOKENIZER), "--verify"]
-    with patch.object(sys, "argv", ["inspect_data.py", str(_OUTPUT), *options]):
-        inspect_data.main()
+    call(inspect_data, _OUTPUT, "--tokenizer", TOKENIZER, "--verify")
     return {"train": _tokens_digest(_OUTPUT)}
 
 

@@ -301,7 +301,7 @@ def test_the_command_line(fitted, monkeypatch, capsys):
     runs, _ = fitted
 
     def call(path: Path) -> int:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), "--config", str(path)])
+        monkeypatch.setattr(sys, "argv", [str(TOOL), str(path)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(TOOL), run_name="__main__")
         return int(ended.value.code or 0)

@@ -98,11 +98,12 @@ def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, install
     run(tmp_path, "new", "work")
     work = tmp_path / "work"
     config = "configs/demo.yaml"
-    run(work, "tokenize", "--config", config, "--workers", 1, *(f"--set={change}" for change in SMALL))
-    run(work, "sample", "--config", config, "--workers", 1)  # the changes are remembered
-    run(work, "upscale", "--config", config)
-    run(work, "train", "--ranks", 2, config)
-    run(work, "convert", "--config", config)
+    run(work, "tokenize", config, "--workers", 1, *(f"--set={change}" for change in SMALL))
+    begun = "runs/demo"  # the run as it was started, with its changes
+    run(work, "sample", begun, "--workers", 1)
+    run(work, "upscale", begun)
+    run(work, "train", "--ranks", 2, begun)
+    run(work, "convert", begun)
     assert json.loads((work / "runs/demo/training.json").read_text())["steps"] == 2
     assert (work / "runs/demo/hf/verification.json").exists()
     assert "step" in run(work, "status", "runs/demo")

@@ -56,7 +56,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert len(plan.to_make) == 2, "and the initial expansion"
 
     monkeypatch.setenv("ATTEMPT", "7.0")
-    done = run_main("sample_base.py", "--config", path, "--workers", "1", "--device", "cpu")
+    done = run_main("sample_base.py", path, "--workers", "1", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "/own: " in done.stdout and "tokens that the base wrote" in done.stdout
     ended = read_attempts(config.folder)[-1].ended
@@ -70,12 +70,12 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert {corpus.name: corpus.tokens for corpus in plan.corpora}["own"] == manifest.tokens
 
     made = contents(copied_tokens)
-    again = run_main("sample_base.py", "--config", path)
+    again = run_main("sample_base.py", path)
     assert (again.returncode, again.stdout) == (0, "")
     assert "own: already complete" in again.stderr
     assert contents(copied_tokens) == made
     other = rehearsing(tmp_path / "run", copied_tokens, temperature=0.5)
-    refused = run_main("sample_base.py", "--config", other)
+    refused = run_main("sample_base.py", other)
     assert refused.returncode == 1
     assert "own: was begun with another temperature: expected 0.5, found 1.0" in refused.stderr
 
@@ -89,8 +89,8 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
 def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
     path = write_config(tmp_path / "run", tokens)
     code = (
-        "import runpy, sys; main = runpy.run_path('tools/sample_base.py')['main']; "
-        f"sys.argv = ['sample_base.py', '--config', {str(path)!r}]; main(); assert 'torch' not in sys.modules"
+        "import sys; from tests.programs import call; from tools import sample_base; "
+        f"call(sample_base, {str(path)!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -115,7 +115,7 @@ def test_the_command_without_a_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "give --config, or all of --base, --output, --tokens and --max-tokens"),
+        ((), "name a run, or give all of --base, --output, --tokens and --max-tokens"),
         (("--max-tokens", "16", "--temperature", "0"), "temperature: Input should be greater than 0 (found 0.0)"),
         (("--max-tokens", "16", "--chat-template"), "chat_template frames messages; name files of them as openings"),
     ],
@@ -144,7 +144,7 @@ def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
 
 def test_a_tokenized_corpus_is_not_taken_for_a_written_one(copied_tokens: Path, tmp_path: Path):
     shutil.copytree(copied_tokens / "korean", copied_tokens / "own")
-    done = run_main("sample_base.py", "--config", rehearsing(tmp_path / "run", copied_tokens))
+    done = run_main("sample_base.py", rehearsing(tmp_path / "run", copied_tokens))
     assert done.returncode == 1
     assert "own: holds a tokenized corpus, none that a base wrote" in done.stderr
 

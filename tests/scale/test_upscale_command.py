@@ -48,7 +48,7 @@ def config(tmp_path):
 
 
 def run_upscale(config):
-    command = [sys.executable, str(ROOT / "tools" / "upscale.py"), "--config", str(config)]
+    command = [sys.executable, str(ROOT / "tools" / "upscale.py"), str(config)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return result.returncode, result.stderr
 
@@ -60,7 +60,7 @@ def run_here(monkeypatch, capsys):
     before = logger.handlers[:], logger.level, logger.propagate
 
     def run(config):
-        monkeypatch.setattr(sys, "argv", ["upscale.py", "--config", str(config)])
+        monkeypatch.setattr(sys, "argv", ["upscale.py", str(config)])
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(ROOT / "tools" / "upscale.py"), run_name="__main__")
         return end.value.code, capsys.readouterr().err
@@ -129,4 +129,4 @@ def test_full_fine_tuning_has_nothing_to_upscale(config, tmp_path, run_here):
     code, output = run_here(config(method={"name": "fft"}))
     assert code == 0
     assert "nothing to upscale" in output
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.yaml"]

@@ -177,7 +177,7 @@ def test_the_command_prints_a_table_and_json(tmp_path):
     values = yaml.safe_load(config.read_text())
     values["base"] = "not/here"
     config.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "tools/estimate.py", "--config", str(config), "--gpus", "2"]
+    command = [sys.executable, "tools/estimate.py", str(config), "--gpus", "2"]
 
     missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert missing.returncode == 1

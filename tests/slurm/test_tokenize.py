@@ -45,7 +45,7 @@ def configuration(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run_tool("--config", configuration(folder), "--workers", "1", *SMALL_UNITS)
+    done = run_tool(configuration(folder), "--workers", "1", *SMALL_UNITS)
     assert done.returncode == 0, done.stderr
     return contents(folder / "tokens")
 

@@ -1,0 +1,65 @@
+"""A run's folder describes the run: its first stage writes run.yaml, and every command takes the folder."""
+
+from __future__ import annotations
+
+import shutil
+
+import orjson
+import pytest
+
+from pipeline.config.run import load_config, write_run
+from pipeline.config.sources import RUN_FILE
+from pipeline.errors import ConfigError
+from pipeline.run_folder.attempts import NAME, record_start, stage_of
+from tests.training.runs import write_config
+
+CHANGES = ["schedule.steps=20", "data.corpora.korean.weight=2"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A run's file, which extends another."""
+    write_config(tmp_path, tmp_path, name="base.yaml", folder=str(tmp_path / "run"))
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: base.yaml\nname: mine\n")
+    return file
+
+
+def test_the_first_stage_writes_the_run_as_it_was_started_and_its_folder_stands_for_it(path):
+    config = load_config(path, CHANGES)
+    with stage_of(config, "tokenize"):
+        assert load_config(config.folder) == config  # from the beginning: the command may be killed
+    with stage_of(load_config(path), "upscale", alone=True):
+        assert load_config(config.folder) == config  # only training and the gate write it again
+    assert load_config(path).schedule.steps == 6  # what the command line says is what runs
+    assert load_config(config.folder, ["seed=7"]).seed == 7
+
+
+def test_training_writes_what_changed_and_records_both_values(path, caplog):
+    folder = load_config(path).folder
+    with caplog.at_level("INFO"):
+        record_start(load_config(path), 2, 0)
+        assert "changed" not in caplog.text
+        record_start(load_config(path, CHANGES), 2, 0)
+    first, second = (orjson.loads(line) for line in (folder / NAME).read_bytes().splitlines())
+    assert first["changed"] == {}
+    assert second["changed"] == {"schedule.steps": [6, 20], "data.corpora.korean.weight": [1.0, 2.0]}
+    assert caplog.messages == ["changed: data.corpora.korean.weight 1.0 → 2.0, schedule.steps 6 → 20"]
+    assert load_config(folder) == load_config(path, CHANGES)
+
+
+def test_a_file_that_the_user_wrote_there_is_left_as_it_is(tmp_path):
+    mine = write_config(tmp_path, tmp_path, name=RUN_FILE)
+    mine.write_text(before := f"# mine\n{mine.read_text()}")
+    assert write_run(load_config(mine, CHANGES)) and mine.read_text() == before
+
+
+def test_a_folder_that_was_moved_is_its_own(path, tmp_path):
+    write_run(config := load_config(path))
+    shutil.move(config.folder, tmp_path / "moved")
+    assert load_config(tmp_path / "moved") == config.model_copy(update={"folder": tmp_path / "moved"})
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=f"{RUN_FILE}: cannot read this configuration"):
+        load_config(tmp_path)

@@ -273,28 +273,22 @@ def synchronize(device: torch.device) -> None:
 
 
 class Peak:
-    """The most memory that is taken from here on, beyond what is held already."""
+    """The most GPU memory that is taken from here on, beyond what is held already.
+
+    A CPU's processes have no such figure: what one variant gives back, the next takes without a trace.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()
-        self._device = device
-        if device.type == "cuda":
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            self._held = torch.cuda.memory_allocated(device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel forgets the peak
-            self._held = _resident("VmRSS")
+            torch.cuda.reset_peak_memory_stats()
+            self._held = torch.cuda.memory_allocated()
 
-    def gib(self) -> float:
-        """In GiB."""
-        most = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _resident("VmHWM")
-        return (most - self._held) / _GIB
-
-
-def _resident(figure: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{figure}:"))
+    def gib(self) -> float | None:
+        """In GiB; None on a CPU."""
+        return (torch.cuda.max_memory_allocated() - self._held) / _GIB if self._on_gpu else None
 
 
 @cache
@@ -312,7 +306,7 @@ class Measured:
     def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
         self.costs: list[Cost] = []
-        self.peak_gib = 0.0
+        self.peak_gib: float | None = None
         self.fault = f"needs {variant.missing}" if variant.missing else ""
         self.trained_parameters: int | None = None
         self._training: Training | None = None
@@ -328,7 +322,7 @@ class Measured:
         except torch.OutOfMemoryError:
             self.fault = "out of memory"
             self._training = None
-        self.peak_gib = max(self.peak_gib, peak.gib())
+        self.peak_gib = max((gib for gib in (self.peak_gib, peak.gib()) if gib is not None), default=None)
 
     def row(self) -> dict[str, Any]:
         """The figures; TFLOP/s are of the work that is really done."""
@@ -343,7 +337,7 @@ class Measured:
         return row | {
             "tokens_per_second": rate,
             "tflops": per_token * rate / 1e12,
-            "peak_memory_gib": self.peak_gib,
+            **({} if self.peak_gib is None else {"peak_memory_gib": self.peak_gib}),
             "seconds_per_step": seconds,
             "seconds_min": min(cost.seconds for cost in self.costs),
             "seconds_max": max(cost.seconds for cost in self.costs),

@@ -191,7 +191,9 @@ def _compared(what: str, kernels: Sequence[Kernel], inputs: list[Tensor], settin
             _with_gradients(kernel, inputs)
             synchronize(setting.device)
             seconds.append(time.perf_counter() - began)
-        measured = f"{1e3 * statistics.median(seconds):.3f} ms, {peak.gib():.2f} GiB, off by {error:.1e}"
+        taken = peak.gib()
+        memory = "" if taken is None else f"{taken:.2f} GiB, "
+        measured = f"{1e3 * statistics.median(seconds):.3f} ms, {memory}off by {error:.1e}"
         yield Row(name, error < _TOLERANCE[inputs[0].dtype], measured)
 
 

@@ -255,7 +255,8 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     try:
         for _ in range(1 + MESSAGE_REPEATS):
             message = pattern * (rank + 1)
-            dist.barrier(group)
+            # The first call of a group: NCCL would guess its device.
+            dist.barrier(group, device_ids=None if device.index is None else [device.index])
             synchronize(device)
             started = time.perf_counter()
             dist.all_reduce(message, group=group)

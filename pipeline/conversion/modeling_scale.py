@@ -493,9 +493,10 @@ class ScaleGate(nn.Module):
         self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
-        self.mean = nn.Parameter(torch.zeros(size))
-        self.std = nn.Parameter(torch.ones(size))
-        self.weight = nn.Parameter(torch.zeros(size))
+        # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
+        self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
+        self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
         """The closed tokens, bool [B, S, 1]. What the running mean needs is cached.
@@ -506,7 +507,7 @@ class ScaleGate(nn.Module):
         features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
         if self.has_mean:
             features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
-        score = ((features - self.mean.float()) / self.std.float() * self.weight.float()).sum(-1, keepdim=True)
+        score = ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True)
         return score + self.bias <= self.threshold
 
     def _running_mean(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ pytest.importorskip("vllm", reason="vLLM is not tested: pip install vllm, in an 
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
@@ -30,7 +32,9 @@ SERVING = Path(__file__).parents[2] / "serving"
 MODELS = {
     "adapt": scale("adapt", collaborative_modules="both", l_fp=2),
     "route": scale("route", l_fp=2, router_threshold=0.9),
+    "gated": scale("adapt", l_fp=2),
 }
+DTYPES = {"gated": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,11 @@ def folders(tmp_path_factory):
     run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in MODELS.items()])
     for name in MODELS:
         (folder / f"{name}-hf").mkdir()
-        export = choose_export(trained(STORIES, folder / name), "scale", torch.float32)
+        model = trained(STORIES, folder / name)
+        if name == "gated":
+            decoder = training_decoder(model)
+            model = replace(model, gate=random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token"))
+        export = choose_export(model, "scale", DTYPES.get(name, torch.float32))
         write_hf_folder(folder / f"{name}-hf", export, STORIES)
     return {name: folder / f"{name}-hf" for name in MODELS}
 
@@ -82,7 +90,8 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
     from vllm.model_executor.model_loader.utils import initialize_model
 
     assert "ScaleForCausalLM" in ModelRegistry.get_supported_archs()
-    settings = EngineArgs(model=str(folders[name]), dtype="float32", enforce_eager=True, max_model_len=64)
+    dtype = str(DTYPES.get(name, torch.float32)).removeprefix("torch.")
+    settings = EngineArgs(model=str(folders[name]), dtype=dtype, enforce_eager=True, max_model_len=64)
     config = settings.create_engine_config()
     assert config.model_config.architecture == "ScaleForCausalLM" and not config.model_config.trust_remote_code
     assert (
@@ -102,6 +111,10 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
             get_model_loader(config.load_config).load_weights(model, config.model_config)
             kv_heads = [layer.attention.served.num_kv_heads for layer in model.model.layers]
             assert kv_heads == ([6, 6, 12, 12, 12] if name == "route" else [6] * 5)
+            if name == "gated":  # in 16 bits it would decide otherwise
+                found = model.model.token_gate.state_dict()
+                assert all(torch.equal(found[it], of) for it, of in expected_model.token_gate.state_dict().items())
+                return
             for layer in model.model.layers:
                 layer.attention.served = ExactAttention(layer.attention.served)
             with torch.no_grad():

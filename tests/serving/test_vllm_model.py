@@ -1,0 +1,98 @@
+"""The class for vLLM where vLLM is not installed: built as vLLM does, with exact attention in its kernels' place."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from pipeline.conversion.formats import choose_export
+from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from tests.bases import STORIES
+from tests.conversion.checkpoints import save, scale, trained, training_decoder
+from tests.distributed import run_ranks
+from tests.gating.gates import random_gate
+from tests.widened import some_tokens
+
+PACKAGE = Path(__file__).parents[2] / "serving" / "scale_cpt_serving"
+
+
+class ExactAttention(torch.nn.Module):
+    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text."""
+
+    def __init__(self, num_heads, head_size, scale, num_kv_heads, **_):
+        super().__init__()
+        self.heads, self.kv_heads, self.size, self.scale = num_heads, num_kv_heads, head_size, scale
+
+    def forward(self, query, key, value):
+        query = query.view(1, -1, self.heads, self.size).transpose(1, 2)
+        key, value = (heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        return found.transpose(1, 2).reshape(-1, self.heads * self.size)
+
+
+@pytest.fixture
+def scale_for_vllm(monkeypatch):
+    """The class, without registering anything with transformers."""
+    loading = {"default_weight_loader": lambda parameter, tensor: parameter.data.copy_(tensor)}
+    modules = {
+        "vllm": {},
+        "vllm.config": {"VllmConfig": object},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {"Attention": ExactAttention},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.weight_utils": loading,
+        "scale_cpt_serving": {"__path__": [str(PACKAGE)]},
+    }
+    for name, values in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("modeling_scale", "vllm_model"):
+        monkeypatch.delitem(sys.modules, f"scale_cpt_serving.{name}", raising=False)
+    yield importlib.import_module("scale_cpt_serving.vllm_model").ScaleForVllm
+    for name in ("modeling_scale", "vllm_model"):
+        sys.modules.pop(f"scale_cpt_serving.{name}", None)
+
+
+@torch.no_grad()
+def test_in_sixteen_bits_the_gate_decides_as_the_export_does(scale_for_vllm, tmp_path):
+    run_ranks(save, 1, STORIES, scale("adapt"), tmp_path / "run")
+    model = trained(STORIES, tmp_path / "run")
+    decoder = training_decoder(model)
+    gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
+    (tmp_path / "hf").mkdir()
+    write_hf_folder(tmp_path / "hf", choose_export(replace(model, gate=gate), "scale", torch.bfloat16), STORIES)
+    exported = load_hf_model(tmp_path / "hf")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=copy.deepcopy(exported.config), model="exported"),
+        parallel_config=SimpleNamespace(world_size=1),
+        quant_config=None,
+        cache_config=None,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM builds a model
+    try:
+        served = scale_for_vllm(vllm_config=config)
+    finally:
+        torch.set_default_dtype(default)
+    assert len(served.load_weights(load_file(tmp_path / "hf" / "model.safetensors").items())) > 100
+
+    stream = torch.randn(1, 4096, decoder.spec.widths.hidden_size, generator=torch.Generator().manual_seed(0))
+    stream = stream.bfloat16()
+    expected = exported.token_gate(stream, None, None, None)
+    assert torch.equal(served.model.token_gate(stream, None, None, None), expected)
+    rounded = copy.deepcopy(exported.token_gate).bfloat16()
+    assert not torch.equal(rounded(stream, None, None, None), expected), "the type of the gate decides nothing here"
+    tokens = some_tokens(exported.config, 20)
+    logits = served.compute_logits(served(tokens, torch.arange(20)))
+    assert torch.allclose(logits, exported(tokens.unsqueeze(0)).logits[0], atol=0.1)

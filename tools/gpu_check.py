@@ -36,7 +36,7 @@ PARTS = {
     "parity": "the base as transformers runs it, and its exact preservation",
     "attention": "every attention kernel against a literal one",
     "kernels": "the loss, Liger's kernels and joined products, one by one",
-    "exports": "an exported model in a CUDA graph, and with offloaded weights",
+    "exports": "an exported model in a CUDA graph, with offloaded weights, and in vLLM",
     "deepspeed": "ZeRO-1, 2 and 3, saving and resuming, two ranks",
     "memory": "measured against estimated",
     "step-1b-8192": "the speed of steps",

@@ -59,7 +59,7 @@ def test_single_kernels_agree_with_torch_and_those_of_a_missing_package_are_name
 
 
 def test_exports_run_with_offloaded_weights(tmp_path):
-    assert [row.passed for row in rows_of("exports", tmp_path).values()] == [None, True]
+    assert [row.passed for row in rows_of("exports", tmp_path).values()] == [None, True, None]
 
 
 def test_the_watchdog_names_a_lost_rank(tmp_path):

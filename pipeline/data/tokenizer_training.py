@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import sentencepiece
 
@@ -43,28 +43,10 @@ def texts(
     return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes, seed=seed))
 
 
-def train_sentencepiece(
-    documents: Iterator[str],
-    output: Path,
-    *,
-    vocab_size: int,
-    model_type: Literal["bpe", "unigram"],
-    character_coverage: float = 0.9999,
-    threads: int = 1,
-) -> None:
-    """Trains a model with byte fallback on `documents` and publishes it at `output` (.model).
-
-    Raises:
-        DataError: there is too little text, or it is too uniform, for this vocabulary size.
-    """
+def train_sentencepiece(documents: Iterator[str], output: Path, **options: Any) -> None:
+    """Publishes the model `trained_sentencepiece(documents, **options)` at `output` (.model). Raises the same."""
     try:
-        model = trained_sentencepiece(
-            documents,
-            vocab_size=vocab_size,
-            model_type=model_type,
-            character_coverage=character_coverage,
-            threads=threads,
-        )
+        model = trained_sentencepiece(documents, **options)
     except DataError as error:
         raise DataError(f"{output}: {error}") from None
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +63,11 @@ def trained_sentencepiece(
     threads: int = 1,
     at_most: bool = False,
 ) -> bytes:
-    """The content of such a model; `at_most`: with fewer pieces where the text gives no more. Raises the same."""
+    """The content of a model with byte fallback; `at_most`: with fewer pieces where the text gives no more.
+
+    Raises:
+        DataError: there is too little text, or it is too uniform, for this vocabulary size.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -31,15 +31,9 @@ RECORD = "vocabulary.json"
 FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
 VOCABULARY = FolderKind("an extended tokenizer", RECORD, FORMAT)
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json", "generation_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 """What a Hugging Face folder's tokenizer is read from: all of it but copies in older formats."""
 _BATCH = 256
 _BYTES_AND_CONTROLS = 300

@@ -12,15 +12,6 @@ from tests.fuzz.damage import damage_any
 
 INPUT = Path("input")
 """What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
-POOL = Path("pool")
-"""Odd files that a subject's damage may put in place of its own."""
-
-Damage = Callable[[Path, Path, random.Random], str]
-"""Damages the first folder, perhaps with files of the second; returns what it did."""
-
-
-class SilentChangeError(Exception):
-    """An input was accepted, and what was read is not what it holds."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +24,16 @@ class Subject:
         make: writes the sound input to `INPUT`, and other files that the reader needs beside it.
         read: reads it as the project does; returns digests of what it read, by name.
         exact: whether the project promises to notice any change. Then each digest must be that of the sound input.
-        damage: default: any damage to any file.
+        damage: damages the folder; returns what it did.
         truth: reads all that may be read of the sound input; default: `read`.
     """
 
     target: str
     name: str
     make: Callable[[], None]
-    read: Callable[[], Mapping[str, str]]
+    read: Callable[[], Mapping[str, str] | None]
     exact: bool = False
-    damage: Damage = damage_any
+    damage: Callable[[Path, random.Random], str] = damage_any
     truth: Callable[[], Mapping[str, str]] | None = None
 
 
@@ -52,12 +43,3 @@ def digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         total.update(hashlib.sha256(part).digest())
     return total.hexdigest()
-
-
-def files_digest(paths: Iterable[Path]) -> str:
-    """A hash of the names and contents of files; what is no regular file counts as missing."""
-    parts = []
-    for path in paths:
-        regular = path.is_file() and path.stat().st_size < 2**28
-        parts += [str(path).encode(), path.read_bytes() if regular else b"\0missing"]
-    return digest(parts)

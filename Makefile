@@ -87,7 +87,7 @@ elastic: $(STAMP)  ## kill a run, move it over three layouts, export it, and com
 faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, and compare each with an undisturbed run (ONLY="hung node": these faults)
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
 
-fuzz: $(STAMP)  ## give damaged inputs to every reader, about 1,000 in five minutes on two cores (MINUTES=60, SEED=2: longer, others)
+fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
 serve-check: $(STAMP)  ## what every serving format costs the export of a small run, 5 minutes (CONFIG=my_run.yaml: of a run that is converted)

@@ -43,7 +43,7 @@ def texts(
     return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes, seed=seed))
 
 
-def train_sentencepiece(documents: Iterator[str], output: Path, **options: Any) -> None:
+def train_sentencepiece(documents: Iterator[str], output: Path, **options: Any) -> None:  # noqa: ANN401
     """Publishes the model `trained_sentencepiece(documents, **options)` at `output` (.model). Raises the same."""
     try:
         model = trained_sentencepiece(documents, **options)

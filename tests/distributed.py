@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
 from tests.waiting import PATIENCE_S
 
 # Ranks are forked from a server that has imported the slow packages: 0.1 s each instead of 8.
@@ -32,6 +33,12 @@ GRACE_S = 10.0
 
 class RankError(AssertionError):
     """A rank raised, died, or did not end in time; the message carries its traceback."""
+
+
+def all_ranks(sequence_parallel: bool = False) -> TensorParallel:
+    """This rank's place among all of them as one tensor-parallel group."""
+    layout = Layout(dist.get_world_size(), dist.get_world_size())
+    return ProcessGroups(layout, sequence_parallel=sequence_parallel).tensor_parallel
 
 
 def run_ranks(

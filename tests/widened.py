@@ -14,9 +14,11 @@ from pipeline.config.method import Method, ScaleMethod
 from pipeline.methods import method_for, quantize_base
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.scale import Scale
+from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.output import HiddenStates
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
@@ -100,6 +102,31 @@ def balance_router(model: Decoder, tokens: Tensor) -> None:
 def soft_capped(spec: DecoderSpec, z: Tensor) -> Tensor:
     """Logits from the output projection's products."""
     return z if spec.output_softcap is None else torch.tanh(z / spec.output_softcap) * spec.output_softcap
+
+
+def plain_logits(model: Decoder, hidden: HiddenStates) -> Tensor:
+    """All logits at once, [N, V + new], of one matrix for each stream, differentiated by autograd."""
+    out, width = model.output, model.spec.widths.hidden_size
+    base, expansion = out.base, out.expansion
+    if out.new_rows is not None:
+        base = torch.cat([base, out.new_rows[:, :width]])  # type: ignore[assignment]
+        expansion = None if expansion is None else torch.cat([expansion, out.new_rows[:, width:]])  # type: ignore[assignment]
+    z, x_up = F.linear(hidden.x, base), hidden.x_up
+    if hidden.preserved_x is not None:
+        z_p = F.linear(hidden.preserved_x, base)
+        cosine = F.cosine_similarity(z_p[:, : len(out.base)], z[:, : len(out.base)])
+        preserved = (cosine > out.threshold).unsqueeze(1)
+        assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
+        z, x_up = torch.where(preserved, (z_p + z) / 2, z), torch.where(preserved, hidden.preserved_x_up, x_up)
+    return soft_capped(model.spec, z if x_up is None else z + F.linear(x_up, expansion))
+
+
+def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
+    """Positions and documents: the second document begins within a rank's positions, a place further in each row."""
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
+    second = places >= starts
+    return torch.where(second, places - starts, places), Documents.of(second.long())
 
 
 def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:

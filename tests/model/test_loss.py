@@ -13,8 +13,8 @@ from pipeline.parallel.sharding import named_trained_parameters
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
+    plain_logits,
     scale_settings,
-    soft_capped,
     some_batch,
     some_tokens,
     trained_gradients,
@@ -34,21 +34,6 @@ def model_of(base, method):
     if method == "route":
         balance_router(model, some_tokens(base.spec, 2, 24))
     return model
-
-
-def plain_logits(model, hidden):
-    """All logits at once, differentiated by autograd."""
-    z = F.linear(hidden.x, model.output.base)
-    if hidden.x_up is None:
-        return soft_capped(model.spec, z)
-    x_up = hidden.x_up
-    if hidden.preserved_x is not None:
-        z_p = F.linear(hidden.preserved_x, model.output.base)
-        preserved = (F.cosine_similarity(z_p, z) > model.output.threshold).unsqueeze(1)
-        assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
-        z = torch.where(preserved, (z_p + z) / 2, z)
-        x_up = torch.where(preserved, hidden.preserved_x_up, x_up)
-    return soft_capped(model.spec, z + F.linear(x_up, model.output.expansion))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "neox tied", "gemma2"])

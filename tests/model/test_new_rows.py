@@ -29,9 +29,9 @@ from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     SEED,
     balance_router,
+    plain_logits,
     scale_settings,
     shake,
-    soft_capped,
     some_batch,
     some_tokens,
     trained_gradients,
@@ -73,23 +73,6 @@ def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
     tokens, targets = some_batch(spec, 2, 24)
     tokens[0, 2:7] = targets[1, 4:9] = torch.arange(97, 102)
     return tokens, targets
-
-
-def plain_logits(model: Decoder, hidden: output.HiddenStates) -> Tensor:
-    """All logits at once, of one matrix each, differentiated by autograd."""
-    out, width = model.output, model.spec.widths.hidden_size
-    whole = torch.cat([out.base, out.new_rows[:, :width]])
-    z = F.linear(hidden.x, whole)
-    if hidden.x_up is None:
-        return soft_capped(model.spec, z)
-    x_up = hidden.x_up
-    if hidden.preserved_x is not None:
-        z_p = F.linear(hidden.preserved_x, whole)
-        cosine = F.cosine_similarity(z_p[:, : len(out.base)], z[:, : len(out.base)])
-        preserved = (cosine > out.threshold).unsqueeze(1)
-        assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
-        z, x_up = torch.where(preserved, (z_p + z) / 2, z), torch.where(preserved, hidden.preserved_x_up, x_up)
-    return soft_capped(model.spec, z + F.linear(x_up, torch.cat([out.expansion, out.new_rows[:, width:]])))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "neox"])

@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
 from pipeline.methods import method_for
-from pipeline.model.attention import Documents
 from pipeline.model.decoder import REFERENCE
 from pipeline.parallel.layers import kl_and_logit_gradient_
 from pipeline.parallel.sharding import named_trained_parameters
@@ -20,12 +19,13 @@ from tests.tolerances import assert_near, rounding, rounding_of
 from tests.widened import (
     SEED,
     balance_router,
+    plain_logits,
     scale_settings,
     shake,
-    soft_capped,
     some_batch,
     some_tokens,
     trained_gradients,
+    two_documents,
     unwidened,
     widened,
 )
@@ -60,26 +60,6 @@ def rehearsing(base, method, noise=0.1):
     return model
 
 
-def two_documents(tokens):
-    """Positions and documents of rows with a border after ten tokens."""
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return torch.where(places >= 10, places - 10, places), Documents.of((places >= 10).long())
-
-
-def literal_logits(model, preserved, *batch):
-    """The model's logits [B·S, V], with autograd's graph."""
-    hidden = model.hidden_states(*batch)
-    z = F.linear(hidden.x, model.output.base)
-    if hidden.x_up is None:
-        return soft_capped(model.spec, z)
-    x_up = hidden.x_up
-    if hidden.preserved_x is not None:
-        column = preserved.reshape(-1, 1)
-        z = torch.where(column, (z + F.linear(hidden.preserved_x, model.output.base)) / 2, z)
-        x_up = torch.where(column, hidden.preserved_x_up, x_up)
-    return soft_capped(model.spec, z + F.linear(x_up, model.output.expansion))
-
-
 @pytest.mark.parametrize("name", ["llama tied", "neox", "gemma2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, name):
@@ -92,7 +72,7 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
     gradients = {key: value.clone() for key, value in trained_gradients(model).items()}
     model.zero_grad()
 
-    logits = literal_logits(model, losses.preserved, tokens, positions, documents)
+    logits = plain_logits(model, model.hidden_states(tokens, positions, documents))
     with torch.no_grad():
         reference = plain.logits(tokens, positions, documents).flatten(0, 1).log_softmax(-1)
     kl = F.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)

@@ -11,18 +11,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.config.method import Method
-from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
-from tests.distributed import run_ranks
+from pipeline.parallel.topology import SINGLE, TensorParallel
+from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
@@ -32,6 +30,7 @@ from tests.widened import (
     some_tokens,
     started,
     trained_gradients,
+    two_documents,
     unwidened,
     widened,
 )
@@ -120,19 +119,6 @@ def outcome(model: Decoder, case: Case) -> Outcome:
         partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
         squared_norm=sum(float(gradients[name].double().square().sum()) for name in counted),
     )
-
-
-def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
-    """Positions and documents: the second document begins within a rank's positions, a place further in each row."""
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
-    second = places >= starts
-    return torch.where(second, places - starts, places), Documents.of(second.long())
-
-
-def all_ranks() -> TensorParallel:
-    """This rank's place among all of them as one tensor-parallel group."""
-    return ProcessGroups(Layout(dist.get_world_size(), dist.get_world_size())).tensor_parallel
 
 
 def outcomes_of_rank(cases: list[tuple[Case, Path]]) -> dict[str, Outcome]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipeline.parallel.collectives import counted_once, leave_region, sum_gradient
 from pipeline.parallel.layers import VOCABULARY, greedy_choices_, nll_and_logit_gradient_
-from pipeline.parallel.sharding import Partition, merge, sharded_parameter, split
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from pipeline.parallel.sharding import Partition, merge, split
+from pipeline.parallel.topology import SINGLE
 from pipeline.scale.layers import preserved_tokens
-from tests.distributed import run_ranks
+from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def group_of_all():
-    return ProcessGroups(Layout(dist.get_world_size(), dist.get_world_size())).tensor_parallel
 
 
 def leaf(*values):
@@ -26,7 +21,7 @@ def leaf(*values):
 
 
 def sums_and_counts():
-    tp = group_of_all()
+    tp = all_ranks()
     shared, bias = leaf(1, 1), leaf(5, 7)
     upstream = torch.full((2,), float(tp.rank + 1))
     untouched = upstream.clone()
@@ -35,11 +30,6 @@ def sums_and_counts():
     (total,) = leave_region(tp, counted_once(bias, tp))
     total.sum().backward()
     return shared.grad, torch.equal(upstream, untouched), total.detach(), bias.grad
-
-
-def test_on_one_rank_nothing_is_wrapped():
-    x = leaf(1)
-    assert counted_once(x, SINGLE) is x
 
 
 def test_a_shared_parameters_gradient_is_summed_and_a_whole_term_counted_once():
@@ -66,7 +56,7 @@ def loss_and_choice(tp, vocab_size):
 
 
 def loss_and_choice_of_rank(vocab_size):
-    return loss_and_choice(group_of_all(), vocab_size)[2:]
+    return loss_and_choice(all_ranks(), vocab_size)[2:]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 8, 5])
@@ -101,7 +91,7 @@ def greedy_choices(tp, vocab_size):
 
 
 def greedy_choices_of_rank(vocab_size):
-    return greedy_choices(group_of_all(), vocab_size)[1]
+    return greedy_choices(all_ranks(), vocab_size)[1]
 
 
 def test_greedy_decoding_takes_the_first_of_the_largest_on_any_rank():
@@ -112,8 +102,3 @@ def test_greedy_decoding_takes_the_first_of_the_largest_on_any_rank():
     for tp_size in (2, 4):
         for choices in run_ranks(greedy_choices_of_rank, tp_size, 7):
             assert torch.equal(choices, found)
-
-
-def test_a_vocabulary_smaller_than_the_padding_is_still_whole():
-    parameter = sharded_parameter((2, 3), VOCABULARY, SINGLE)
-    assert parameter.shape == (2, 3)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.collectives import counted_once, enter_region, leave_region
 from pipeline.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pipeline.parallel.sharding import (
     REPLICATED,
@@ -17,16 +16,11 @@ from pipeline.parallel.sharding import (
     split,
     used_between_regions,
 )
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
-from tests.distributed import run_ranks
+from pipeline.parallel.topology import SINGLE
+from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def group_of_all(sequence_parallel=False):
-    layout = Layout(dist.get_world_size(), dist.get_world_size())
-    return ProcessGroups(layout, sequence_parallel=sequence_parallel).tensor_parallel
 
 
 def leaf(*values):
@@ -34,7 +28,7 @@ def leaf(*values):
 
 
 def enter_and_leave():
-    tp = group_of_all()
+    tp = all_ranks()
     number = tp.rank + 1
     x, x_up, frozen = leaf(1, 2), leaf(3, 4, 5), torch.ones(2)
     entered = enter_region(tp, x, x_up, frozen, None)
@@ -64,6 +58,7 @@ def test_regions_sum_gradients_on_entry_and_results_on_leaving():
 
 def test_on_one_rank_nothing_is_wrapped():
     x, x_up = leaf(1), leaf(2)
+    assert counted_once(x, SINGLE) is x
     assert enter_region(SINGLE, x, None, x_up) == (x, None, x_up)
     assert leave_region(SINGLE, x, x_up) == (x, x_up)
     assert used_between_regions(x, SINGLE) is x
@@ -76,7 +71,7 @@ def some_streams(seed):
 
 
 def enter_and_leave_with_positions_split():
-    tp = group_of_all(sequence_parallel=True)
+    tp = all_ranks(sequence_parallel=True)
     of_rank = [tensor.chunk(tp.size, dim=1)[tp.rank].clone() for tensor in some_streams(0)]
     x, frozen = of_rank[0].requires_grad_(), of_rank[1]
     entered = enter_region(tp, x, None, frozen)
@@ -150,7 +145,7 @@ def two_layers(tp):
 
 
 def two_layers_of_rank(sequence_parallel):
-    return two_layers(group_of_all(sequence_parallel))
+    return two_layers(all_ranks(sequence_parallel))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

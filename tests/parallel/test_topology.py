@@ -9,16 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import LayoutError
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel, check_sequence_length
+from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel, check_sequence_length
 from tests.distributed import run_ranks
 
 layouts = st.builds(lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size), st.integers(1, 8), st.integers(1, 8))
-
-
-@given(layouts)
-def test_each_rank_has_a_unique_position(layout):
-    places = {(layout.dp_rank(rank), layout.tp_rank(rank)) for rank in range(layout.world_size)}
-    assert places == {(dp, tp) for dp in range(layout.dp_size) for tp in range(layout.tp_size)}
 
 
 @given(layouts)
@@ -32,15 +26,6 @@ def test_groups_hold_the_right_ranks(layout):
     for group in layout.dp_groups():
         assert len({layout.tp_rank(rank) for rank in group}) == 1
         assert len(group) == layout.dp_size
-
-
-@given(layouts, st.integers(1, 8))
-def test_replica_groups_stay_within_tensor_parallel_groups(layout, replicas):
-    if layout.tp_size % replicas:
-        return
-    groups = layout.replica_groups(replicas)
-    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-    assert all(len(group) == replicas and len({layout.dp_rank(rank) for rank in group}) == 1 for group in groups)
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -109,11 +94,6 @@ def test_real_groups_hold_the_ranks_that_the_layout_says():
     assert fourth == (mask(2, 3), mask(1, 3), {2: mask(2, 3)}, (1, 2, 2, 1, 2, [1, 3]))
     whole = run_ranks(seen_by_a_rank, 4, 4)
     assert [rank[2] for rank in whole] == [{2: mask(0, 1), 4: 15}] * 2 + [{2: mask(2, 3), 4: 15}] * 2
-
-
-def test_a_single_process_needs_no_group():
-    assert SINGLE.group is None
-    assert SINGLE.replica_group(1) is None
 
 
 def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused():

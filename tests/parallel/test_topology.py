@@ -72,6 +72,7 @@ def groups_made_by_a_rank(tp_size):
 
     dist.new_group = watched
     ProcessGroups(Layout(dist.get_world_size(), tp_size))
+    dist.barrier()  # a rank that ends early would break the others' connections
     return made
 
 

@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all elastic faults fuzz lint format docs serve-check gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all elastic faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -89,13 +89,6 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
-
-serve-check: $(STAMP)  ## what every serving format costs the export of a small run, 5 minutes (CONFIG=my_run.yaml: of a run that is converted)
-ifndef CONFIG
-	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/serve_check.yaml STAGES="tokenize sample upscale train" bash slurm/cpt_korean.sh
-	$(BIN)/python tools/convert_checkpoint.py configs/serve_check.yaml --format stock --dtype bf16
-endif
-	$(BIN)/python tools/serve_check.py $(or $(CONFIG),configs/serve_check.yaml) --json benchmarks/out/serve_check.json
 
 gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)

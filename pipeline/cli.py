@@ -38,7 +38,6 @@ PROGRAMS = {
     "inspect": "inspect_checkpoint",
     "inspect-data": "inspect_data",
     "report": "report",
-    "serve-check": "serve_check",
     # many runs
     "study": "run_study",
     "frontier": "show_frontier",

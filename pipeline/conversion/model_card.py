@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
 from pipeline.config.method import title_of
@@ -28,8 +27,7 @@ from pipeline.files import read_text
 from pipeline.run_folder.metrics import METRICS, read_metrics, validations_in
 
 CARD = "README.md"
-_IDENTIFIER = re.compile(r"[\w.+-]{1,64}")
-_TITLE = re.compile(r"[^\n\r]{1,200}")
+_ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _LOADED_BY = {
     "stock": ("transformers", "AutoModelForCausalLM.from_pretrained(folder)"),
@@ -50,36 +48,29 @@ class Measured:
 
 def model_card(model: TrainedModel, export: Export, measured: Measured, base_name: str | None) -> str:
     """The text of the card; `base_name` is the base's on the hub, if that is known."""
-    front = yaml.safe_dump(_front_matter(model, export, base_name), sort_keys=False, allow_unicode=True)
-    body = "\n\n".join(_body(model, export, measured, base_name or model.base.path.resolve().name))
-    return f"---\n{front}---\n\n{body}\n"
-
-
-def _front_matter(model: TrainedModel, export: Export, base_name: str | None) -> dict[str, Any]:
     base, sources = _card_of(model.base.path), [source for source, _ in _trained_on(model) if source]
     languages = base.get("language")
-    languages = languages if isinstance(languages, list) else [languages]
-    languages = [one for one in languages if isinstance(one, str) and _LANGUAGE.fullmatch(one)]
-    values = {
-        "base_model": base_name,
-        "base_model_relation": base_name and ("adapter" if export.format == "peft" else "finetune"),
+    languages = [one for one in (languages if isinstance(languages, list) else [languages]) if isinstance(one, str)]
+    languages = [one for one in languages if _LANGUAGE.fullmatch(one)]
+    data = ModelCardData(
+        base_model=base_name,
+        base_model_relation=base_name and ("adapter" if export.format == "peft" else "finetune"),
+        language=_each_once([*languages, *(source.get("language") for source in sources)]) or None,
+        datasets=_each_once(source.get("dataset") for source in sources) or None,
+        library_name=_LOADED_BY[export.format][0],
+        pipeline_tag="text-generation",
+        tags=["continual-pretraining", "scale-cpt", _kind(model)],
         **_terms(model.base.path, base),
-        "language": _each_once([*languages, *(source.get("language") for source in sources)]),
-        "datasets": _each_once(source.get("dataset") for source in sources),
-        "library_name": _LOADED_BY[export.format][0],
-        "pipeline_tag": "text-generation",
-        "tags": ["continual-pretraining", "scale-cpt", _kind(model)],
-    }
-    return {name: value for name, value in values.items() if value}
+    )
+    body = "\n\n".join(_body(model, export, measured, base_name or model.base.path.resolve().name))
+    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
 
 
-def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, str]:
+def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the front matter on the base's licence."""
     files = terms_in(base)
-    found = {}
-    for name, values in (("license", _IDENTIFIER), ("license_name", _TITLE), ("license_link", _TITLE)):
-        if isinstance(card.get(name), str) and values.fullmatch(card[name]):
-            found[name] = card[name]
+    stated = {name: card.get(name) for name in ("license", "license_name", "license_link")}
+    found = {name: text for name, text in stated.items() if isinstance(text, str) and _ONE_LINE.fullmatch(text)}
     link = found.get("license_link", "")
     if link not in files and not link.startswith("https://"):
         found.pop("license_link", None)
@@ -93,15 +84,12 @@ def _card_of(base: Path) -> dict[str, Any]:
     """The front matter of the base's card; empty if there is none, or none that can be read."""
     path = base / CARD
     try:
-        match = REGEX_YAML_BLOCK.match(read_text(path, BaseModelError))
         with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
-            values = yaml.safe_load(match[2]) if match else {}
-    except FileNotFoundError:
-        return {}
+            return dict(ModelCard(read_text(path, BaseModelError)).data.to_dict())
     except BaseModelError as error:
-        _logger.warning("%s; the model card does not name the base's licence", error)
+        if path.exists():
+            _logger.warning("%s; the model card does not name the base's licence", error)
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _trained_on(model: TrainedModel) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:

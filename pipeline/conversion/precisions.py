@@ -33,40 +33,28 @@ Nll = Mapping[str, float]
 """The nll a token of each text."""
 
 
-def _of_blocks(size: int | None, round_block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Applies `round_block` to blocks of `size` along each row [out, in]; None: whole rows."""
-
-    def apply(weight: Tensor) -> Tensor:
-        return round_block(weight.unflatten(1, (-1, size or weight.shape[1]))).flatten(1)
-
-    return apply
-
-
-def _amax(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax(-1, keepdim=True)
-
-
 def _divided(blocks: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale > 0, blocks / scale, 0)
 
 
-def _int8(blocks: Tensor) -> Tensor:
-    scale = _amax(blocks) / 127
-    return _divided(blocks, scale).round() * scale
+def _int8(rows: Tensor) -> Tensor:
+    scale = rows.abs().amax(-1, keepdim=True) / 127
+    return _divided(rows, scale).round() * scale
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    scale = _amax(blocks) / 127
-    return _divided(blocks, scale).round() * scale.half().float()  # ggml stores the scale in fp16
+def _q8_0(rows: Tensor) -> Tensor:
+    blocks = rows.unflatten(1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    return (_divided(blocks, scale).round() * scale.half().float()).flatten(1)  # ggml stores the scale in fp16
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(rows: Tensor) -> Tensor:
     """Blocks of 256: eight sub-blocks of 32 with a scale and a minimum in 6 bits each, whose factors are in fp16."""
-    parts = blocks.unflatten(-1, (8, 32))
+    parts = rows.unflatten(1, (-1, 8, 32))
     low = parts.amin(-1, keepdim=True).clamp(max=0)
     scale, low = (parts.amax(-1, keepdim=True) - low) / 15, -low
     scale, low = (_six_bits(values) for values in (scale, low))
-    return (_divided(parts + low, scale).round().clamp(0, 15) * scale - low).flatten(-2)
+    return (_divided(parts + low, scale).round().clamp(0, 15) * scale - low).flatten(1)
 
 
 def _six_bits(values: Tensor) -> Tensor:
@@ -88,12 +76,12 @@ class _Quantization:
 
 
 _QUANTIZATIONS = {
-    "int8": _Quantization(_of_blocks(None, _int8)),
+    "int8": _Quantization(_int8),
     "fp8": _Quantization(partial(rounded, precision="fp8")),
     "fp8_tensor": _Quantization(_fp8_per_tensor),
     "nf4": _Quantization(partial(rounded, precision="nf4")),
-    "q8_0": _Quantization(_of_blocks(32, _q8_0), 32, everywhere=True),
-    "q4_k": _Quantization(_of_blocks(256, _q4_k), 256, everywhere=True),
+    "q8_0": _Quantization(_q8_0, 32, everywhere=True),
+    "q4_k": _Quantization(_q4_k, 256, everywhere=True),
 }
 
 
@@ -142,25 +130,15 @@ def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[No
             handle.remove()
 
 
-Score = Callable[[Tensor], Tensor]
-"""A model as a server runs it: the tokens of a window [S] -> its logits [S, V]."""
-
-
-@contextmanager
-def scored_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[Score]:
-    """`model` with weights of `precision`, as long as the context lasts."""
-    with served_in(model, precision), torch.no_grad():
-        yield lambda window: model(window.unsqueeze(0), use_cache=False).logits[0]
-
-
-def nll_of(score: Score, probe: Probe) -> dict[str, float]:
-    """The nll a token of each text (a list of windows [S])."""
+@torch.no_grad()
+def nll_in(model: PreTrainedModel, precision: ServedPrecision, probe: Probe) -> dict[str, float]:
+    """The nll a token of each text (a list of windows [S]), with weights of `precision`."""
     found = {}
-    for name, windows in probe.items():
-        total = 0.0
-        for window in windows:
-            total += float(F.cross_entropy(score(window)[:-1].double(), window[1:], reduction="sum"))
-        found[name] = total / sum(len(window) - 1 for window in windows)
+    with served_in(model, precision):
+        for name, windows in probe.items():
+            logits = (model(window.unsqueeze(0), use_cache=False).logits[0, :-1].double() for window in windows)
+            nll = (F.cross_entropy(of, window[1:], reduction="sum") for of, window in zip(logits, windows, strict=True))
+            found[name] = float(sum(nll)) / sum(len(window) - 1 for window in windows)
     return found
 
 
@@ -209,8 +187,7 @@ def losses(
         model = load_exported(path, base[0], dtype)
         for name in dict.fromkeys((own, *wanted)):
             if name not in found:
-                with scored_in(model, name) as score:
-                    found[name] = nll_of(score, probe)
+                found[name] = nll_in(model, name, probe)
     return {name: Loss.of(of_export[name], of_base[name], plain, of_base[own]) for name in wanted}
 
 

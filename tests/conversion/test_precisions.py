@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.conversion import ServedPrecision, stock
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.precisions import Loss, losses, nll_of, scored_in, served_in, stored_as
+from pipeline.conversion.precisions import Loss, losses, nll_in, served_in, stored_as
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
@@ -62,23 +62,18 @@ def a_probe() -> dict[str, list[Tensor]]:
     return {"a": [torch.randint(0, 512, (24,), generator=generator) for _ in range(2)]}
 
 
-def nll_in(model, probe, precision):
-    with scored_in(model, precision) as score:
-        return nll_of(score, probe)
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "q8_0", "int8"])
 def test_a_model_computes_with_the_rounded_weights_and_is_left_as_it_was(precision):
     """stories260K has a tied output projection. Rounding everything beforehand gives the same."""
     model, rounded = load_hf_model(STORIES, torch.float32), load_hf_model(STORIES, torch.float32)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    found = nll_in(model, a_probe(), precision)
+    found = nll_in(model, precision, a_probe())
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     embedding = rounded.get_input_embeddings().weight
     for parameter in rounded.parameters():
         parameter.data = stored_as(parameter.data, precision, in_linear_map=parameter is not embedding)
-    assert found == nll_in(rounded, a_probe(), "fp32" if precision in ("q8_0", "int8") else precision)
-    assert found != nll_in(model, a_probe(), "fp32")
+    assert found == nll_in(rounded, "fp32" if precision in ("q8_0", "int8") else precision, a_probe())
+    assert found != nll_in(model, "fp32", a_probe())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "q8_0"])
@@ -92,7 +87,7 @@ def test_adapters_keep_their_type(precision):
     for name, module in model.named_modules():
         if name.endswith("lora_A.default"):
             module.register_forward_hook(lambda module, *_: seen.add(module.weight.dtype))
-    found, plain = nll_in(model, a_probe(), precision)["a"], nll_in(model, a_probe(), "fp32")["a"]
+    found, plain = nll_in(model, precision, a_probe())["a"], nll_in(model, "fp32", a_probe())["a"]
     assert seen == {torch.float32} and found != plain and abs(found - plain) < 0.2
 
 
@@ -139,7 +134,7 @@ def test_a_stock_export_survives_every_precision(widened, tmp_path):
     assert rows["bf16"]["perplexities"] == {"stories": pytest.approx(plain, rel=1e-12)}
     probe = PROBE(widened)
     exported = load_hf_model(tmp_path / "hf", torch.bfloat16)
-    assert nll_in(exported, probe, "bf16")["stories"] == pytest.approx(math.log(plain), rel=1e-3)
+    assert nll_in(exported, "bf16", probe)["stories"] == pytest.approx(math.log(plain), rel=1e-3)
     found = losses((tmp_path / "hf", probe), (STORIES, probe), {"stories": math.log(plain)}, torch.bfloat16, ALL)
     # A model of a few steps predicts hardly anything: eight bits for a whole matrix move it by some percent.
     assert {name for name, loss in found.items() if not loss.is_acceptable} <= {"fp8_tensor"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline import command_line
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig, load_config
 from pipeline.conversion.convert import newest_checkpoint
-from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.conversion.trained_model import open_trained
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
@@ -33,6 +33,7 @@ from pipeline.evaluation.table import readable, table
 from pipeline.gating.fit_run import fit_on, gate_layer
 from pipeline.gating.states import BaseStream
 from pipeline.gating.windows import Windows, as_windows, read_fitting_text, spliced
+from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import Gate
 
 FIRST = 8
@@ -70,7 +71,8 @@ def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]
     model = open_trained(newest_checkpoint(config), config.base)
     fingerprint = load_tokenizer(config.base).fingerprint
     changes = heldout_changes(config, fingerprint)
-    stream = BaseStream(model, gate_layer(settings, model))
+    decoder = model.loaded(torch.float32, torch.device("cpu"))
+    stream = BaseStream(decoder, gate_layer(settings, model))
     header = ["features", "splices", "new text open"]
     header += [f"{name}: {part} open" for name in DIRECTIONS.values() for part in (f"first {FIRST}", "later")]
     rows, chosen = [], None
@@ -82,25 +84,25 @@ def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]
             gate, new = fit.gate, fit.new
             row = [features, str(splices), f"{(new > gate.threshold).double().mean():.2%}"]
             for change in changes.values():
-                is_open = stream.open_tokens(change.windows, gate)
+                is_open = stream.scores(change.windows, gate) > gate.threshold
                 for part in (change.first_few, change.second & ~change.first_few):
                     row.append(f"{is_open[part].double().mean():.1%}")
             rows.append(row)
             if (features, splices) == (settings.features, settings.splices):
                 chosen = gate
     assert chosen is not None
-    return table(header, rows), second_texts(replace(model, gate=chosen), stream, chosen, changes)
+    return table(header, rows), second_texts(decoder, stream, chosen, changes)
 
 
-def second_texts(model: TrainedModel, stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
+def second_texts(decoder: Decoder, stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
     """Perplexities of the text after the change, and KL(base || model) of the closed tokens there."""
     rows = []
     for is_new, change in changes.items():
-        closed = change.second & ~stream.open_tokens(change.windows, gate)
-        base = log_probabilities(model, change.windows, base=True)
+        closed = change.second & (stream.scores(change.windows, gate) <= gate.threshold)
+        base = log_probabilities(decoder, change.windows, base=True)
         row, divergences = [DIRECTIONS[is_new], perplexity(base, change)], []
-        for own in (replace(model, gate=None), model):
-            found = log_probabilities(own, change.windows)
+        for decoder.gate in (None, gate):
+            found = log_probabilities(decoder, change.windows)
             row.append(perplexity(found, change))
             kl = (base.exp() * (base - found)).sum(-1)[closed]
             divergences.append(f"{kl.mean():.3f}" if len(kl) else "")
@@ -134,12 +136,10 @@ def _change(windows: Windows, second_is_new: bool) -> Change:
     return Change(chosen, second, second & (after.int().cumsum(dim=1) <= FIRST), predicted)
 
 
-def log_probabilities(model: TrainedModel, windows: Windows, *, base: bool = False) -> Tensor:
+def log_probabilities(decoder: Decoder, windows: Windows, *, base: bool = False) -> Tensor:
     """[N, S, V] in fp32."""
-    decoder, fill_output = model.streamed(torch.float32)
     inputs = windows.tokens, windows.positions, windows.documents(windows.tokens.device)
     hidden = decoder.hidden_states(*inputs, path="base" if base else "model")
-    fill_output()
     return F.log_softmax(decoder.output.logits(hidden), dim=-1).view(*windows.tokens.shape, -1)
 
 

@@ -46,7 +46,8 @@ from pipeline.gating.fit import area_under_roc, standardisation
 from pipeline.gating.fit_run import Fit, fit_on
 from pipeline.gating.states import BaseStream
 from pipeline.gating.windows import FittingText, Windows, as_windows
-from pipeline.model.from_hf import open_base
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +148,7 @@ class Reader:
 
     def _encoded(self, text: Text) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The document's ids, and which of them count."""
-        start, end = self.tokenizer.document_start, self.tokenizer.document_end
+        start, end = self.tokenizer.before_document, self.tokenizer.document_end
         encoded = self.tokenizer.reference.encode([text.prompt + text.text, text.prompt])
         whole, prompt = encoded.lengths.tolist()
         ids = np.concatenate([start, encoded.ids[:whole][: self.length - len(start) - len(end)], end]).astype(np.int64)
@@ -199,7 +200,9 @@ class Separation:
     """Gates of a base's stream, fitted on pairs of texts."""
 
     def __init__(self, options: argparse.Namespace, reader: Reader, own: FittingText | None) -> None:
-        self._base = open_base(options.base)
+        base = open_base(options.base)
+        self._base = Decoder(base.spec).eval()
+        load_base(self._base, base)
         self._reader = reader
         self._own = own
         self._tokens: int = options.tokens

@@ -150,6 +150,7 @@ def _gate_entries(model: TrainedModel) -> dict[str, Any]:
         "gate_decay": DECAY,
         "gate_bias": gate.bias,
         "gate_threshold": gate.threshold,
+        "gate_lower": gate.lower,
     }
 
 

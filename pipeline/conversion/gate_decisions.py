@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from pipeline.scale.gate import Gate
 
 @dataclass(frozen=True)
 class DecidedGate(Gate):
-    """A gate whose decisions for one batch are taken already: bool [B, S]."""
+    """A gate whose decisions for one batch are taken already: the levels [B, S]."""
 
-    decisions: Tensor
+    decisions: Tensor = field(default_factory=lambda: torch.zeros(0))
 
-    def open_tokens(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """The decisions, for x: [B, S, D] whatever its values."""
         return self.decisions.to(x.device)
 
@@ -40,12 +40,12 @@ class GateDecisions:
         self.scores = model.gate_scores(windows, dtype)
         differences = (a - b for a, b in zip(self.scores, model.gate_scores(windows, finer), strict=True))
         self.rounding = max(float(difference.abs().max()) for difference in differences)
-        self.open_tokens = [score > model.gate.threshold for score in self.scores]
+        self.levels = [model.gate.levels_of(score) for score in self.scores]
 
     def fixed_in(self, model: TrainedModel) -> TrainedModel:
         """The model with these decisions, for all windows as one batch."""
-        decisions = nn.utils.rnn.pad_sequence(self.open_tokens, batch_first=True)
-        values = {field.name: getattr(self.gate, field.name) for field in fields(Gate)}
+        decisions = nn.utils.rnn.pad_sequence(self.levels, batch_first=True)
+        values = {part.name: getattr(self.gate, part.name) for part in fields(Gate)}
         return replace(model, gate=DecidedGate(**values, decisions=decisions))
 
     @contextmanager
@@ -61,15 +61,16 @@ class GateDecisions:
             nonlocal current
             current = number
 
-        def replaced(module: nn.Module, inputs: Any, closed: Tensor) -> Tensor:  # noqa: ANN401
-            is_open = self.open_tokens[current].to(closed.device)
-            far = (self.scores[current] - self.gate.threshold).abs().to(closed.device) > self.rounding
-            if wrong := int((far & (is_open == closed[0, :, 0])).sum()):
+        def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:  # noqa: ANN401
+            levels, scores = self.levels[current].to(found.device), self.scores[current].to(found.device)
+            limits = [limit for limit in (self.gate.threshold, self.gate.lower) if limit is not None]
+            far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > self.rounding
+            if wrong := int((far & (levels != found[0, :, 0])).sum()):
                 raise ConversionError(
                     f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
-                    f"{len(is_open)} tokens; not kept"
+                    f"{len(levels)} tokens; not kept"
                 )
-            return ~is_open.view(1, -1, 1)
+            return levels.view(1, -1, 1)
 
         hook = exported.get_submodule("token_gate").register_forward_hook(replaced)
         try:

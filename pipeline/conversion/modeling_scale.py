@@ -15,13 +15,15 @@ without those blocks, and takes per token the path that the router chooses (Eq. 
 
 With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
 closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
-without those blocks, and an open one the other.
+without those blocks, and an open one the other. With `gate_lower` some tokens are neither: they get the mean of both
+probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -97,6 +99,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     gate_decay: float = 0.8
     gate_bias: float = 0.0
     gate_threshold: float = 0.0
+    gate_lower: float | None = None
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
@@ -119,6 +122,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
             return "its rotary frequencies change with a text's length"
         if self.gate_layer is not None and self.gate_features == "token+running_mean":
             return "its gate reads a running mean, which servers do not cache; fit one with features: token"
+        if self.gate_lower is not None:
+            return "its gate takes the mean of two models where it is undecided; fit one with undecided: closed"
         return None
 
 
@@ -479,7 +484,7 @@ class GateCache(DynamicLayer):  # type: ignore[misc]
 
 
 class ScaleGate(nn.Module):
-    """Decides which tokens stay closed, by a linear score of the base's stream x [B, S, D] before `gate_layer`.
+    """Which tokens are closed (0), undecided (1), open (2), by a linear score of the base's x [B, S, D].
 
     Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
     far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
@@ -491,6 +496,7 @@ class ScaleGate(nn.Module):
         super().__init__()
         self.cache_layer = config.num_hidden_layers
         self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
+        self.lower = self.threshold if config.gate_lower is None else config.gate_lower
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
         # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
@@ -499,7 +505,7 @@ class ScaleGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
-        """The closed tokens, bool [B, S, 1]. What the running mean needs is cached.
+        """The decision for each token [B, S, 1]. What the running mean needs is cached.
 
         is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
         """
@@ -507,8 +513,8 @@ class ScaleGate(nn.Module):
         features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
         if self.has_mean:
             features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
-        score = ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True)
-        return score + self.bias <= self.threshold
+        score = ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
+        return (score > self.threshold).long() + (score > self.lower)
 
     def _running_mean(
         self,
@@ -552,10 +558,13 @@ class ScaleOutput(nn.Module):
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
-    def forward(self, paths: list[StreamPath]) -> Tensor:
-        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved."""
+    def forward(self, paths: list[StreamPath], undecided: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved.
+
+        With `undecided` [B, S, 1] these tokens get the mean of both paths' probabilities, and the others the last path.
+        """
         z, x_up = F.linear(paths[-1].x, self.base).float(), paths[-1].x_up
-        if len(paths) == 2:
+        if len(paths) == 2 and undecided is None:
             z_p = F.linear(paths[0].x, self.base).float()
             old_p, old = z_p[..., self.compared], z[..., self.compared]
             preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
@@ -563,7 +572,14 @@ class ScaleOutput(nn.Module):
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)
-        z = z + F.linear(x_up, self.expansion)
+        z = self._capped(z + F.linear(x_up, self.expansion))
+        if undecided is None:
+            return z
+        closed = self._capped(F.linear(paths[0].x, self.base).float())
+        mean = torch.logaddexp(z.log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
+        return torch.where(undecided, mean, z)
+
+    def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
 
@@ -616,7 +632,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """The library's, whose paged cache has the same heads in every layer."""
-        reason = "some layers have two sets of heads" if self.config.routed else self.config.why_not_packed()
+        doubled = self.config.routed or self.config.gate_lower is not None
+        reason = "some layers have two sets of heads" if doubled else self.config.why_not_packed()
         if reason is not None:
             raise ValueError(f"continuous batching cannot run this model: {reason}")
         return super().init_continuous_batching(*args, **kwargs)
@@ -648,10 +665,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         recorded: list[Tensor] | None = [] if output_hidden_states else None
-        paths = self.streams(
+        paths, undecided = self.streams(
             embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, **kwargs
         )
-        logits = self.output(paths)
+        logits = self.output(paths, undecided)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -667,10 +684,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         logits_to_keep: int | Tensor = 0,
         recorded: list[Tensor] | None = None,
         **options: Any,  # noqa: ANN401
-    ) -> list[StreamPath]:
-        """What `output` reads: one path or the router's two, after the last norm and the gate. Arguments: `forward`.
+    ) -> tuple[list[StreamPath], Tensor | None]:
+        """What `output` reads: one path or two, after the last norm and the gate, and the undecided tokens [B, S, 1].
 
-        `recorded` receives the hidden states.
+        Arguments: `forward`. `recorded` receives the hidden states.
         """
         config = self.config
         start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
@@ -690,14 +707,15 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 for kind in sorted(set(config.layer_types))
             }
         tables = [make(position_ids, start.x.dtype) for make in self.rotary]
-        paths, closed = [start], None
+        paths, levels = [start], None
         for index, layer in enumerate(self.layers):
             if recorded is not None:
                 recorded.append(torch.cat(paths[-1][:2], dim=-1))
             if self.token_gate is not None and index == self.config.gate_layer:
-                closed = self._closed(paths, attention_mask, position_ids, past_key_values)
+                levels = self._levels(paths, attention_mask, position_ids, past_key_values)
                 if not self.config.routed:
-                    paths = [paths[0]._replace(masked=closed)]
+                    shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
+                    paths = [paths[0]._replace(masked=masked) for masked in shut]
             if self.config.routed and index == self.config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             rotary = config.layer_rotary[index]
@@ -712,21 +730,21 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
             pairs = zip(paths, streams[::2], streams[1::2], strict=True)
             paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
-        if self.token_gate is not None and closed is None:
-            closed = self._closed(paths, attention_mask, position_ids, past_key_values)
+        if self.token_gate is not None and levels is None:
+            levels = self._levels(paths, attention_mask, position_ids, past_key_values)
         if recorded is not None:
             recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         paths = [StreamPath(path.x[:, kept], path.x_up[:, kept]).normed(self.final_norm) for path in paths]
-        if closed is not None:
-            # Zeros in x_up add exactly nothing to the logits. Without a router both are the same path.
-            preserved, adapted, shut = paths[0], paths[-1], closed[:, kept].to(paths[0].x.device)
-            paths = [
-                StreamPath(torch.where(shut, preserved.x, adapted.x), adapted.x_up.masked_fill(shut, 0)),
-            ]
-        return paths
+        if levels is None:
+            return paths, None
+        # Zeros in x_up add exactly nothing to the logits. One path is both.
+        preserved, adapted, levels = paths[0], paths[-1], levels[:, kept].to(paths[0].x.device)
+        closed = levels == 0
+        chosen = StreamPath(torch.where(closed, preserved.x, adapted.x), adapted.x_up.masked_fill(closed, 0))
+        return ([chosen], None) if config.gate_lower is None else ([preserved, chosen], levels == 1)
 
-    def _closed(
+    def _levels(
         self,
         paths: list[StreamPath],
         attention_mask: Tensor | None,
@@ -743,8 +761,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             documents = F.pad(breaks.cumsum(dim=1), (1, 0))
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             is_text = attention_mask[:, -x.shape[1] :].bool()
-        closed: Tensor = self.token_gate(x, is_text, documents, cache)
-        return closed
+        levels: Tensor = self.token_gate(x, is_text, documents, cache)
+        return levels
 
     def prepare_inputs_for_generation(
         self,

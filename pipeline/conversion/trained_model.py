@@ -171,6 +171,19 @@ class TrainedModel:
         `OutputProjection.logits` is no forward pass: the function that comes with the decoder reads the weights of the
         output projection, to keep.
         """
+        decoder = self._without_values(dtype)
+        return decoder, stream_weights(decoder, self.read, dtype, device)
+
+    def loaded(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """The decoder in `dtype`, whole on `device`, with its gate if it has one."""
+        decoder = self._without_values(dtype)
+        values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
+        decoder.load_state_dict(values, strict=False, assign=True)
+        if decoder.spec.tie_word_embeddings:
+            decoder.output.base = decoder.embedding.base.weight
+        return decoder
+
+    def _without_values(self, dtype: torch.dtype) -> Decoder:
         with torch.device("meta"):
             decoder = self.method.build(_whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none")
         decoder = decoder.to(dtype).eval()
@@ -180,7 +193,7 @@ class TrainedModel:
             for module in decoder.modules():
                 if isinstance(module, WidenedNorm):
                     module.as_stored(self.stored_scale)
-        return decoder, stream_weights(decoder, self.read, dtype, device)
+        return decoder
 
 
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:

@@ -1,10 +1,10 @@
-"""What a gate does to held-out text: how much of it opens, and its perplexity under base, trained and gated model."""
+"""What a gate does to held-out text: how much of it opens, what that costs, and its perplexity with and without it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -12,14 +12,19 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.conversion.trained_model import TrainedModel
-from pipeline.data.packing import IGNORED
+from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
-from pipeline.gating.states import GROUP_TOKENS, inference_dtype
+from pipeline.gating.states import GROUP_TOKENS, inference_device, inference_dtype
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.attention import Documents
+from pipeline.model.decoder import Decoder
 from pipeline.model.output import HiddenStates, perplexity
-from pipeline.scale.gate_folder import HeldoutText
+from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
+from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
+
+_MODELS = ("base", "ungated", "gated")
+_PLACES = ("first", "later")
 
 
 @dataclass(frozen=True)
@@ -34,44 +39,71 @@ class Effect:
 class _Sums:
     tokens: int = 0
     open: int = 0
+    undecided: int = 0
     closed_sequences: int = 0
-    predicted: int = 0
-    nll: dict[str, float] = field(default_factory=lambda: {"base": 0.0, "ungated": 0.0, "gated": 0.0})
+    predicted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_PLACES, 0))
+    nll: dict[tuple[str, str], float] = field(default_factory=lambda: {(m, p): 0.0 for m in _MODELS for p in _PLACES})
+
+    def text(self, role: str, sequences: int) -> HeldoutText:
+        def cost(place: str) -> float | None:
+            lost = self.nll["gated", place] - self.nll["ungated", place]
+            return lost / self.predicted[place] if self.predicted[place] else None
+
+        total = {model: sum(self.nll[model, place] for place in _PLACES) for model in _MODELS}
+        predicted = sum(self.predicted.values())
+        return HeldoutText(
+            role=role,
+            sequences=sequences,
+            tokens=self.tokens,
+            open_fraction=self.open / max(1, self.tokens),
+            undecided_fraction=self.undecided / max(1, self.tokens),
+            closed_sequences=self.closed_sequences,
+            cost_of_first_tokens=cost("first"),
+            cost_of_later_tokens=cost("later"),
+            **{f"{model}_perplexity": _finite(total[model], predicted) for model in _MODELS},
+        )
 
 
 @torch.no_grad()
-def measure(model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig) -> Effect:
-    """The effect of the gate of `model` on the first held-out samples, as many of each corpus as validation reads."""
-    if model.gate is None:
-        raise ValueError(f"{model.checkpoint}: has no gate")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = inference_dtype(model.base, device)
-    gated = _Streamed(model, dtype, device)
-    ungated = _Streamed(replace(model, gate=None), dtype, device)
-    count = config.validation.max_sequences
+def measure(decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig) -> Effect:
+    """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads."""
     largest: list[float] = []
     texts = {}
-    total = sum(min(count, len(samples)) for samples in heldout.values())
-    with progress_bar("measuring the gate", total, " sequences") as bar:
+    count = config.validation.max_sequences
+    with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
         for name, samples in heldout.items():
             windows, sums = as_windows(list(islice(samples, count)), is_new=False), _Sums()
             for group in windows.groups(GROUP_TOKENS):
-                inputs = _Inputs(group, config.data.document_mask, device)
-                states = gated.hidden(inputs), ungated.hidden(inputs), gated.hidden(inputs, "base")
-                for kind, hidden in zip(("gated", "ungated", "base"), states, strict=True):
-                    sums.nll[kind] += float(gated.nll(hidden, inputs).double().sum())
-                is_open = gated.open_tokens(inputs) & group.present
+                inputs, targets = decoder_inputs(group, config, decoder)
+                decoder.gate = None
+                states = {
+                    "ungated": decoder.hidden_states(*inputs),
+                    "base": decoder.hidden_states(*inputs, path="base"),
+                }
+                stream = decoder.base_stream(*inputs, layer=gate.layer)
+                decoder.gate = gate
+                states["gated"] = decoder.hidden_states(*inputs)
+                present = targets != IGNORED
+                is_first = (group.positions < FIRST_TOKENS).flatten().to(present.device)
+                places = {"first": present & is_first, "later": present & ~is_first}
+                for model, hidden in states.items():
+                    nll = decoder.output(hidden, targets).nll.double()
+                    for place, rows in places.items():
+                        sums.nll[model, place] += float(nll[rows].sum())
+                for place, rows in places.items():
+                    sums.predicted[place] += int(rows.sum())
+                levels = gate.levels(stream, inputs[2].ids if inputs[2] else None).cpu()
                 sums.tokens += int(group.present.sum())
-                sums.open += int(is_open.sum())
-                sums.predicted += int((group.targets != IGNORED).sum())
-                shut = ~is_open.any(dim=1)
+                sums.open += int((group.present & (levels == OPEN)).sum())
+                sums.undecided += int((group.present & (levels == UNDECIDED)).sum())
+                shut = ((levels == CLOSED) | ~group.present).all(dim=1)
                 sums.closed_sequences += int(shut.sum())
-                if shut.any():
-                    # What the gate decides on padding is of no consequence: nothing is predicted there.
-                    rows = (shut.unsqueeze(1) & group.present).flatten()
-                    largest.append(gated.largest_difference(states[0], states[2], rows))
+                # What the gate decides on padding is of no consequence: nothing is predicted there.
+                rows = (shut.unsqueeze(1) & group.present).flatten().to(present.device)
+                if rows.any():
+                    largest.append(_largest_difference(decoder, states["gated"], states["base"], rows))
                 bar.update(len(group))
-            texts[name] = _text(sums, config.data.corpora[name].role, len(windows))
+            texts[name] = sums.text(config.data.corpora[name].role, len(windows))
     return Effect(texts, max(largest, default=None))
 
 
@@ -80,84 +112,43 @@ def heldout_perplexities(
     model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> dict[str, float]:
     """The perplexity of `model` on the first held-out samples, as many of each corpus as validation reads."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    streamed = _Streamed(model, inference_dtype(model.base, device), device)
-    perplexities = {}
-    for name, samples in heldout.items():
+    device = inference_device()
+    decoder = model.loaded(inference_dtype(model.base, device), device)
+
+    def of(samples: Iterable[Sample]) -> float:
         nll, predicted = 0.0, 0
-        windows = as_windows(list(islice(samples, config.validation.max_sequences)), is_new=False)
-        for group in windows.groups(GROUP_TOKENS):
-            inputs = _Inputs(group, config.data.document_mask, device)
-            nll += float(streamed.nll(streamed.hidden(inputs), inputs).double().sum())
-            predicted += int((group.targets != IGNORED).sum())
-        perplexities[name] = perplexity(nll / predicted) if predicted else math.inf
-    return perplexities
+        for group in as_windows(list(samples), is_new=False).groups(GROUP_TOKENS):
+            inputs, targets = decoder_inputs(group, config, decoder)
+            nll += float(decoder.output(decoder.hidden_states(*inputs), targets).nll.double().sum())
+            predicted += int((targets != IGNORED).sum())
+        return perplexity(nll / predicted) if predicted else math.inf
+
+    return {name: of(islice(samples, config.validation.max_sequences)) for name, samples in heldout.items()}
 
 
-def _text(sums: _Sums, role: str, sequences: int) -> HeldoutText:
-    return HeldoutText(
-        role=role,
-        sequences=sequences,
-        tokens=sums.tokens,
-        open_fraction=sums.open / max(1, sums.tokens),
-        closed_sequences=sums.closed_sequences,
-        **{f"{kind}_perplexity": _perplexity(nll, sums.predicted) for kind, nll in sums.nll.items()},
-    )
+def decoder_inputs(
+    group: Windows, config: RunConfig, decoder: Decoder
+) -> tuple[tuple[Tensor, Tensor, Documents | None], Tensor]:
+    """Tokens and positions [B, S] and where documents lie, and the targets [B · S], where the decoder is."""
+    device = decoder.embedding.base.weight.device
+    documents = group.documents(device) if config.data.document_mask else None
+    return (group.tokens.to(device), group.positions.to(device), documents), group.targets.flatten().to(device)
 
 
-def _perplexity(nll: float, predicted: int) -> float | None:
-    """exp(nll per token); None if there is none, or it is beyond any float, which JSON cannot hold."""
+def _largest_difference(decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor) -> float:
+    """The largest difference of the logits of two passes over the same tokens, at the tokens `rows`: bool [N].
+
+    All rows are multiplied: the rounding of a matrix product may depend on how many there are.
+    """
+    output = decoder.output
+    differences = [
+        (output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk))).abs().amax(dim=-1)[rows[chunk]]
+        for chunk in output.chunks(len(hidden.x))
+    ]
+    return float(torch.nan_to_num(torch.cat(differences), nan=math.inf).max())
+
+
+def _finite(nll: float, predicted: int) -> float | None:
+    """The perplexity; None if nothing is predicted, or it is beyond any float, which JSON cannot hold."""
     value = perplexity(nll / predicted) if predicted else math.inf
     return None if math.isinf(value) else value
-
-
-class _Inputs:
-    """The decoder's inputs of a group of windows, each [B, S], on a device."""
-
-    def __init__(self, group: Windows, document_mask: bool, device: torch.device) -> None:
-        self.tokens, self.positions, self.targets = (
-            tensor.to(device) for tensor in (group.tokens, group.positions, group.targets)
-        )
-        self.documents = group.documents(device) if document_mask else None
-
-
-class _Streamed:
-    """A trained model of which at most one module is in memory."""
-
-    def __init__(self, model: TrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-        self.gate = model.gate
-        self.decoder: Decoder
-        self.decoder, self._fill_output = model.streamed(dtype, device)
-
-    def hidden(self, inputs: _Inputs, path: LogitsPath = "model") -> HiddenStates:
-        return self.decoder.hidden_states(inputs.tokens, inputs.positions, inputs.documents, path=path)
-
-    def nll(self, hidden: HiddenStates, inputs: _Inputs) -> Tensor:
-        """[B · S]; zero where nothing is predicted."""
-        losses: Tensor = self.decoder.output(hidden, inputs.targets.flatten()).nll
-        return losses
-
-    def open_tokens(self, inputs: _Inputs) -> Tensor:
-        """bool [B, S], on the CPU."""
-        if self.gate is None:
-            raise ValueError("there is no gate to decide")
-        stream = self.decoder.base_stream(inputs.tokens, inputs.positions, inputs.documents, layer=self.gate.layer)
-        return self.gate.open_tokens(stream, inputs.documents.ids if inputs.documents else None).cpu()
-
-    def largest_difference(self, hidden: HiddenStates, base: HiddenStates, rows: Tensor) -> float:
-        """The largest difference of the logits of two passes over the same tokens, at the tokens `rows`: bool [N].
-
-        All rows are multiplied: the rounding of a matrix product may depend on how many there are.
-        """
-        self._fill_output()
-        differences = [
-            (first - second).abs().amax(dim=-1)[rows[chunk].to(first.device)]
-            for chunk, first, second in self._logit_chunks(hidden, base)
-        ]
-        self.decoder.output.to("meta")
-        return float(torch.nan_to_num(torch.cat(differences), nan=math.inf).max())
-
-    def _logit_chunks(self, hidden: HiddenStates, base: HiddenStates) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        output = self.decoder.output
-        for chunk in output.chunks(len(hidden.x)):
-            yield chunk, output.logits(hidden.rows(chunk)), output.logits(base.rows(chunk))

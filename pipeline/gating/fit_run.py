@@ -29,13 +29,22 @@ from pipeline.gating.fit import (
     standardisation,
     threshold_for,
 )
-from pipeline.gating.states import BaseStream
+from pipeline.gating.states import BaseStream, inference_device, inference_dtype
 from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate import Gate, deepest_gate_layer
-from pipeline.scale.gate_folder import GATE_FOLDER, GateRecord, open_gate, write_gate
+from pipeline.scale.gate_folder import (
+    FIRST_TOKENS,
+    GATE_FOLDER,
+    SHORT_TEXT,
+    GateRecord,
+    open_gate,
+    write_gate,
+)
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
+MOST_COST = 0.02
+"""The largest growth of the perplexity of new text by the gate that no warning names."""
 _logger = log.get_logger(__name__)
 
 
@@ -65,9 +74,11 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
 
-    fit = fit_on(BaseStream(model, layer), text, config.gate)
+    device = inference_device()
+    decoder = model.loaded(inference_dtype(model.base, device), device)
+    fit = fit_on(BaseStream(decoder, layer), text, config.gate)
     gate, new, negatives = fit.gate, fit.new, fit.negatives
-    effect = measure(replace(model, gate=gate), heldout, config)
+    effect = measure(decoder, gate, heldout, config)
     if effect.closed_max_abs_logit_difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -79,6 +90,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         features=gate.features,
         bias=gate.bias,
         threshold=gate.threshold,
+        lower=gate.lower,
         auc=area_under_roc(new, negatives),
         closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
         open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
@@ -89,7 +101,20 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         closed_max_abs_logit_difference=effect.closed_max_abs_logit_difference,
     )
     write_gate(folder, gate, record)
+    warn_of_cost(record)
     return record, True
+
+
+def warn_of_cost(record: GateRecord) -> None:
+    """Warns where the gate raises the perplexity of new text by more than 2 %."""
+    for name, text in record.heldout.items():
+        if text.role == "new" and max(text.cost, text.cost_of_short_text) > MOST_COST:
+            _logger.warning(
+                "%s: its perplexity is %.1f %% higher with the gate than without, in a text of %d tokens %.1f %%: the "
+                "first %d tokens cost %.2f nats each, later ones %.4f; docs/gate.md says what to do",
+                *(name, 100 * text.cost, SHORT_TEXT, 100 * text.cost_of_short_text, FIRST_TOKENS),
+                *(text.cost_of_first_tokens or 0.0, text.cost_of_later_tokens or 0.0),
+            )
 
 
 @dataclass(frozen=True)
@@ -136,7 +161,10 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
             f"{MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or remove the section gate"
         )
     new, negatives = scores[unused.present & unused.is_new], scores[unused.present & ~unused.is_new]
-    return Fit(replace(gate, threshold=threshold_for(negatives, settings.max_open_fraction)), new, negatives, left_out)
+    threshold, lower = threshold_for(negatives, settings.max_open_fraction), None
+    if settings.undecided == "mean":
+        lower = -threshold_for(-new, settings.max_open_fraction)
+    return Fit(replace(gate, threshold=threshold, lower=lower), new, negatives, left_out)
 
 
 def request_of(config: RunConfig, model: TrainedModel) -> dict[str, Any]:

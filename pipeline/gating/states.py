@@ -1,4 +1,4 @@
-"""What a gate reads of windows of text: the base's stream, computed one layer in memory at a time."""
+"""What a gate reads of windows of text: the base's stream."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import GateFeatures
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.gating.windows import Windows
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.streaming import stream_weights
 from pipeline.scale.gate import Gate, gate_features
 
 GROUP_TOKENS = 2**15
-"""How many tokens pass a layer together. Every group reads the weights again."""
+"""How many tokens pass the model together."""
 
 
 class BaseStream:
-    """The base's stream before `layer`, in the type and on the device for inference.
+    """The base's stream before `layer` of a decoder, which must have it there exactly."""
 
-    It is that of a trained model, which must have the base's stream there, or of a base alone.
-    """
-
-    def __init__(self, model: TrainedModel | BaseFolder, layer: int) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        self.device = decoder.embedding.base.weight.device
         self.layer = layer
-        self.decoder = _streamed(model, self.device)
+        self.decoder = decoder
 
     def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
         """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
@@ -44,11 +39,6 @@ class BaseStream:
         found = self._streams(windows, "testing the gate")
         return torch.cat([gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found])
 
-    def open_tokens(self, windows: Windows, gate: Gate) -> Tensor:
-        """The gate's decisions: bool [N, S], on the CPU."""
-        found = self._streams(windows, "deciding")
-        return torch.cat([gate.open_tokens(x, group.document_ids.to(self.device)).cpu() for group, x in found])
-
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups(GROUP_TOKENS):
@@ -57,14 +47,9 @@ class BaseStream:
                 bar.update(group.tokens.numel())
 
 
-def _streamed(model: TrainedModel | BaseFolder, device: torch.device) -> Decoder:
-    if not isinstance(model, BaseFolder):
-        return model.streamed(inference_dtype(model.base, device), device)[0]
-    dtype = inference_dtype(model, device)
-    with torch.device("meta"):
-        decoder = Decoder(model.spec).to(dtype).eval()
-    stream_weights(decoder, model.read, dtype, device)
-    return decoder
+def inference_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def inference_dtype(base: BaseFolder, device: torch.device) -> torch.dtype:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.evaluation.table import readable, table
-from pipeline.scale.gate_folder import GateRecord
+from pipeline.evaluation.table import cell, readable, table
+from pipeline.scale.gate_folder import FIRST_TOKENS, GateRecord
 
 
 def as_text(record: GateRecord) -> str:
@@ -16,9 +16,12 @@ def as_text(record: GateRecord) -> str:
         [
             f"{name} ({text.role})",
             f"{text.open_fraction:.2%}",
+            f"{text.undecided_fraction:.2%}",
             shown(text.base_perplexity),
             shown(text.ungated_perplexity),
             shown(text.gated_perplexity),
+            cell(text.cost_of_first_tokens, "+.3f"),
+            cell(text.cost_of_later_tokens, "+.4f"),
         ]
         for name, text in record.heldout.items()
     ]
@@ -33,5 +36,6 @@ def as_text(record: GateRecord) -> str:
         "left out, of the base's own text, as of the new kind": f"{record.left_out_of_own_text:.2%}",
         "largest logit difference from the base where it never opens": exact,
     }
-    header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
+    header = ["held-out corpus", "open", "undecided", "perplexity: base", "ungated", "gated"]
+    header += [f"nats lost: first {FIRST_TOKENS}", "later"]
     return "\n".join([table(header, rows), "", *(f"{name}: {value}" for name, value in facts.items())])

@@ -16,7 +16,7 @@ from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_f
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer
+from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate, choose_path, deepest_gate_layer
 from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
@@ -195,24 +195,31 @@ class Decoder(nn.Module):
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
         Route runs both paths, and a closed token takes the preserved one. Adapt and Preserve run one, and the gate
-        decides before the first layer with W12.
+        decides before the first layer with W12; where tokens may be undecided they run two, in which these are closed
+        and open.
         """
         if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
             raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
-        preserved, closed = streams, None
-        masked: bool | Tensor = False
+        preserved, levels = streams, None
+        masks: tuple[bool | Tensor, bool | Tensor] = (False, False)
         for index, layer in enumerate(self.layers):
             if index == gate.layer:
-                closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
-                masked = False if self.plan.routed else closed
+                levels = gate.levels(preserved[0], documents.ids if documents else None).unsqueeze(-1)
+                masks = (False, False) if self.plan.routed else (levels < OPEN, levels == CLOSED)
             if self.plan.routed and layer.collaborative:
-                preserved = self._run(layer, preserved, contexts, masked=True)
-                streams = self._run(layer, streams, contexts, masked=False)
+                masks = (True, False)
+            if masks[0] is masks[1] or (gate.lower is None and not self.plan.routed):
+                preserved = streams = self._run(layer, streams, contexts, masks[0])
             else:
-                preserved = streams = self._run(layer, streams, contexts, masked)
-        if closed is None:
-            closed = ~gate.open_tokens(preserved[0], documents.ids if documents else None).unsqueeze(-1)
-        return self._whole_rows(*choose_path(closed, self.final_norm(*preserved), self.final_norm(*streams)))
+                preserved = self._run(layer, preserved, contexts, masks[0])
+                streams = self._run(layer, streams, contexts, masks[1])
+        if levels is None:
+            levels = gate.levels(preserved[0], documents.ids if documents else None).unsqueeze(-1)
+        closed = self.final_norm(*preserved)
+        hidden = self._whole_rows(*choose_path(levels == CLOSED, closed, self.final_norm(*streams)))
+        if gate.lower is None:
+            return hidden
+        return replace(hidden, undecided=(levels == UNDECIDED).flatten(), closed_x=closed[0].flatten(0, 1))
 
     @torch.no_grad()
     def base_stream(

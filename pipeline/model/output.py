@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,8 @@ class HiddenStates:
     """The decoder's last hidden states, one token a row: x [N, D], x_up [N, U].
 
     Route adds those of the preserved path, `preserved_x` and `preserved_x_up`; x and x_up are the adapted path's.
-    `reference` [R, D] are the base's own of the first R tokens, for rehearsal.
+    `reference` [R, D] are the base's own of the first R tokens, for rehearsal. Where `undecided` [N] is true, a gate
+    wants the mean of the probabilities that x and x_up give and those that `closed_x` [N, D] gives.
     """
 
     x: Tensor
@@ -51,10 +52,13 @@ class HiddenStates:
     preserved_x: Tensor | None = None
     preserved_x_up: Tensor | None = None
     reference: Tensor | None = None
+    undecided: Tensor | None = None
+    closed_x: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
-        return HiddenStates(*(None if stream is None else stream[rows] for stream in self))  # type: ignore[arg-type]
+        streams = (None if stream is None else stream[rows] for stream in (*self, None, self.undecided, self.closed_x))
+        return HiddenStates(*streams)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.x, self.x_up, self.preserved_x, self.preserved_x_up))
@@ -129,7 +133,11 @@ class OutputProjection(nn.Module):
 
     def logits(self, hidden: HiddenStates) -> Tensor:
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
-        return self.route(hidden).logits
+        z = self.route(hidden).logits
+        if (rows := hidden.undecided) is not None and hidden.closed_x is not None and rows.any():
+            closed = self.route(HiddenStates(hidden.closed_x[rows])).logits
+            z[rows] = torch.logaddexp(z[rows].log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
+        return z
 
     def greedy_tokens(self, hidden: HiddenStates) -> Tensor:
         """The token of the largest logit of each row, the first of equal ones: [N]; the same on all ranks."""
@@ -231,6 +239,12 @@ class OutputProjection(nn.Module):
             # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
             new_rows = None if new_rows is None else new_rows.detach()
+        if hidden.undecided is not None and hidden.closed_x is not None:  # inference with a gate
+            states = replace(hidden, undecided=None), HiddenStates(hidden.closed_x)
+            nll, closed = (self(chosen, targets).nll for chosen in states)
+            mean = math.log(2) - torch.logaddexp(-nll, -closed)
+            nll = torch.where(hidden.undecided & (targets != IGNORED), mean, nll)
+            return Losses(nll.sum(), nll, torch.zeros_like(nll), torch.zeros_like(hidden.undecided), None)
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
         return Losses(*_ChunkedLoss.apply(self, targets, reference, *hidden, base, expansion, new_rows))
 

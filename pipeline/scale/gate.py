@@ -25,6 +25,8 @@ WINDOW_DOUBLINGS = 7
 """The running mean reads the last 2 ** 7 tokens: 0.8 ** 128 is below the resolution of fp32."""
 _SMALLEST_SQUARE = 1e-12
 TENSORS = ("mean", "std", "weight")
+CLOSED, UNDECIDED, OPEN = range(3)
+"""What a gate makes of a token."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Gate:
         mean, std, weight: of each feature, [F] in fp32; F is D, or 2 D with a running mean.
         bias: the score is `weight · (feature − mean) / std + bias`, the log odds that the text is new.
         threshold: tokens with a higher score are open.
+        lower: of the other tokens, those with a higher score than this are undecided, and get the mean of the
+            probabilities that the base and the trained model give. None: all others are closed.
     """
 
     layer: int
@@ -46,6 +50,7 @@ class Gate:
     weight: Tensor
     bias: float
     threshold: float
+    lower: float | None = None
 
     def scores(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> the scores [B, S] in fp32."""
@@ -54,9 +59,14 @@ class Gate:
         # Not a matrix product: its rounding may depend on the number of tokens, and TF32 would shorten it.
         return ((features - mean) / std * weight).sum(-1) + self.bias
 
-    def open_tokens(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x: [B, S, D], the base stream before `layer` -> which tokens take what was added: bool [B, S]."""
-        return self.scores(x, document_ids) > self.threshold
+    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """x: [B, S, D], the base stream before `layer` -> CLOSED, UNDECIDED or OPEN for each token: [B, S]."""
+        return self.levels_of(self.scores(x, document_ids))
+
+    def levels_of(self, scores: Tensor) -> Tensor:
+        """The same for scores of any shape."""
+        is_open = scores > self.threshold
+        return OPEN * is_open.long() if self.lower is None else is_open.long() + (scores > self.lower)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ _TENSOR_FILE = "gate.safetensors"
 _AGAIN = "fit the gate again with tools/fit_gate.py"
 
 
+FIRST_TOKENS = 4
+"""Of a document, or of a sample that continues one: a gate can hardly tell there what the text is."""
+SHORT_TEXT = 64
+"""Tokens of a text whose cost is told apart from that of whole samples."""
+
+
 class HeldoutText(BaseModel):
     """What the gate does to the held-out part of a corpus; perplexities are None if that part predicts nothing."""
 
@@ -33,11 +40,27 @@ class HeldoutText(BaseModel):
     sequences: int
     tokens: int
     open_fraction: float
+    undecided_fraction: float
+    """of tokens that get the mean of the base's and the trained model's probabilities, and so neither exactly"""
     closed_sequences: int
-    """on which the gate never opens"""
+    """on which every token is closed"""
+    cost_of_first_tokens: float | None
+    """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None if there are none"""
+    cost_of_later_tokens: float | None
     base_perplexity: float | None
     ungated_perplexity: float | None
     gated_perplexity: float | None
+
+    @property
+    def cost(self) -> float:
+        """The factor by which the gate raises the perplexity, less 1."""
+        return (self.gated_perplexity or math.inf) / (self.ungated_perplexity or math.inf) - 1
+
+    @property
+    def cost_of_short_text(self) -> float:
+        """The same of a text of SHORT_TEXT tokens."""
+        first, later = self.cost_of_first_tokens or 0.0, self.cost_of_later_tokens or 0.0
+        return math.expm1((FIRST_TOKENS * first + (SHORT_TEXT - FIRST_TOKENS) * later) / SHORT_TEXT)
 
 
 class GateRecord(BaseModel):
@@ -53,6 +76,8 @@ class GateRecord(BaseModel):
     bias: float
     threshold: float
     """of the score, the log odds of new text; the score of an open token is above it"""
+    lower: float | None
+    """the score of an undecided token is above it, but not above the threshold; None: there are no such tokens"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the
     score orders correctly"""
@@ -125,6 +150,7 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
         features=record.features,
         bias=record.bias,
         threshold=record.threshold,
+        lower=record.lower,
         **{name: tensor.float() for name, tensor in tensors.items()},
     )
     return gate, record

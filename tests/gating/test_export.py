@@ -25,6 +25,8 @@ MODELS = {
     "adapt": ("llama tied", "adapt", {"collaborative_modules": "both", "norm": "base"}),
     "neox adapt": ("neox", "adapt", {"collaborative_modules": "both"}),
     "neox route": ("neox", "route", {"collaborative_modules": "both"}),
+    "adapt, undecided": ("llama tied", "adapt", {"collaborative_modules": "both", "norm": "base"}),
+    "neox route, undecided": ("neox", "route", {"collaborative_modules": "both"}),
 }
 NEW_TOKENS = 10
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
@@ -50,7 +52,13 @@ def export(models, tmp_path_factory):
     def write(key, opens="sometimes", features="token+running_mean", dtype=torch.float32):
         if (key, opens, features, dtype) not in made:
             decoder = training_decoder(models[key])
-            gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features=features, opens=opens)
+            gate = random_gate(
+                decoder,
+                some_tokens(decoder.spec, 4, 24),
+                features=features,
+                opens=opens,
+                undecided="undecided" in key,
+            )
             decoder.gate = gate
             folder = tmp_path_factory.mktemp("hf")
             gated = replace(models[key], gate=gate)
@@ -87,7 +95,9 @@ def test_a_gate_that_never_opens_generates_what_the_base_does(key, export, base)
     assert not torch.equal(generated, generate(load_hf_model(export(key)[1]), tokens))
 
 
-@pytest.mark.parametrize(("key", "beams"), [*((key, 1) for key in MODELS), ("neox route", 3), ("adapt", 3)])
+@pytest.mark.parametrize(
+    ("key", "beams"), [*((key, 1) for key in MODELS), ("neox route", 3), ("adapt", 3), ("adapt, undecided", 3)]
+)
 def test_generation_with_a_cache_equals_generation_without(key, beams, export):
     """Beam search reorders the cache."""
     model = load_hf_model(export(key)[1])

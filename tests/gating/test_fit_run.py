@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import shutil
 import sys
@@ -21,7 +22,7 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.fit_run import fit_gate, fit_on
+from pipeline.gating.fit_run import fit_gate, fit_on, warn_of_cost
 from pipeline.gating.states import BaseStream
 from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
@@ -121,9 +122,11 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     model = open_trained(newest_checkpoint(config), config.base)
     text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
 
+    stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
+
     def fitted_on(*, is_own: bool):
         parts = (with_new_text_among_the_old(part, is_own=is_own) for part in (text.fit, text.unused))
-        return fit_on(BaseStream(model, 3), FittingText(*parts), config.gate)
+        return fit_on(stream, FittingText(*parts), config.gate)
 
     own, given = fitted_on(is_own=True), fitted_on(is_own=False)
     assert 0.1 < own.left_out < 0.25 and given.left_out == 0
@@ -141,7 +144,8 @@ def test_own_text_that_looks_like_the_new_one_is_refused(runs):
     is_new = half.unsqueeze(1).expand_as(unused.is_new)
     alike = replace(unused, is_new=is_new, is_own=~is_new)
     with pytest.raises(DataError, match=r"of what the base wrote itself looks like the new text, expected at most 50%"):
-        fit_on(BaseStream(model, 3), FittingText(text.fit, alike), config.gate)
+        stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
+        fit_on(stream, FittingText(text.fit, alike), config.gate)
 
 
 def test_other_features_and_splices(runs, tmp_path):
@@ -159,6 +163,33 @@ def test_other_features_and_splices(runs, tmp_path):
     assert record.auc > 0.99 and record.closed_max_abs_logit_difference in (0.0, None)
 
 
+def test_where_it_is_undecided_the_mean_bounds_what_the_gate_costs(runs, tmp_path, caplog):
+    values = yaml.safe_load(runs["adapt"].read_text())
+    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "run" / "checkpoints")
+    # Before the first layer, without a mean, spaces and the start token are of no kind.
+    plain = {**GATE, "features": "token", "layer": 0}
+    records = []
+    for choice in ("closed", "mean"):
+        values |= {"folder": str(tmp_path / "run"), "gate": {**plain, "undecided": choice}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+        config = load_config(tmp_path / "run.yaml")
+        records.append(fit_gate(config)[0])
+    without, record = records
+    closed, mean = without.heldout["korean"], record.heldout["korean"]
+    assert record.lower < record.threshold == without.threshold and without.lower is None
+    assert mean.undecided_fraction > 0 == closed.undecided_fraction and mean.open_fraction == closed.open_fraction
+    assert mean.gated_perplexity < closed.gated_perplexity and mean.ungated_perplexity == closed.ungated_perplexity
+    assert mean.cost_of_first_tokens < min(closed.cost_of_first_tokens, math.log(2) + 1e-3)
+    assert record.closed_max_abs_logit_difference in (0.0, None)
+    assert convert(latest_conversion(config, "auto", None), run_probe(config))
+    assert mean.cost == pytest.approx(mean.gated_perplexity / mean.ungated_perplexity - 1)
+    caplog.clear()
+    for costly in (mean.model_copy(update={"gated_perplexity": 1.03 * mean.ungated_perplexity}), mean):
+        cheap = costly.model_copy(update={"cost_of_first_tokens": 0.0, "cost_of_later_tokens": 0.0})
+        warn_of_cost(record.model_copy(update={"heldout": {"korean": cheap}}))
+    assert [line for line in caplog.messages if "korean: its perplexity is 3.0 % higher" in line]
+
+
 def test_the_export_is_gated_and_verified(fitted):
     runs, _ = fitted
     config = load_config(runs["adapt"])
@@ -170,8 +201,8 @@ def test_the_export_is_gated_and_verified(fitted):
     model, base = load_hf_model(conversion.output), reference(STORIES)
     tokens = torch.tensor([[1, 403, 407, 261, 378]])
     with torch.no_grad():
-        shut = ~model.token_gate.forward(model.embedding.base(tokens), None, None, None)
-        assert shut.shape == (1, 5, 1)
+        levels = model.token_gate.forward(model.embedding.base(tokens), None, None, None)
+        assert levels.shape == (1, 5, 1)
         difference = (model(tokens).logits - base(tokens).logits).abs().max()
     assert difference < 1e-4
     (config.folder / "training.json").write_text(

@@ -53,9 +53,9 @@ frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a ga
 BIOGRAPHY := biography$(if $(QUICK),_quick)
 PEOPLE := $(if $(QUICK),--people 400 --vocab-size 1024,--people 2000 --vocab-size 2048)
 reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
-	$(BIN)/python tools/make_biographies.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
+	$(BIN)/python studies/biographies/make_texts.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python tools/run_study.py configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
-	$(BIN)/python tools/show_biographies.py runs/$(subst _,-,$(BIOGRAPHY))
+	$(BIN)/python studies/biographies/show.py runs/$(subst _,-,$(BIOGRAPHY))
 	$(BIN)/python tools/report.py runs/$(subst _,-,$(BIOGRAPHY)) --output runs/$(subst _,-,$(BIOGRAPHY))/report.html
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
@@ -102,7 +102,7 @@ bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=p
 	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
 
 bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other kinds of text (after make frontier QUICK=1; BASE=path: another base, DATA=path: other texts)
-	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --mlp --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
 	$(BIN)/python benchmarks/generation_speed.py --json benchmarks/out/generation.json

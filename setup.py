@@ -46,7 +46,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"], "pipeline.experiments.report": ["templates/*", "fonts/*"]},
+    package_data={"pipeline": ["py.typed"], "pipeline.studies.report": ["templates/*", "fonts/*"]},
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
     python_requires=">=3.10",

@@ -1,13 +1,11 @@
-"""How well a gate tells texts apart that look alike, and what it decides on other kinds of text. Nothing is trained.
+"""What gates make of texts that look alike: fitted on pairs of texts, measured on unused documents and on other kinds.
 
-    make frontier QUICK=1    # makes the default base
-    python benchmarks/gate_separation.py --own-text 40000 --mlp --json benchmarks/out/gate_separation.json
+    python benchmarks/gate_separation.py                        # after make frontier QUICK=1
+    python benchmarks/gate_separation.py --base BASE --pair new.jsonl old.jsonl --own-text 16000
 
-For each pair of new and old text, gates are fitted on the base's own stream at some depths: the area under the ROC
-curve, and how much of unused new and old text is open, where at most --max-open-fraction of the old text may open, and
-at even odds. No document is in two of the parts to fit on, to set the threshold on and to measure on; the last is the
-held-out file beside the text's, if there is one. With --own-text gates are also fitted against what the base writes
-itself, and measured on the pair's old text. The second table is of gates that were fitted on Korean film reviews.
+It needs a base and no training. A gate of each pair is fitted at every layer of `--layers`, on each kind of features,
+and with `--own-text` also against what the base writes. Gates for Korean then decide about other kinds of text, such as
+numbers, code and single tokens. docs/gate.md has the figures.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import command_line, log
 from pipeline.command_line import positive
@@ -39,10 +35,9 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.table import cell, table
-from pipeline.experiments.biography import ATTRIBUTES, Person, make_people, make_pools, make_roster, question
+from pipeline.evaluation.table import table
 from pipeline.files import write_json
-from pipeline.gating.fit import area_under_roc, standardisation
+from pipeline.gating.fit import area_under_roc
 from pipeline.gating.fit_run import Fit, fit_on
 from pipeline.gating.states import BaseStream
 from pipeline.gating.windows import FittingText, Windows, as_windows
@@ -51,30 +46,17 @@ from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = {
-    "Korean film reviews": "ko/reviews",
-    "Korean book reviews": "ko/book_reviews",
-    "Korean news": "ko/wikinews",
-    "Korean statutes": "ko/law",
-    "English books": "en/gutenberg",
-    "English stories": "en/stories",
-    "English factbook": "en/factbook",
-}
+NEW, OLD = "ko/reviews", "en/gutenberg"
 PAIRS = [
-    ("Korean film reviews", "English books"),
-    ("Korean statutes", "Korean film reviews"),
-    ("Korean book reviews", "Korean film reviews"),
-    ("English stories", "English books"),
-    ("English factbook", "English books"),
+    (NEW, OLD),
+    ("ko/law", NEW),
+    ("ko/book_reviews", NEW),
+    ("en/stories", OLD),
+    ("en/factbook", OLD),
 ]
-BIOGRAPHIES = ("questions about unread people", "questions about Task 0's people")
+"""New and old text, as files of the folder of texts, without their endings; those that are missing are left out."""
 OWN_TEXT = "own text"
-NEW, OLD = PAIRS[0]
-_MOST_DOCUMENTS = 20_000  # of a file
-_SHORTEST = 16
-_MADE = 400  # names, and lines of numbers
-_HANGUL_NAMES = "김이박최정강조윤장임", "민서지수현", "준우영진아"
-_HIDDEN, _MLP_STEPS, _MLP_BATCH = 64, 300, 1024
+_MOST_DOCUMENTS, _MADE = 20_000, 400
 logger = log.get_logger(__name__)
 
 
@@ -108,306 +90,168 @@ class Row:
     old_open: float
     new_open_at_even_odds: float
     old_open_at_even_odds: float
-    mlp_auc: float | None
-
-
-class Reader:
-    """Texts as windows of `length` tokens of a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, length: int) -> None:
-        self.tokenizer = tokenizer
-        self.length = length
-
-    def windows(self, texts: Iterable[Text], tokens: int, *, is_new: bool) -> Windows:
-        """At least `tokens` tokens of the texts if they have them, at most a window of each text, none of them cut.
-
-        The marks around a document do not count, and neither does a prompt.
-        """
-        rows: list[list[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]] = [[]]
-        room, found = self.length, 0
-        for text in texts:
-            if found >= tokens:
-                break
-            ids, counts = self._encoded(text)
-            if len(ids) > room:
-                rows.append([])
-                room = self.length
-            rows[-1].append((ids, counts))
-            room -= len(ids)
-            found += int(counts.sum())
-        if not found:
-            raise DataError("gate_separation: expected text of every kind, found a kind without a token")
-        samples, present = [], []
-        for row in rows:
-            ids = np.concatenate([ids for ids, _ in row])
-            starts = np.cumsum([0, *(len(ids) for ids, _ in row[:-1])])
-            samples.append(pack(ids, starts, self.length, padding=self.tokenizer.document_end[-1]))
-            counts = np.concatenate([counts for _, counts in row])
-            present.append(np.pad(counts, (0, self.length - len(counts))))
-        return replace(as_windows(samples, is_new=is_new), present=torch.from_numpy(np.stack(present)))
-
-    def _encoded(self, text: Text) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The document's ids, and which of them count."""
-        start, end = self.tokenizer.before_document, self.tokenizer.document_end
-        encoded = self.tokenizer.reference.encode([text.prompt + text.text, text.prompt])
-        whole, prompt = encoded.lengths.tolist()
-        ids = np.concatenate([start, encoded.ids[:whole][: self.length - len(start) - len(end)], end]).astype(np.int64)
-        counts = np.zeros(len(ids), dtype=np.bool_)
-        counts[len(start) + min(prompt, whole) : len(ids) - len(end)] = True
-        return ids, counts
 
 
 def main() -> None:
     options = _options()
-    spec = open_base(options.base).spec
-    layers = options.layers or sorted({spec.num_layers // 4, spec.num_layers // 2, spec.num_layers})
-    if outside := [layer for layer in layers if not 0 <= layer <= spec.num_layers]:
-        raise ConfigError(f"--layers: expected 0 to {spec.num_layers} (after the last), found {outside[0]}")
-    if not _SHORTEST <= options.sequence_length <= spec.max_position_embeddings:
-        raise ConfigError(
-            f"--sequence-length: expected {_SHORTEST} to {spec.max_position_embeddings}, which this base can read, "
-            f"found {options.sequence_length}"
-        )
-    reader = Reader(load_tokenizer(options.base), options.sequence_length)
-    kinds: dict[str, Kind] = {}
-    pairs: list[tuple[str, str]] = []
-    if options.pair:
-        pairs = [(new, old) for new, old in options.pair]
-        kinds = {name: kind_of(Path(name), options.seed) for pair in pairs for name in pair}
-    elif not options.biographies_only:
-        there = {name: options.data / path for name, path in FILES.items() if _is_there(options.data / path)}
-        kinds = {name: kind_of(path, options.seed) for name, path in there.items()}
-        pairs = [pair for pair in PAIRS if set(pair) <= set(kinds)]
-    if not options.pair:
-        kinds |= dict(zip(BIOGRAPHIES, people(options.people, options.pool_fraction, options.seed), strict=True))
-        pairs.append(BIOGRAPHIES)
-    own = own_text(options, reader) if options.own_text else None
-    bench = Separation(options, reader, own)
-    rows = [row for new, old in pairs for row in bench.rows(new, old, kinds[new], kinds[old], layers)]
-    print(separation_table(rows))
-    decisions = []
-    if {NEW, OLD} <= set(kinds):
-        others = other_kinds(kinds, reader.tokenizer, options.seed)
-        decisions = bench.decisions(kinds[NEW], kinds[OLD], others, spec.num_layers)
-        print("\n" + decision_table(decisions))
+    base = open_base(options.base)
+    layers = options.layers or sorted({base.spec.num_layers // 4, base.spec.num_layers // 2, base.spec.num_layers})
+    if outside := [layer for layer in layers if not 0 <= layer <= base.spec.num_layers]:
+        raise ConfigError(f"--layers: expected 0 to {base.spec.num_layers} (after the last), found {outside[0]}")
+    pairs = options.pair or PAIRS
+    files = {name: _file(options.data, name) for pair in pairs for name in pair}
+    kinds = {name: kind_of(file, options.seed) for name, file in files.items() if file.exists()}
+    for name in files.keys() - kinds.keys():
+        logger.info("%s: no such file; its rows are left out", files[name])
+    decoder = Decoder(base.spec).eval()
+    load_base(decoder, base)
+    bench = Separation(decoder, options)
+    rows = [row for pair in pairs if set(pair) <= kinds.keys() for row in bench.rows(pair[0], pair[1], kinds, layers)]
+    header = ["new text / old text", "fitted against", "layer", "features", "AUC"]
+    header += ["new open", "old open", "even odds: new", "old"]
+    print(table(header, [_cells(row) for row in rows]))
+    decisions = bench.decisions(kinds, layers[-1]) if {NEW, OLD} <= kinds.keys() else {}
+    if decisions:
+        print("\n" + table(["kind of text", *decisions[NEW]], [_shares(name, own) for name, own in decisions.items()]))
     if options.json:
-        values = {"base": str(options.base), "rows": [asdict(row) for row in rows], "other_kinds": decisions}
         options.json.parent.mkdir(parents=True, exist_ok=True)
+        values = {"base": str(options.base), "rows": [asdict(row) for row in rows], "other_kinds": decisions}
         write_json(options.json, values)
 
 
 class Separation:
     """Gates of a base's stream, fitted on pairs of texts."""
 
-    def __init__(self, options: argparse.Namespace, reader: Reader, own: FittingText | None) -> None:
-        base = open_base(options.base)
-        self._base = Decoder(base.spec).eval()
-        load_base(self._base, base)
-        self._reader = reader
-        self._own = own
-        self._tokens: int = options.tokens
-        self._with_mlp: bool = options.mlp
-        self._seed: int = options.seed
+    def __init__(self, decoder: Decoder, options: argparse.Namespace) -> None:
+        self._decoder, self._tokens, self._seed = decoder, options.tokens, options.seed
+        self._tokenizer, self._length = load_tokenizer(options.base), options.sequence_length
         self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
+        self._own = own_text(options, self._tokenizer) if options.own_text else None
 
-    def rows(self, new: str, old: str, new_texts: Kind, old_texts: Kind, layers: Sequence[int]) -> Iterator[Row]:
+    def rows(self, new: str, old: str, kinds: Mapping[str, Kind], layers: Sequence[int]) -> Iterator[Row]:
         """The pair's rows; of gates against the base's own text, those with the default features."""
-        test = self._windows(new_texts.test, is_new=True) + self._windows(old_texts.test, is_new=False)
-        for against, text in self._texts(new_texts, old_texts, old).items():
+        test = self._windows(kinds[new].test, is_new=True) + self._windows(kinds[old].test, is_new=False)
+        is_new = test.is_new[test.present]
+        for against, text in self._texts(kinds[new], kinds[old], old).items():
             for layer in layers:
-                stream = BaseStream(self._base, layer)
+                stream = BaseStream(self._decoder, layer)
                 for features in get_args(GateFeatures) if against == old else [self._settings.features]:
-                    settings = self._settings.model_copy(update={"features": features})
-                    if (fit := self._fit(stream, text, settings, f"{new} against {against}")) is None:
+                    if (fit := self._fit(stream, text, features)) is None:
                         continue
-                    scores = stream.scores(test, fit.gate)
-                    new_scores, old_scores = _by_kind(scores[test.present], test)
-                    yield Row(
-                        new=new,
-                        old=old,
-                        fitted_against=against,
-                        layer=layer,
-                        features=features,
-                        auc=area_under_roc(new_scores, old_scores),
-                        new_open=_share(new_scores > fit.gate.threshold),
-                        old_open=_share(old_scores > fit.gate.threshold),
-                        new_open_at_even_odds=_share(new_scores > 0),
-                        old_open_at_even_odds=_share(old_scores > 0),
-                        mlp_auc=self._mlp(stream, text.fit, test, features) if self._with_mlp else None,
-                    )
+                    scores = stream.scores(test, fit.gate)[test.present]
+                    parts = scores[is_new], scores[~is_new]
+                    opened = [_share(part > limit) for limit in (fit.gate.threshold, 0) for part in parts]
+                    yield Row(new, old, against, layer, features, area_under_roc(*parts), *opened)
 
-    def decisions(
-        self, new: Kind, old: Kind, others: Mapping[str, tuple[bool, Sequence[Text]]], layer: int
-    ) -> list[dict[str, object]]:
-        """Of each kind of text, whether it should be open, and its open shares under gates of new against old text."""
-        stream = BaseStream(self._base, layer)
-        fits = {
-            against: fit
-            for against, text in self._texts(new, old, OLD).items()
-            if (fit := self._fit(stream, text, self._settings, f"{NEW} against {against}")) is not None
-        }
-        found: list[dict[str, object]] = []
-        for name, (is_new, texts) in others.items():
-            windows = self._windows(texts, is_new=is_new)
-            row: dict[str, object] = {"kind": name, "should_be_open": is_new, "tokens": int(windows.present.sum())}
-            for against, fit in fits.items():
-                scores = stream.scores(windows, fit.gate)[windows.present]
-                row[f"open, against {against}"] = _share(scores > fit.gate.threshold)
-                row[f"at even odds, against {against}"] = _share(scores > 0)
-            found.append(row)
+    def decisions(self, kinds: Mapping[str, Kind], layer: int) -> dict[str, dict[str, float]]:
+        """Of each kind of text the open shares under gates of NEW against OLD, and against the base's own text."""
+        stream, found = BaseStream(self._decoder, layer), {}
+        texts = self._texts(kinds[NEW], kinds[OLD], OLD).items()
+        fits = {against: self._fit(stream, text, self._settings.features) for against, text in texts}
+        for name, of_kind in other_kinds(kinds, self._tokenizer, self._seed).items():
+            windows = self._windows(of_kind, is_new=False)
+            scores = {key: stream.scores(windows, fit.gate)[windows.present] for key, fit in fits.items() if fit}
+            gates = {key: fit.gate for key, fit in fits.items() if fit}
+            found[name] = {f"open, against {key}": _share(own > gates[key].threshold) for key, own in scores.items()}
         return found
 
     def _texts(self, new: Kind, old: Kind, name: str) -> dict[str, FittingText]:
         """What gates are fitted on, by what the new text is told from."""
-        parts = {part: self._windows(getattr(new, part), is_new=True) for part in ("fit", "unused")}
-        others = {part: self._windows(getattr(old, part), is_new=False) for part in parts}
-        texts = {name: FittingText(*(others[part] + parts[part] for part in parts))}
+        fit, unused = (self._windows(texts, is_new=True) for texts in (new.fit, new.unused))
+        others = [self._windows(texts, is_new=False) for texts in (old.fit, old.unused)]
+        texts = {name: FittingText(others[0] + fit, others[1] + unused)}
         if self._own is not None:
-            texts[OWN_TEXT] = FittingText(self._own.fit + parts["fit"], self._own.unused + parts["unused"])
+            texts[OWN_TEXT] = FittingText(self._own.fit + fit, self._own.unused + unused)
         return texts
 
-    def _fit(self, stream: BaseStream, text: FittingText, settings: GateSettings, what: str) -> Fit | None:
+    def _fit(self, stream: BaseStream, text: FittingText, features: GateFeatures) -> Fit | None:
         """The gate; None if most of what the base writes looks like the new text."""
         try:
-            return fit_on(stream, text, settings)
+            return fit_on(stream, text, self._settings.model_copy(update={"features": features}))
         except DataError as error:
             if not text.fit.is_own.any():
                 raise
-            logger.warning("%s, before layer %d: left out: %s", what, stream.layer, error)
+            logger.warning("before layer %d: left out: %s", stream.layer, error)
             return None
 
-    def _mlp(self, stream: BaseStream, fit: Windows, test: Windows, features: GateFeatures) -> float:
-        """The area under the ROC curve of a network with one hidden layer on the same features."""
-        x, is_new = stream.features(fit, features)
-        mean, std = standardisation(x)
-        x = (x - mean) / std
-        weights = torch.where(is_new, 0.5 / is_new.sum(), 0.5 / (~is_new).sum())  # both kinds count the same
-        with torch.random.fork_rng():
-            torch.manual_seed(self._seed)
-            mlp = nn.Sequential(nn.Linear(x.shape[1], _HIDDEN), nn.GELU(), nn.Linear(_HIDDEN, 1))
-            optimizer = torch.optim.AdamW(mlp.parameters(), lr=3e-3, weight_decay=0.1)
-            for _ in range(_MLP_STEPS):
-                batch = torch.multinomial(weights, _MLP_BATCH, replacement=True)
-                loss = F.binary_cross_entropy_with_logits(mlp(x[batch]).squeeze(-1), is_new[batch].float())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        with torch.no_grad():
-            x, _ = stream.features(test, features)
-            return area_under_roc(*_by_kind(mlp((x - mean) / std).squeeze(-1), test))
-
     def _windows(self, texts: Iterable[Text], *, is_new: bool) -> Windows:
-        return self._reader.windows(texts, self._tokens, is_new=is_new)
+        return windows_of(texts, self._tokenizer, self._length, self._tokens, is_new=is_new)
 
 
-def _by_kind(scores: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Those of new and of old text; scores: [T], of the tokens that are present."""
-    is_new = windows.is_new[windows.present]
-    return scores[is_new], scores[~is_new]
+def windows_of(texts: Iterable[Text], tokenizer: Tokenizer, length: int, tokens: int, *, is_new: bool) -> Windows:
+    """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so many."""
+    samples, present, found = [], [], 0
+    for text in texts:
+        if found >= tokens:
+            break
+        whole, prompt = tokenizer.reference.encode([text.prompt + text.text, text.prompt]).lengths.tolist()
+        start = np.array(tokenizer.before_document, dtype=np.int64)
+        ids = np.concatenate([start, tokenizer.reference.encode([text.prompt + text.text]).ids.astype(np.int64)])
+        counts = np.arange(length)
+        counts = (counts >= len(start) + min(prompt, whole)) & (counts < len(ids))
+        padding = tokenizer.document_end[-1]
+        samples.append(pack(ids[:length], np.zeros(1, dtype=np.int64), length, padding=padding))
+        present.append(counts)
+        found += int(counts.sum())
+    if not found:
+        raise DataError("gate_separation: expected text of every kind, found a kind without a token")
+    return replace(as_windows(samples, is_new=is_new), present=torch.from_numpy(np.stack(present)))
 
 
-def _share(mask: Tensor) -> float:
-    return float(mask.double().mean())
+def _file(data: Path, name: str) -> Path:
+    return Path(name) if Path(name).suffix else data / f"{name}.jsonl.zst"
 
 
-def _is_there(path: Path) -> bool:
-    file = path.with_name(f"{path.name}.jsonl.zst")
-    if not file.exists():
-        logger.info("%s: no such file; its rows are left out", file)
-    return file.exists()
-
-
-def kind_of(path: Path, seed: int) -> Kind:
-    """The documents of a file, or of `<path>.jsonl.zst`, in random order, and of `<path>.heldout.jsonl.zst`."""
-    file = path if path.suffix else path.with_name(f"{path.name}.jsonl.zst")
+def kind_of(file: Path, seed: int) -> Kind:
+    """The documents of a file, in random order, in three parts; the last is its held-out file, if it has one."""
     heldout = file.with_name(file.name.replace(".jsonl", ".heldout.jsonl", 1))
-    texts, unused = _divided(_documents(file, seed), 2)
+    texts = _documents(file, seed)
+    half = len(texts) // 2
     if heldout != file and heldout.exists():
-        return Kind(texts, unused, _documents(heldout, seed))
-    return Kind(texts, *_divided(unused, 2))
+        return Kind(texts[:half], texts[half:], _documents(heldout, seed))
+    return Kind(texts[:half], texts[half : 3 * half // 2], texts[3 * half // 2 :])
 
 
 def _documents(file: Path, seed: int) -> list[Text]:
-    documents = islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)
-    texts = [Text(document.text) for document in documents]
+    texts = [Text(document.text) for document in islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)]
     random.Random(seed).shuffle(texts)
     return texts
 
 
-def _divided(texts: Sequence[Text], parts: int) -> tuple[Sequence[Text], ...]:
-    size = len(texts) // parts
-    return tuple(texts[part * size : (part + 1) * size] for part in range(parts))
-
-
-def people(count: int, pool_fraction: float, seed: int) -> tuple[Kind, Kind]:
-    """Questions and answers about people without biographies, and about Task 0's; tokens count from the name's last.
-
-    They are the people of tools/make_biographies.py with these arguments. Nobody is in two of the parts.
-    """
-    everyone = make_people(count, make_pools(pool_fraction), seed)
-    roster = make_roster(count, pool_fraction=pool_fraction, seed=seed)
-    unread, task0 = everyone[len(roster.pretrained) :], roster.task0
-    return _asked(unread), _asked(task0)
-
-
-def _asked(persons: Sequence[Person]) -> Kind:
-    half, quarter = len(persons) // 2, 3 * len(persons) // 4
-    parts = persons[:half], persons[half:quarter], persons[quarter:]
-    return Kind(*([_about(person, attribute) for person in part for attribute in ATTRIBUTES] for part in parts))
-
-
-def _about(person: Person, attribute: str) -> Text:
-    record = question(person, attribute)
-    asked = record["prompt"]
-    before = asked[: asked.index(person.name) + person.name.rindex(" ")]
-    return Text(asked[len(before) :] + record["answer"], before)
-
-
-def own_text(options: argparse.Namespace, reader: Reader) -> FittingText:
+def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
     """What the base writes: to fit on, and to set the threshold on."""
+    length = options.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        job = SamplingJob(
-            base=options.base,
-            output=Path(folder) / "own",
-            sampling=Sampling(tokens=options.own_text, seed=options.seed),
-            max_tokens=reader.length,
-        )
+        sampling = Sampling(tokens=options.own_text, seed=options.seed)
+        job = SamplingJob(base=options.base, output=Path(folder) / "own", sampling=sampling, max_tokens=length)
         with local_workers(1) as workers:
             sample_corpus(job, plan_of(job), workers)
-        corpus = TokenCorpus(job.output, tokenizer_fingerprint=reader.tokenizer.fingerprint)
-        packed = PackedCorpus(corpus, reader.length, padding=reader.tokenizer.document_end[-1], document_mask=True)
+        corpus = TokenCorpus(job.output, tokenizer_fingerprint=tokenizer.fingerprint)
+        packed = PackedCorpus(
+            corpus,
+            length,
+            padding=tokenizer.document_end[-1],
+            document_mask=True,
+            begins_with_end=not tokenizer.document_start,
+        )
         samples = [packed[index] for index in range(len(packed))]
     half = len(samples) // 2
     return FittingText(*(as_windows(part, is_new=False, is_own=True) for part in (samples[:half], samples[half:])))
 
 
-def other_kinds(kinds: Mapping[str, Kind], tokenizer: Tokenizer, seed: int) -> dict[str, tuple[bool, Sequence[Text]]]:
-    """Kinds of text, and whether a gate for Korean should open on them. No gate was fitted on these documents."""
+def other_kinds(kinds: Mapping[str, Kind], tokenizer: Tokenizer, seed: int) -> dict[str, list[Text]]:
+    """Kinds of text on which no gate was fitted; a gate for Korean should open on those with Korean or Hangul."""
     choice = random.Random(seed)
-    people = [person.name for person in make_people(_MADE, make_pools(0.1), seed)]
-    hangul = ["".join(choice.choice(part) for part in _HANGUL_NAMES) for _ in range(_MADE)]
-    code = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "pipeline").rglob("*.py"))]
     pieces = dict.fromkeys(tokenizer.decode([token]).strip() for token in range(tokenizer.vocab_size))
-    korean, english = (_sentences(kinds[name].test) for name in (NEW, OLD))
-    after = list(zip(korean, english, strict=False))  # as many as there are of both
-    words = [(first.split()[0], second.split()) for first, second in after]
-    found: dict[str, tuple[bool, Iterable[Text]]] = {
-        **{name: (name.startswith("Korean"), kinds[name].test) for name in FILES if name in kinds},
-        "names in Latin letters": (False, map(Text, people)),
-        "names in Hangul": (True, map(Text, hangul)),
-        "numbers": (False, [Text(_numbers(choice)) for _ in range(_MADE)]),
-        "Python": (False, map(Text, code)),
-        "one token, Latin": (False, (Text(piece) for piece in pieces if re.fullmatch("[A-Za-z]+", piece))),
-        "one token, Hangul": (True, (Text(piece) for piece in pieces if re.fullmatch("[가-힣]+", piece))),
-        "Korean sentence after an English one": (True, [Text(f" {first}", second) for first, second in after]),
-        "English sentence after a Korean one": (False, [Text(f" {second}", first) for first, second in after]),
-        "Korean word in an English sentence": (
-            True,
-            [Text(f" {word}", " ".join(others[: len(others) // 2])) for word, others in words],
-        ),
-    }
-    listed = {name: (is_new, list(texts)) for name, (is_new, texts) in found.items()}
-    return {name: (is_new, texts) for name, (is_new, texts) in listed.items() if texts}
+    after = list(zip(*(_sentences(kinds[name].test) for name in (NEW, OLD)), strict=False))
+    found = {name: list(kind.test) for name, kind in kinds.items()}
+    found["numbers"] = [Text(_numbers(choice)) for _ in range(_MADE)]
+    found["Python"] = [Text(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "pipeline").rglob("*.py"))]
+    found["one token, Latin"] = [Text(piece) for piece in pieces if re.fullmatch("[A-Za-z]+", piece)]
+    found["one token, Hangul"] = [Text(piece) for piece in pieces if re.fullmatch("[가-힣]+", piece)]
+    found["Korean sentence after an English one"] = [Text(f" {korean}", english) for korean, english in after]
+    found["English sentence after a Korean one"] = [Text(f" {english}", korean) for korean, english in after]
+    return {name: texts for name, texts in found.items() if texts}
 
 
 def _sentences(texts: Sequence[Text]) -> list[str]:
@@ -423,27 +267,19 @@ def _numbers(choice: random.Random) -> str:
     return " ".join(choice.choice(forms).format(choice.randrange(10 ** choice.randint(1, 5))) for _ in range(20))
 
 
-def separation_table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal."""
-    header = ["new text / old text", "fitted against", "layer", "features", "AUC", "MLP"]
-    header += ["new open", "old open", "even odds: new", "old"]
-    cells = []
-    for row in rows:
-        against = OWN_TEXT if row.fitted_against == OWN_TEXT else "the old"
-        shares = row.new_open, row.old_open, row.new_open_at_even_odds, row.old_open_at_even_odds
-        figures = [f"{row.auc:.4f}", cell(row.mlp_auc, ".4f"), *(f"{share:.2%}" for share in shares)]
-        cells.append([f"{row.new} / {row.old}", against, str(row.layer), row.features, *figures])
-    return table(header, cells)
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean())
 
 
-def decision_table(found: Sequence[Mapping[str, object]]) -> str:
-    """What `Separation.decisions` found, for a terminal."""
-    shares = [name for name in found[0] if name not in ("kind", "should_be_open", "tokens")]
-    cells = []
-    for row in found:
-        wanted = "open" if row["should_be_open"] else "closed"
-        cells.append([str(row["kind"]), wanted, str(row["tokens"]), *(f"{row[name]:.2%}" for name in shares)])
-    return table(["kind of text", "should be", "tokens", *shares], cells)
+def _cells(row: Row) -> list[str]:
+    against = OWN_TEXT if row.fitted_against == OWN_TEXT else "the old"
+    shares = row.new_open, row.old_open, row.new_open_at_even_odds, row.old_open_at_even_odds
+    cells = [f"{row.new} / {row.old}", against, str(row.layer), row.features, f"{row.auc:.4f}"]
+    return [*cells, *(f"{share:.2%}" for share in shares)]
+
+
+def _shares(name: str, shares: Mapping[str, float]) -> list[str]:
+    return [name, *(f"{share:.2%}" for share in shares.values())]
 
 
 def _options() -> argparse.Namespace:
@@ -451,23 +287,13 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--base", type=Path, default=ROOT / "runs/frontier/quick/pretrain/hf", help="a Hugging Face folder")
     add("--data", type=Path, default=ROOT / "data", help="the folder of the texts (default: data)")
-    add(
-        "--pair",
-        nargs=2,
-        action="append",
-        metavar=("NEW", "OLD"),
-        help="files of documents, instead of the default pairs; may be repeated",
-    )
-    add("--biographies-only", action="store_true", help="only the pair of people, for a base that has read of some")
+    add("--pair", nargs=2, action="append", metavar=("NEW", "OLD"), help="files, instead of the default pairs")
     add("--layers", nargs="+", type=int, help="before which the stream is read (default: a quarter, half, after all)")
     add("--own-text", type=positive, metavar="TOKENS", help="also fit against so much text that the base writes")
-    add("--mlp", action="store_true", help="also the area under the ROC curve of a network with a hidden layer")
     add("--tokens", type=positive, default=20_000, help="of each kind and part, at most (default: 20,000)")
     add("--sequence-length", type=positive, default=128, help="tokens in a window (default: 128)")
     add("--max-open-fraction", type=float, default=0.001, help="of the old text (default: 0.001)")
-    add("--people", type=int, default=4000, help="of whom a quarter are Task 0's, and half unread (default: 4000)")
-    add("--pool-fraction", type=float, default=0.1, help="of the pools of names and places (default: 0.1)")
-    add("--seed", type=int, default=0, help="of the texts' order, the people and the own text (default: 0)")
+    add("--seed", type=int, default=0, help="of the texts' order and the own text (default: 0)")
     add("--json", type=Path, help="where to write the figures")
     return parser.parse_args()
 

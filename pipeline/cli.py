@@ -41,8 +41,6 @@ PROGRAMS = {
     # many runs
     "study": "run_study",
     "frontier": "show_frontier",
-    "biographies": "make_biographies",
-    "show-biographies": "show_biographies",
     # for scripts and shells
     "launch": "launch_here",
     "may-retry": "may_retry",

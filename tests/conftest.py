@@ -54,7 +54,7 @@ FULL = (
     "sizing/test_recommendation.py",
     "checkpoint/test_reader.py",
     "data/test_preprocess.py",
-    "experiments/test_run_study.py",
+    "studies/test_run_study.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
     "test_outputs.py",

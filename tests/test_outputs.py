@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipeline.studies.biography import write_corpora
 
 from pipeline.checkpoint.folder import publish
 from pipeline.conversion.convert import Conversion, convert
@@ -18,15 +19,14 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import OutputError, UserError
-from pipeline.experiments.biography import write_corpora
-from pipeline.experiments.random_base import make_random_base
-from pipeline.experiments.study import RandomBase
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.rehearsal.corpus import plan_of, sample_corpus
 from pipeline.scale.expansion import write_expansion
 from pipeline.scale.gate import Gate
 from pipeline.scale.gate_folder import write_gate
+from pipeline.studies.random_base import make_random_base
+from pipeline.studies.study import RandomBase
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, run_main, stories, write_jsonl

@@ -20,11 +20,11 @@ from pathlib import Path
 from pipeline import command_line
 from pipeline.command_line import positive
 from pipeline.errors import RunFolderError
-from pipeline.experiments.report.page import page, write_pngs
-from pipeline.experiments.report.runs import Run, read_runs
 from pipeline.files import write_text
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.status import TRAINING, RunStatus, as_lines, read_status, runs_in
+from pipeline.studies.report.page import page, write_pngs
+from pipeline.studies.report.runs import Run, read_runs
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

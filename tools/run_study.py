@@ -36,9 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, found {arguments.jobs}")
-    from pipeline.experiments.pending import pending_after  # after the options: --help does not wait for torch
-    from pipeline.experiments.run_study import open_study, run_study
-    from pipeline.experiments.summary import summarise
+    from pipeline.studies.pending import pending_after  # after the options: --help does not wait for torch
+    from pipeline.studies.run_study import open_study, run_study
+    from pipeline.studies.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:

@@ -22,11 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.experiments import frontier  # --help does not wait for torch
-    from pipeline.experiments.report.frontier import frontier_picture
-    from pipeline.experiments.study import load_study
-    from pipeline.experiments.study_runs import StudyRuns
     from pipeline.files import write_text
+    from pipeline.studies import frontier  # --help does not wait for torch
+    from pipeline.studies.report.frontier import frontier_picture
+    from pipeline.studies.study import load_study
+    from pipeline.studies.study_runs import StudyRuns
 
     study = load_study(arguments.study, arguments.data)
     rows = frontier.frontier_rows(StudyRuns(study, str(arguments.study)))

@@ -25,8 +25,6 @@ from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
-from pipeline.experiments.random_base import make_random_base
-from pipeline.experiments.study import RandomBase
 from pipeline.files import write_text
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base, read_spec
@@ -34,6 +32,8 @@ from pipeline.parallel.topology import Layout
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import Estimator
+from pipeline.studies.random_base import make_random_base
+from pipeline.studies.study import RandomBase
 
 _GIB = 2**30
 _MEMORY_TOLERANCE = 0.1

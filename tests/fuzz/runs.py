@@ -13,16 +13,16 @@ from unittest.mock import patch
 from pipeline.config.run import load_config
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.errors import LOST_RANK
-from pipeline.experiments.report.page import page
-from pipeline.experiments.report.runs import read_runs
-from pipeline.experiments.study import load_study
 from pipeline.files import write_json
 from pipeline.parallel.topology import Layout
 from pipeline.run_folder.attempts import decide, record_end, record_start
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
-from tests.experiments.report.studies import rows, write_study, write_tried
+from pipeline.studies.report.page import page
+from pipeline.studies.report.runs import read_runs
+from pipeline.studies.study import load_study
 from tests.fuzz.subject import INPUT, Subject
+from tests.studies.report.studies import rows, write_study, write_tried
 
 _PROJECT = Path(__file__).parents[2]
 

@@ -20,12 +20,12 @@ from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import load_manifest
 from pipeline.dry_run import make_plan
 from pipeline.errors import ConfigError, DataError
-from pipeline.experiments.study_runs import _comparable
 from pipeline.inputs import open_samples
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.sizing.checks import check_before_tokenizing
 from pipeline.sizing.cluster import Cluster
+from pipeline.studies.study_runs import _comparable
 from tests.bases import STORIES
 from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
 from tests.training.runs import write_config

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.studies import BEYOND, let_diverge, study_values, write_study
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
+from tests.studies.studies import BEYOND, let_diverge, study_values, write_study
 
 SCRIPT = PROJECT / "slurm" / "run_study.sh"
 

@@ -26,7 +26,6 @@ from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
 from pipeline.dry_run import make_plan
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.experiments.frontier import AveragedModel
 from pipeline.inputs import read_inputs, with_new_rows
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
@@ -35,6 +34,7 @@ from pipeline.parallel.sharding import merge
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
+from pipeline.studies.frontier import AveragedModel
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT

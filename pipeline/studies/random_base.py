@@ -1,0 +1,117 @@
+"""A base with random weights: an architecture and a tokenizer, as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
+from transformers.utils import logging
+
+from pipeline import log
+from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer_training import texts, train_sentencepiece
+from pipeline.errors import BaseModelError, ConfigError, DataError
+from pipeline.files import published_folder, read_bytes, read_object, write_json
+from pipeline.model.from_hf import read_spec
+from pipeline.studies.study import NewTokenizer, RandomBase
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_MADE_OF = "made_of.json"
+_logger = log.get_logger(__name__)
+
+
+def make_random_base(wanted: RandomBase, folder: Path) -> None:
+    """Writes the base into `folder`, unless it exists.
+
+    Raises:
+        OutputError: the folder holds something else.
+        ConfigError: the folder holds a base that was made of something else.
+        BaseModelError: the architecture is not supported.
+        DataError: the tokenizer cannot be read, or cannot be trained on these texts.
+    """
+    spec = read_spec(wanted.architecture)
+    made_of = _made_of(wanted)
+    if (folder / _MADE_OF).exists():
+        _check_made_of(folder, made_of)
+        return
+    with published_folder(folder, None) as unfinished:
+        if isinstance(wanted.tokenizer, Path):
+            _copy_tokenizer(wanted.tokenizer, unfinished)
+        else:
+            _train_tokenizer(wanted.tokenizer, unfinished)
+        _write_weights(wanted, unfinished)
+        write_json(unfinished / _MADE_OF, made_of)
+    _logger.info("wrote a base of %d layers with random weights to %s", spec.num_layers, folder)
+
+
+def _made_of(wanted: RandomBase) -> dict[str, Any]:
+    """Everything that determines the base; paths of texts are made absolute, so that their spelling does not count."""
+    values = wanted.model_dump(mode="json")
+    architecture = wanted.architecture / "config.json" if wanted.architecture.is_dir() else wanted.architecture
+    values["architecture"] = read_object(architecture, BaseModelError)
+    if isinstance(wanted.tokenizer, Path):
+        values["tokenizer"] = hashlib.sha256(read_bytes(tokenizer_file(wanted.tokenizer), DataError)).hexdigest()
+    else:
+        for part in values["tokenizer"]["texts"]:
+            part["input"] = [str(Path(path).resolve()) for path in part["input"]]
+    return values
+
+
+def _check_made_of(folder: Path, made_of: dict[str, Any]) -> None:
+    path = folder / _MADE_OF
+    found = read_object(path, ConfigError, "remove the study's folder")
+    if changed := [key for key in made_of if found.get(key) != made_of[key]]:
+        raise ConfigError(
+            f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the study's "
+            f"folder {folder.parent}, or give the study another one"
+        )
+
+
+def _write_weights(wanted: RandomBase, folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    config = AutoConfig.from_pretrained(wanted.architecture, local_files_only=True, trust_remote_code=False)
+    config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
+    config.eos_token_id = tokenizer.document_end[-1]
+    config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
+    torch.manual_seed(wanted.seed)
+    logging.disable_progress_bar()
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
+    parts = (texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20)) for part in wanted.texts)
+    with tempfile.TemporaryDirectory() as temporary:
+        train_sentencepiece(
+            chain.from_iterable(parts),
+            Path(temporary) / "tokenizer.model",
+            vocab_size=wanted.vocab_size,
+            model_type="bpe",
+            threads=len(os.sched_getaffinity(0)),
+        )
+        # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
+        tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
+        if wanted.start_token:
+            start = ("<s>", tokenizer.token_to_id("<s>"))
+            tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    source = tokenizer_file(path)
+    tokenizer = load_tokenizer(source)
+    shutil.copyfile(source, folder / ("tokenizer.model" if source.suffix == ".model" else "tokenizer.json"))
+    if (source.parent / _TOKENIZER_CONFIG).is_file():
+        shutil.copyfile(source.parent / _TOKENIZER_CONFIG, folder / _TOKENIZER_CONFIG)
+    else:
+        end = tokenizer.decode(tokenizer.document_end)
+        write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})

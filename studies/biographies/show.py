@@ -1,0 +1,165 @@
+"""Prints the tables of a finished study of biographies: how well Task 0 is still answered while Task 1 is learned.
+
+python studies/biographies/show.py runs/biography
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pipeline import command_line
+from pipeline.errors import DataError
+from pipeline.evaluation.table import cell, over_seeds, table
+from pipeline.run_folder.metrics import Figures, mean
+from pipeline.studies.results import LEARNING_RATES, SUMMARY, Row, read_rows, read_tried
+
+ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
+TASKS = {"task0": "Task 0", "task1": "Task 1"}
+OWN_ATTRIBUTES = ATTRIBUTES[:-1]
+"""All but the company's city, which follows from the company and is reported separately."""
+HARD, SOFT, EXACT = "first_token_accuracy", "first_token_probability", "exact_match"
+
+
+def read_summary(study: Path) -> list[Row]:
+    """The rows of a finished study's summary.json.
+
+    Raises:
+        RunFolderError: the study is not finished.
+        DataError: it is not a study of biographies.
+    """
+    rows = read_rows(study)
+    for number, row in enumerate(rows):
+        for validation in row.validations:
+            _check_asked(validation.figures, f"{study / SUMMARY}: row {number}, step {validation.step}")
+    return rows
+
+
+def rates_table(study: Path) -> str:
+    """Both tasks at the end of the run at each learning rate, chosen or not.
+
+    Raises:
+        RunFolderError, DataError: as `read_summary`.
+    """
+    lines = []
+    for number, run in enumerate(read_tried(study)):
+        known = ["diverged", ""]
+        if not run.diverged:
+            _check_asked(run.after, f"{study / LEARNING_RATES}: row {number}")
+            known = [f"{mean_figure(run.after, task):.1%}" for task in TASKS]
+        lines.append([run.label, f"{run.learning_rate:g}", *known])
+    return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
+
+
+def mean_figure(figures: Figures, task: str, name: str = HARD, attributes: Iterable[str] = OWN_ATTRIBUTES) -> float:
+    """The mean of a figure of a task over attributes."""
+    return mean([figures[f"{task}_{attribute}"][name] for attribute in attributes])
+
+
+def end_table(rows: Sequence[Row]) -> str:
+    """Both tasks at the end: means over seeds, hard figures with one standard deviation."""
+    header = ["", "trained", "learning rate"]
+    for title in TASKS.values():
+        header += [f"{title}: hard", "before", "soft", "exact match", "company's city"]
+    return table(header, [_end_line(own) for own in _by_label(rows).values()])
+
+
+def course_table(rows: Sequence[Row], columns: int = 10) -> str:
+    """Task 0's hard first-token accuracy at some of the steps of Task 1; means over seeds."""
+    courses = {label: [_course(row) for row in own] for label, own in _by_label(rows).items()}
+    steps = sorted(set.intersection(*(set(course) for own in courses.values() for course in own)))
+    shown = steps[:: max(1, -(-len(steps) // columns))]
+    shown = [*shown, *({steps[-1]} - set(shown))]
+    lines = [
+        [label, *(f"{mean([course[step] for course in own]):.1%}" for step in shown)] for label, own in courses.items()
+    ]
+    return table(["Task 0, hard, after step", *map(str, shown)], lines)
+
+
+def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
+    """Task 0 where Task 1 first reaches `learned`, which compares methods that learn at different speeds.
+
+    Means over the seeds that reach it; where not all do, their number is in the last column.
+    """
+    header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
+    lines = []
+    for label, own in _by_label(rows).items():
+        reached = [first for row in own if (first := _first_learned(row, learned)) is not None]
+        if reached:
+            steps, task1, task0 = (mean(column) for column in zip(*reached, strict=True))
+            some = f"{len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
+            lines.append([label, f"{steps:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
+        else:
+            lines.append([label, "never", "", "", ""])
+    return table(header, lines)
+
+
+def attribute_table(rows: Sequence[Row], task: str) -> str:
+    """Hard first-token accuracy of each attribute at the end; means over seeds."""
+    header = [f"{TASKS[task]}, hard, after", *(attribute.replace("_", " ") for attribute in ATTRIBUTES)]
+    lines = []
+    for label, own in _by_label(rows).items():
+        figures = (
+            mean([mean_figure(row.after, task, attributes=[attribute]) for row in own]) for attribute in ATTRIBUTES
+        )
+        lines.append([label, *(f"{value:.1%}" for value in figures)])
+    return table(header, lines)
+
+
+def _check_asked(figures: Figures, place: str) -> None:
+    """Raises DataError where a corpus of the biographies is missing; `place` says where the figures were read."""
+    for corpus in (f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES):
+        if not {HARD, SOFT, EXACT} <= figures.get(corpus, {}).keys():
+            raise DataError(
+                f"{place}: expected the corpora of a study of biographies, found none called {corpus} with answers; "
+                "give the folder of a study of configs/studies/biography*.yaml"
+            )
+
+
+def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    labels = dict.fromkeys(row.label for row in rows)
+    return {label: [row for row in rows if row.label == label] for label in labels}
+
+
+def _course(row: Row) -> dict[int, float]:
+    """Task 0's hard accuracy by step."""
+    return {validation.step: mean_figure(validation.figures, "task0") for validation in row.validations}
+
+
+def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:
+    """The first validation at which Task 1 reaches `learned`: its step, and both tasks' figures."""
+    for validation in row.validations:
+        task1 = mean_figure(validation.figures, "task1")
+        if task1 >= learned:
+            return validation.step, task1, mean_figure(validation.figures, "task0")
+    return None
+
+
+def _end_line(own: Sequence[Row]) -> list[str]:
+    first = own[0]
+    cells = [first.label, cell(first.trainable_parameters, ","), cell(first.learning_rate, "g")]
+    for task in TASKS:
+        ends = [row.after for row in own]
+        others = (
+            [mean_figure(row.before, task) for row in own],
+            [mean_figure(figures, task, SOFT) for figures in ends],
+            [mean_figure(figures, task, EXACT) for figures in ends],
+            [mean_figure(figures, task, attributes=ATTRIBUTES[-1:]) for figures in ends],
+        )
+        cells.append(over_seeds([mean_figure(figures, task) for figures in ends], "{:.1%}".format))
+        cells += [f"{mean(values):.1%}" for values in others]
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="the study's folder, the `folder` of its YAML file")
+    study = parser.parse_args().study
+    rows = read_summary(study)
+    tables = [end_table(rows), matched_table(rows), rates_table(study), course_table(rows)]
+    print(*tables, *(attribute_table(rows, task) for task in TASKS), sep="\n\n")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

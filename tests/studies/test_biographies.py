@@ -1,0 +1,239 @@
+"""The study of biographies: its texts have the paper's sizes and proportions; its tables are those of a summary."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import DataError, RunFolderError
+from studies.biographies import make_texts, show
+from studies.biographies.make_texts import (
+    ATTRIBUTES,
+    BIOGRAPHIES,
+    DAYS,
+    MONTHS,
+    YEARS,
+    biographies,
+    make_people,
+    make_pools,
+    make_roster,
+    question,
+    write_corpora,
+)
+from studies.biographies.show import TASKS, attribute_table, course_table, end_table, matched_table, rates_table
+from tests.data.helpers import contents
+
+
+def call(monkeypatch: pytest.MonkeyPatch, program: Any, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
+    program.main()
+
+
+def test_the_pools_have_the_papers_sizes_and_nothing_twice():
+    pools = make_pools()
+    names = (pools.first_names, pools.middle_names, pools.last_names)
+    rest = (pools.cities, pools.universities, pools.majors, pools.companies)
+    assert [len(pool) for pool in (*names, *rest)] == [400, 400, 1000, 200, 300, 100, 263]
+    assert all(len(set(pool)) == len(pool) for pool in (*names, *rest))
+    assert len(set(pools.company_cities)) == 200, "a city without a company"
+    some = make_pools(0.1)
+    assert len(some.cities) == 20 and set(some.cities) <= set(pools.cities)
+
+
+@settings(max_examples=20)
+@given(st.integers(20, 400), st.integers(0, 2**32))
+def test_people_have_the_papers_proportions(count: int, seed: int):
+    roster = make_roster(count, pool_fraction=0.05, seed=seed)
+    assert [len(group) for group in (roster.pretrained, roster.task0, roster.task1)] == [
+        round(count / 2),
+        round(count / 4),
+        round(count / 10),
+    ]
+    assert roster.task0 == roster.pretrained[: len(roster.task0)]
+    names = [person.name for person in (*roster.pretrained, *roster.task1)]
+    assert len(set(names)) == len(names), "Task 1's people have biographies, or share a name"
+    assert roster == make_roster(count, pool_fraction=0.05, seed=seed)
+    assert roster != make_roster(count, pool_fraction=0.05, seed=seed + 1)
+
+
+def test_every_attribute_takes_all_its_values_and_the_company_fixes_the_city():
+    pools = make_pools()
+    people = make_people(20_000, pools, 3)
+    assert {person.birth_city for person in people} == set(pools.cities)
+    assert {person.university for person in people} == set(pools.universities)
+    assert {person.major for person in people} == set(pools.majors)
+    city_of = dict(zip(pools.companies, pools.company_cities, strict=True))
+    assert all(person.company_city == city_of[person.company] for person in people)
+    assert {person.company for person in people} == set(city_of)
+    dates = [re.fullmatch(r"(\w+) (\d+), (\d+)", person.birthday).groups() for person in people]
+    assert {month for month, _, _ in dates} == set(MONTHS)
+    assert {int(day) for _, day, _ in dates} == set(range(DAYS[0], DAYS[1] + 1))
+    assert {int(year) for _, _, year in dates} == set(range(YEARS[0], YEARS[1] + 1))
+    assert max(Counter(person.major for person in people).values()) < 2 * 20_000 / 100
+
+
+def test_biographies_state_every_fact_with_the_full_name_in_varying_order():
+    (person,) = make_people(1, make_pools(), 0)
+    texts = biographies(person, 0)
+    assert texts == biographies(person, 0) != biographies(person, 1)
+    assert len(texts) == len(set(texts)) == BIOGRAPHIES
+    for text in texts:
+        assert text.count(person.name) == len(ATTRIBUTES)
+        assert all(getattr(person, attribute) in text for attribute in ATTRIBUTES)
+    assert len({text.index(person.birthday) for text in texts}) > 1
+
+
+def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
+    arguments = {"pool_fraction": 0.05, "seed": 5, "vocab_size": 400}
+    roster = write_corpora(tmp_path / "a", 40, **arguments)
+    write_corpora(tmp_path / "b", 40, **arguments)
+    assert [*contents(tmp_path / "a").values()] == [*contents(tmp_path / "b").values()]
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "biographies.jsonl").read_text().splitlines()]
+    assert sorted(texts) == sorted(text for person in roster.pretrained for text in biographies(person, 5))
+    asked = (tmp_path / "a" / "task1" / "major.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in asked] == [question(person, "major") for person in roster.task1]
+    assert not [person.name for person in roster.task1 if person.name in " ".join(texts)]
+
+    tokenizer = load_tokenizer(tmp_path / "a" / "tokenizer")
+    assert tokenizer.vocab_size == 400
+    assert (tokenizer.document_start, tokenizer.document_end) == ((), (0,))
+    assert tokenizer.decode(tokenizer.reference.encode([texts[0]]).ids) == texts[0]
+
+    before = contents(tmp_path / "a")
+    assert write_corpora(tmp_path / "a", 40, **arguments) == roster
+    with pytest.raises(
+        DataError, match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*choose another --output"
+    ):
+        write_corpora(tmp_path / "a", 40, **{**arguments, "seed": 6})
+    assert contents(tmp_path / "a") == before
+
+
+def test_the_command_line_makes_the_texts(tmp_path: Path, monkeypatch, capsys):
+    size = ["--people", "40", "--pool-fraction", "0.05", "--vocab-size", "400", "--seed", "5"]
+    call(monkeypatch, make_texts, *size, "--output", tmp_path / "texts")
+    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 pretrained, 10 of them Task 0's, 4 Task 1's\n"
+    for arguments, said in (
+        (["--people", "10"], "--people: expected 20 or more"),
+        (["--people", "2000", "--pool-fraction", "0.001"], "--people: 2000 people need as many names"),
+        (["--pool-fraction", "2"], "--pool-fraction: expected a number above 0 and at most 1, found 2.0"),
+    ):
+        with pytest.raises(DataError, match=f"^{said}"):
+            call(monkeypatch, make_texts, *arguments, "--output", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def figures(task0: float, task1: float) -> dict[str, dict[str, float]]:
+    """The company's city is fully known; the other five have these shares on average."""
+    found = {}
+    for task, known in (("task0", task0), ("task1", task1)):
+        for at, attribute in enumerate(ATTRIBUTES):
+            share = 1.0 if attribute == "company_city" else known + 0.01 * (at - 2)
+            found[f"{task}_{attribute}"] = {
+                "perplexity": 2.0,
+                "first_token_accuracy": share,
+                "first_token_probability": share / 2,
+                "exact_match": share / 4,
+            }
+    return found
+
+
+def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
+    return {
+        "label": label,
+        "seed": seed,
+        "learning_rate": 3e-3,
+        "trainable_parameters": 1234567,
+        "steps": 40,
+        "roles": {name: "replay" if name.startswith("task0") else "new" for name in figures(0, 0)},
+        "before": figures(0.9, 0.1),
+        "during": [{"step": step, "figures": figures(0.9 - step / 100, 0.5)} for step in (10, 20, 30)],
+        "after": figures(at_end, 0.8),
+    }
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> Path:
+    rows = [row("Full fine-tuning", 1, 0.1), row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
+    (tmp_path / "summary.json").write_text(json.dumps(rows))
+    tried = [
+        {
+            "label": "LoRA",
+            "learning_rate": rate,
+            "after": figures(0.5, rate),
+            "chosen": rate == 0.5,
+            "at_the_edge": False,
+        }
+        for rate in (0.25, 0.5)
+    ]
+    (tmp_path / "learning_rates.json").write_text(json.dumps(tried))
+    return tmp_path
+
+
+def cells(text: str) -> list[list[str]]:
+    """The figures of each line, behind its label."""
+    return [[line.split("  ")[0], *re.split(r"  +", line)[1:]] for line in text.splitlines()]
+
+
+def test_the_end_is_the_mean_over_seeds_and_the_companys_city_is_separate(summary: Path):
+    _, _, fft, route = cells(end_table(show.read_summary(summary)))
+    task1 = ["80.0% ±0.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
+    assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0% ±7.1%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
+    assert route[3:5] == ["70.0%", "90.0%"]
+
+
+def test_the_course_of_task_0_from_before_the_first_step_to_the_last(summary: Path):
+    rows = show.read_summary(summary)
+    header, _, fft, route = cells(course_table(rows))
+    assert header == ["Task 0, hard, after step", "0", "10", "20", "30", "40"]
+    assert fft[1:] == ["90.0%", "80.0%", "70.0%", "60.0%", "15.0%"]
+    assert route[-1] == "70.0%"
+    header, _, fft, _ = cells(course_table(rows, columns=2))
+    assert header[1:] == ["0", "30", "40"]
+    assert fft[1:] == ["90.0%", "60.0%", "15.0%"]
+
+
+def test_task_0_where_task_1_is_known_as_well(summary: Path):
+    rows = show.read_summary(summary)
+    _, _, fft, route = cells(matched_table(rows, learned=0.5))
+    assert fft == ["Full fine-tuning", "10", "50.0%", "80.0%"]
+    assert route[1:] == ["10", "50.0%", "80.0%"]
+    assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
+
+
+def test_seeds_that_do_not_reach_it_are_counted(summary: Path):
+    rows = show.read_summary(summary)
+    slower = rows[1].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
+    assert cells(matched_table([rows[0], slower], learned=0.5))[-1] == [
+        "Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"
+    ]  # fmt: skip
+
+
+def test_every_rate_and_every_attribute(summary: Path):
+    _, _, *lines = cells(rates_table(summary))
+    assert lines == [["LoRA", "0.25", "50.0%", "25.0%"], ["LoRA", "0.5", "50.0%", "50.0%"]]
+    _, _, fft, _ = cells(attribute_table(show.read_summary(summary), "task0"))
+    assert fft[1:] == ["13.0%", "14.0%", "15.0%", "16.0%", "17.0%", "100.0%"]
+
+
+def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, tmp_path, monkeypatch, capsys):
+    rows = show.read_summary(summary)
+    call(monkeypatch, show, summary)
+    printed = capsys.readouterr().out
+    tables = [end_table(rows), matched_table(rows), rates_table(summary), course_table(rows)]
+    assert all(text in printed for text in [*tables, *(attribute_table(rows, task) for task in TASKS)])
+    other = {"label": "LoRA", "steps": 1, "roles": {"korean": "new"}, "before": {}, "after": {}}
+    (tmp_path / "summary.json").write_text(json.dumps([other]))
+    with pytest.raises(DataError, match="expected the corpora of a study of biographies, found none called task0_"):
+        show.read_summary(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(RunFolderError, match=r"summary\.json: no such file"):
+        show.read_summary(tmp_path)

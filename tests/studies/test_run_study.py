@@ -1,0 +1,167 @@
+"""A small study from its YAML file to its summary, run by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from pipeline.errors import DataError, StudyError
+from pipeline.studies.pending import finished_count, pending_tasks, run_count
+from pipeline.studies.report.runs import read_runs
+from pipeline.studies.run_study import open_study, run_study
+from pipeline.studies.summary import summarise
+from tests.studies.studies import BEYOND, STEPS, call_tool, let_diverge, study_values, write_study
+from tests.training.runs import metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {**clean, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
+    """The study's folder, and what it printed; it was interrupted during its first run, and run again."""
+    folder = tmp_path_factory.mktemp("study")
+    values = study_values(folder, tokens)
+    let_diverge(values)
+    values["methods"]["adapt"]["method"]["variant"] = "route"
+    values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
+    values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
+    path = write_study(folder, {**values, "seeds": [1]})
+    interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
+    log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
+    while not log.exists():
+        assert interrupted.poll() is None, interrupted.communicate()
+        time.sleep(0.05)
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate()
+    assert interrupted.returncode == 130, errors
+    assert "which save first" in errors and errors.splitlines()[-1] == "interrupted"
+
+    process = start("bash", "slurm/run_study.sh", STUDY=str(path))
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return folder / "study", printed
+
+
+def test_a_row_has_the_figures_that_its_run_recorded(finished):
+    study, _ = finished
+    rows = json.loads((study / "summary.json").read_text())
+    assert [(row["label"], row["method"], row["seed"]) for row in rows] == [
+        ("SCALE-Adapt", "route", 1),
+        ("LoRA", "lora", 1),
+    ]
+    for row in rows:
+        lines = metrics(study / row["folder"])
+        training = json.loads((study / row["folder"] / "training.json").read_text())
+        figures = {0: row["before"], STEPS: row["after"], **{each["step"]: each["figures"] for each in row["during"]}}
+        assert sorted(figures) == list(range(STEPS + 1))
+        for line in lines:
+            for corpus in ("korean", "english"):
+                for figure in ("perplexity", "bits_per_byte"):
+                    assert figures[line["step"]][corpus][figure] == line[f"{figure}/{corpus}"]
+        assert lines[-1]["learning_rate"] <= row["learning_rate"]
+        assert row["roles"] == {"korean": "new", "english": "replay"}
+        assert row["peak_memory_gib"] > 0
+        for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
+            assert row[key] == training[key]
+        assert row["after"]["korean"]["perplexity"] < row["before"]["korean"]["perplexity"]
+    assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # the same base
+
+
+def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_path, monkeypatch, capsys):
+    study, _ = finished
+    output = tmp_path / "frontier.json"
+    picture = tmp_path / "frontier.svg"
+    call_tool(monkeypatch, "show_frontier", study.parent / "study.yaml", "--output", output, "--picture", picture)
+    rows = json.loads(output.read_text())
+    assert [(row["method"], row["gated"], row["seed"]) for row in rows] == [
+        ("base", False, None),
+        ("route", False, 1),
+        ("route", True, 1),
+        ("lora", False, 1),
+    ]
+    base, route, gated, lora = rows
+    ended = json.loads((study / "summary.json").read_text())
+    for row, end in ((route, ended[0]["after"]), (lora, ended[1]["after"]), (base, ended[0]["before"])):
+        assert row["korean_perplexity"] == row["new_perplexity"] == end["korean"]["perplexity"]
+        assert row["english_perplexity"] == row["old_perplexity"] == end["english"]["perplexity"]
+    record = json.loads((study / ended[0]["folder"] / "gate" / "gate.json").read_text())["heldout"]
+    assert gated["english_perplexity"] == record["english"]["gated_perplexity"]
+    assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > base["inference_cost"] == 1.0
+    assert "SCALE-Adapt + gate" in capsys.readouterr().out
+    drawn = ElementTree.parse(picture)
+    marks = [element for element in drawn.iter() if "mark" in element.get("class", "").split()]
+    assert len(marks) == 3 + 2 and "prefers-color-scheme: dark" in picture.read_text()
+
+
+def test_a_learning_rate_that_diverged_is_not_chosen(finished):
+    study, printed = finished
+    tried = json.loads((study / "learning_rates.json").read_text())
+    at = {row["learning_rate"]: row for row in tried if row["label"] == "LoRA"}
+    assert (at[2e-3]["chosen"], at[2e-3]["at_the_edge"], at[BEYOND]["chosen"]) == (True, True, False)
+    assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
+    (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
+    assert line.endswith("diverged") and (study / f"lora.lr_{BEYOND:g}.seed_1" / "divergence.json").exists()
+    assert "chosen" in printed and "SCALE-Adapt" in printed
+
+
+def test_the_report_reads_the_folder_of_a_run(finished):
+    study, _ = finished
+    row, *_ = json.loads((study / "summary.json").read_text())
+    (run,) = read_runs([study / row["folder"]])
+    assert run.row.label == run.source == "adapt.lr_0.002.seed_1"
+    assert run.row.roles == {"english": "replay", "korean": "new"}
+    same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
+    read = json.loads(run.row.model_dump_json())
+    assert {key: read[key] for key in same} == {key: row[key] for key in same}
+    assert read["learning_rate"] == pytest.approx(2e-3) and run.row.tokens_seen == row["tokens_seen"]
+    assert any("preserved_fraction" in line for line in run.metrics)
+
+
+def test_finished_runs_are_skipped(finished, tokens):
+    study, printed = finished
+    path = study.parent / "study.yaml"
+    before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
+    runs = open_study(path, study)
+    assert (finished_count(runs), run_count(runs)) == (3, 3)
+    run_study(runs, jobs=2)
+    assert summarise(runs).as_text() == printed.rstrip("\n")
+    assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
+
+    # Other seeds are run at the chosen rate only.
+    values = yaml.safe_load(path.read_text())
+    write_study(study.parent, {**values, "seeds": [1, 2]})
+    tasks = pending_tasks(open_study(path, study))
+    assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
+        ("adapt.lr_0.002.seed_2", ("upscale", "train", "gate")),
+        ("lora.lr_0.002.seed_2", ("train",)),
+    ]
+
+
+def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
+    values = study_values(tmp_path, tokens)
+    values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
+    values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "texts.jsonl")]
+    with pytest.raises(DataError, match=r"texts.jsonl: no such file"):
+        open_study(write_study(tmp_path, values), tmp_path)
+    (tmp_path / "texts.jsonl").write_text("no JSON\n")
+    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*texts.jsonl .* \(all output: .*/log.txt\)"
+    with pytest.raises(StudyError, match=said) as raised:
+        run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
+    assert raised.value.exit_code == 1

@@ -76,7 +76,7 @@ class GateRecord(BaseModel):
     bias: float
     threshold: float
     """of the score, the log odds of new text; the score of an open token is above it"""
-    lower: float | None
+    lower: float | None = None
     """the score of an undecided token is above it, but not above the threshold; None: there are no such tokens"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline.studies.biography import write_corpora
+from studies.biographies.make_texts import write_corpora
 
 from pipeline.checkpoint.folder import publish
 from pipeline.conversion.convert import Conversion, convert

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from studies.biographies.make_texts import write_corpora
 
 from pipeline.checkpoint.folder import publish
 from pipeline.conversion.convert import Conversion, convert
@@ -27,6 +26,7 @@ from pipeline.scale.gate import Gate
 from pipeline.scale.gate_folder import write_gate
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.study import RandomBase
+from studies.biographies.make_texts import write_corpora
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, run_main, stories, write_jsonl

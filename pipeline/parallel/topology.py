@@ -120,14 +120,9 @@ class ProcessGroups:
     def get_model_parallel_world_size(self) -> int:
         return self.layout.tp_size
 
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._tp_group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.layout.tp_rank(self.rank)
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.layout.tp_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_tensor_model_parallel_src_rank(self) -> int:
         return self.rank - self.layout.tp_rank(self.rank)

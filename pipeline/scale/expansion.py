@@ -76,8 +76,7 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
         eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
         scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
         leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
-    largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
-    return (leading * torch.where(largest < 0, -1.0, 1.0)).float().cpu()
+    return _with_fixed_signs(leading).float().cpu()
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
@@ -89,12 +88,17 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
     count = min(columns, wide.shape[1])
     _, directions = torch.linalg.eigh(wide.T @ wide)
     leading = directions.flip(1)[:, :count]
-    largest = leading.gather(0, leading.abs().argmax(dim=0, keepdim=True))
-    projection = (wide @ (leading * torch.where(largest < 0, -1.0, 1.0))).float().cpu()
+    projection = (wide @ _with_fixed_signs(leading.T).T).float().cpu()
     if count == columns:
         return projection
     rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
     return torch.cat([projection, rest], dim=1)
+
+
+def _with_fixed_signs(rows: Tensor) -> Tensor:
+    """`rows` [n, columns], each with the sign that makes its largest entry positive."""
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    return rows * torch.where(largest < 0, -1.0, 1.0)
 
 
 def _decomposing_device() -> torch.device:
@@ -241,15 +245,15 @@ def open_expansion(path: Path) -> ExpansionFolder:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: holds no expansion; make one with tools/upscale.py") from None
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; make the expansion again")
+        raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; {_AGAIN}")
     tables = (manifest.get("tensors"), manifest.get("hashes"))
     if not manifest.keys() >= set(ENTRIES) or not all(isinstance(table, dict) for table in tables):
-        raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); make the expansion again")
+        raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); {_AGAIN}")
     files = manifest["tensors"].values()
     if not all(isinstance(file, str) and is_plain_name(file) for file in (*files, *manifest["hashes"])):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
     if not manifest["hashes"].keys() >= set(files):
-        raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); make the expansion again")
+        raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); {_AGAIN}")
     return ExpansionFolder(path, manifest)
 
 

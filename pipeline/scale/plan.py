@@ -65,6 +65,10 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
             f"method.l_fp: {l_fp} leaves none of the base's {num_layers} layers collaborative; "
             f"use 0 to {num_layers - 1}, or variant preserve"
         )
+    modules: frozenset[Module] = frozenset()
+    if method.variant != "preserve":
+        both, chosen = frozenset[Module](("attention", "ffn")), method.collaborative_modules
+        modules = both if chosen == "both" else frozenset({chosen})
     return ExpansionPlan(
         expansion=Widths(
             hidden_size=method.expansion.hidden_size,
@@ -74,20 +78,12 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
         ),
         num_layers=num_layers,
         l_fp=l_fp,
-        collaborative_modules=_collaborative_modules(method),
+        collaborative_modules=modules,
         routed=method.variant == "route",
         router_threshold=method.router_threshold,
         norm=method.norm,
         initialisers=method.initialisers,
     )
-
-
-def _collaborative_modules(method: ScaleMethod) -> frozenset[Module]:
-    if method.variant == "preserve":
-        return frozenset()
-    if method.collaborative_modules == "both":
-        return frozenset({"attention", "ffn"})
-    return frozenset({method.collaborative_modules})
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:

@@ -261,7 +261,7 @@ def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str
         except DamagedCheckpointError:
             continue  # resuming reports it, and takes the one before
         step, steps = manifest.position.step, config.schedule.steps
-        if (config.folder / TRAINING).exists() and step >= steps:
+        if (config.folder / TRAINING).exists() and manifest.position.is_end_of(config):
             check_same_model(manifest, checkpoint, base.hashes(), config)
             _logger.info("%s is already at step %d of %d: nothing to train", config.folder, step, steps)
             return True

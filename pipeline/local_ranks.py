@@ -43,7 +43,8 @@ def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
     """Runs `command` as `count` ranks and returns their highest exit code, as srun does.
 
     After the first rank has ended, the others have `grace_s` seconds before they are killed, stopped ones included.
-    Signals to this process are forwarded to all ranks. A rank that a signal ended counts as 128 + the signal's number.
+    Signals to this process are forwarded to all ranks. A rank that a signal ended counts as 128 + the signal's number,
+    but not one that aborts after another has failed: NCCL aborts where a peer is gone.
     """
     with ExitStack() as started:
         port = started.enter_context(reserved_port())
@@ -58,17 +59,22 @@ def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
 
 
 def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
-    highest = 0
+    highest, first_failed = 0, None
     deadline: float | None = None
     running = dict(enumerate(ranks))
     while running:
-        for rank, process in list(running.items()):
-            if process.poll() is None:
-                continue
+        ended = {rank: process for rank, process in running.items() if process.poll() is not None}
+        # An abort may be only the consequence of what another rank met in the same moment.
+        for rank, process in sorted(ended.items(), key=lambda item: item[1].returncode == -signal.SIGABRT):
             del running[rank]
             deadline = deadline or time.monotonic() + grace_s
             if process.returncode < 0:
                 _logger.error("rank %d was killed by signal %d", rank, -process.returncode)
+            if first_failed is not None and process.returncode == -signal.SIGABRT:
+                _logger.error("rank %d aborted because rank %d had failed before", rank, first_failed)
+                continue
+            if process.returncode != 0 and first_failed is None:
+                first_failed = rank
             highest = max(highest, process.returncode, 128 - process.returncode if process.returncode < 0 else 0)
         if deadline is not None and time.monotonic() > deadline:
             for rank in running:

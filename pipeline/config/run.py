@@ -250,6 +250,26 @@ class Validation(Section):
     )
     prompt_tokens: PositiveInt = 32
     """how many it writes; each is a forward pass over all prompts"""
+    tasks: list[str] = Field(
+        default=[], description="lm-eval's tasks of multiple choice that all ranks score: `[kobest_copa, arc_easy]`"
+    )
+    tasks_data: Path | None = Field(
+        default=None, description="a folder with their documents (docs/evaluation.md); default: from the hub"
+    )
+    tasks_every: PositiveInt = 1
+    """validations between two scores of the tasks; the last validation always has them"""
+    tasks_limit: PositiveInt | None = Field(default=None, description="the first documents of each; default: all")
+    stop_after: PositiveInt | None = Field(
+        default=None,
+        description="the run ends, finished, after so many validations in a row without a lower held-out loss of the "
+        "corpora of role new; default: never",
+    )
+
+    @model_validator(mode="after")
+    def _settings_of_tasks_have_tasks(self) -> Validation:
+        if not self.tasks and self.model_fields_set & {"tasks_data", "tasks_every", "tasks_limit"}:
+            raise ValueError("tasks_data, tasks_every and tasks_limit belong to tasks; name some")
+        return self
 
 
 class Checkpoints(Section):
@@ -320,6 +340,8 @@ class RunConfig(Section):
     """a file of ds_configs/: ZeRO and precision"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
     """recompute activations in the backward pass: of the layers above l_fp, or of all"""
+    deterministic: bool = False
+    """on GPUs: the same command gives the same bits, where there are such kernels; slower (docs/checkpoints.md)"""
     compile: bool = False
     """compile each layer with torch.compile (not under ZeRO-3): faster steps on a GPU, after minutes of compiling"""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pipeline.observers.diagnostics import make_diagnostics
+from pipeline.observers.early_stop import EarlyStop
 from pipeline.observers.forgetting import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles
 from pipeline.observers.performance import Profiler, make_performance_metrics
 from pipeline.observers.progress import ProgressDisplay
+from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer, RunContext
@@ -24,7 +26,9 @@ def make_observers(context: RunContext) -> list[Observer]:
     observers: list[Observer] = [
         Profiler(config.profile, config.folder, context.rank, context.device),
         make_diagnostics(context),
+        *([TaskScores(context)] if config.validation.tasks else []),
         ForgettingBudget(config),
+        EarlyStop(config),
         make_performance_metrics(context),
     ]
     if context.rank == 0:

@@ -143,7 +143,8 @@ class Estimator:
             UserError: the model cannot be split this way.
         """
         zero, costs, gathering = self._micro_batch(choice)
-        return estimate_memory(costs, zero, Layout(self.cluster.gpus, choice.tp_size).dp_size, gathering)
+        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
+        return estimate_memory(costs, zero, dp_size, gathering, asynchronous=self.config.checkpoints.asynchronous)
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.

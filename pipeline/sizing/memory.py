@@ -154,13 +154,17 @@ class Memory:
 
 
 def estimate_memory(
-    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering | None
+    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering | None, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
-    """A GPU's memory, and the bytes that are offloaded to the host's memory per GPU."""
+    """A GPU's memory, and the bytes in the host's memory per GPU: what is offloaded, and copies of what trains.
+
+    An `asynchronous` save holds a copy of the optimizer's state. At the start, ZeRO-1 and 2 gather the trained
+    parameters on the host and join them there.
+    """
     weights = _weights_bytes(costs, zero, dp_size)
     optimizer = _partition(costs, zero, dp_size) * _MASTER_AND_MOMENTS
     gradients = _gradients_bytes(costs, zero, dp_size)
-    on_host = 0
+    on_host = optimizer if asynchronous else 0
     if zero.host_optimizer:
         on_host += optimizer + gradients
         optimizer = gradients = 0
@@ -178,7 +182,8 @@ def estimate_memory(
         gathered=gathering.most_at_once * zero.dtype.itemsize if gathering else 0,
         temporary=max(of_backward, of_update - of_loss),
     )
-    return memory, on_host
+    at_start = 2 * sum(costs.trained_sizes) * zero.dtype.itemsize if zero.stage < 3 else 0
+    return memory, max(on_host, at_start)
 
 
 def _weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:

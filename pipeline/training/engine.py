@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 
@@ -35,11 +35,19 @@ from pipeline.training.deepspeed_internals import WriteFile
 
 
 def build_model(
-    config: RunConfig, base: BaseFolder, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
+    config: RunConfig,
+    base: BaseFolder,
+    deepspeed_config: DeepSpeedConfig,
+    groups: ProcessGroups,
+    device: torch.device | None = None,
 ) -> Decoder:
-    """The run's model with unset values; every rank must call it, and holds at most the shard that it will train."""
+    """The run's model with unset values; every rank must call it, and holds at most the shard that it will train.
+
+    Under ZeRO-1 and 2 it is made on `device`, where it stays: the shards of a node's ranks may not fit its host memory.
+    """
     partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
-    with default_dtype(deepspeed_config.dtype), partitioning:
+    on_device = device if device is not None and deepspeed_config.zero_stage < 3 else nullcontext()
+    with default_dtype(deepspeed_config.dtype), partitioning, on_device:
         model = methods.build_model(config, base.spec, groups.tensor_parallel)
     deepspeed_internals.attach_zero_partitions(model)
     return model

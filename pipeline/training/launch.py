@@ -228,6 +228,18 @@ def set_collective_timeout(timeout: timedelta) -> None:
     _set_pg_timeout(timeout)
 
 
+def use_deterministic_kernels() -> None:
+    """Makes torch and cuBLAS compute the same bits each time, where they can; torch warns of operations that cannot.
+
+    NCCL chooses its order of sums by itself: NCCL_ALGO, which it reads when it starts, is the user's to set.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product, which is yet to come
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Otherwise torch would fill memory that is never read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not reproducible; flash attention's then is
+
+
 def finish() -> None:
     """Leaves the process group; a process that ends without it may abort."""
     if torch.distributed.is_initialized():

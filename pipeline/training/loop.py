@@ -45,7 +45,7 @@ class Trainer:
 
 
 class Outcome(NamedTuple):
-    """Where the loop ended. `scores` are those of the last validation; `finished` is false after a signal."""
+    """Where the loop ended; `finished`: at the last step, or early because nothing more was gained."""
 
     position: Position
     scores: dict[str, HeldoutScore]
@@ -61,7 +61,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     config, schedule, phases, observers = trainer.config, trainer.config.schedule, trainer.phases, trainer.observers
     phases.finished(position.step)
     position, scores = validate_ends(trainer, position)
-    while position.step < schedule.steps:
+    while not position.is_end_of(config):
         observers.on_step_begin(position.step + 1)
         step = take_step(trainer, position, signals)
         observers.on_step_computed(step.position.step)
@@ -81,6 +81,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
                 validation = ValidationEvent(position, scores, score_figures(scores))
                 observers.on_validation(validation)
             position, forgot = validation.position, validation.stop
+            last = position.is_end_of(config)
             figures |= validation.figures
         figures |= trainer.checkpoints.figures()
         observers.on_step(StepEvent(position.step, tokens_per_step(config), step.seconds, figures, texts))
@@ -92,14 +93,14 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
             observers.on_checkpoint(position.step, folder)
         if forgot is not None and not last:
             raise_on_all_ranks(forgot)
-        if step.stop and not last:
-            return Outcome(position, scores, finished=False)
+        if last or step.stop:
+            return Outcome(position, scores, finished=last)
     return Outcome(position, scores, finished=True)
 
 
 def validate_ends(trainer: Trainer, position: Position) -> tuple[Position, dict[str, HeldoutScore]]:
     """Scores the model before its first step (the reference for forgetting), or where no step is left."""
-    if position.step not in (0, trainer.config.schedule.steps):
+    if position.step > 0 and not position.is_end_of(trainer.config):
         return position, {}
     with trainer.phases("validation"):
         scores = trainer.validation.run(trainer.engine)

@@ -31,7 +31,12 @@ from pipeline.run_folder.status import TRAINING
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
 from pipeline.training.engine import Engine, build_model
-from pipeline.training.launch import StopSignals, collective_timeout, set_collective_timeout
+from pipeline.training.launch import (
+    StopSignals,
+    collective_timeout,
+    set_collective_timeout,
+    use_deterministic_kernels,
+)
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.observer import ObserverFactory, Observers, RunContext
 from pipeline.training.prompts import Prompts
@@ -54,6 +59,8 @@ def run_training(
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path, changes))
         set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
+        if config.deterministic:
+            use_deterministic_kernels()
         inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
         if not inputs.finished:
             return attempt(inputs, device, phases, signals, make_observers)
@@ -96,7 +103,14 @@ def attempt(
         with _faults_on_record(config.folder, phases):
             ending.enter_context(Watchdog(config.watchdog, phases, config.folder / STACKS, record_verdict))
             trainer, position, difference = prepare(inputs, device, phases, make_observers)
-            ending.push(partial(_end_observers, trainer))
+            finished = False
+
+            def end_observers(kind: object, error: BaseException | None, trace: object) -> None:
+                # Not after a fault of the program, or of another rank: an observer might wait for it.
+                if error is None or isinstance(error, (UserError, SystemExit)):
+                    trainer.observers.on_end(finished=finished)
+
+            ending.push(end_observers)
             if dist.get_rank() == 0:
                 record_start(config, dist.get_world_size(), position.step)
             try:
@@ -108,19 +122,13 @@ def attempt(
                 trainer.batches.close()
             if outcome.finished:
                 summarise(trainer, outcome, difference)
+                finished = True
         code = FINISHED if outcome.finished else RESUME_LATER
         if dist.get_rank() == 0:
             record_end(config.folder, exit_code=code, step=phases.state.step)
     if not outcome.finished:
         _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
     return code
-
-
-def _end_observers(trainer: Trainer, kind: object, error: BaseException | None, trace: object) -> None:
-    """Not after a fault of the program, or of another rank: an observer might wait for it."""
-    if error is None or isinstance(error, (UserError, SystemExit)):
-        finished = error is None and trainer.phases.state.step == trainer.config.schedule.steps
-        trainer.observers.on_end(finished=finished)
 
 
 def prepare(
@@ -136,7 +144,7 @@ def prepare(
     check_allocation(config, inputs.deepspeed_config, inputs.base, groups, device)
     torch.manual_seed(config.seed)
     inputs, samples = open_own_files(inputs, groups.tensor_parallel)
-    model = load_model(inputs, groups)
+    model = load_model(inputs, groups, device)
     run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
     engine = Engine(model, config, inputs.deepspeed_config, groups)
     batches = TrainingBatches(samples.training, config, layout, rank, device)
@@ -185,11 +193,11 @@ def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]
     return inputs._replace(base=replace(base, known_hashes=dict(sorted(hashes.items())))), samples
 
 
-def load_model(inputs: Inputs, groups: ProcessGroups) -> Decoder:
+def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
     """The model before its first step; each rank reads only what it will hold."""
     started = time.perf_counter()
     config, base = inputs.config, inputs.base
-    model = build_model(config, base, inputs.deepspeed_config, groups)
+    model = build_model(config, base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(methods.load_initial_weights, model, config, base, groups.tensor_parallel))
     _logger.info("loaded %s in %.1f s", base.path, time.perf_counter() - started)
     return model

@@ -1,0 +1,61 @@
+"""lm-eval's tasks on the model while it trains; each data-parallel rank scores a share of the questions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.data.packing import IGNORED
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.evaluation.benchmarks import load_tasks, task_results
+from pipeline.parallel.ranks import run_on_all_ranks, summed
+from pipeline.training.batches import MicroBatch
+from pipeline.training.observer import Observer, RunContext, ValidationEvent
+
+
+class TaskScores(Observer):
+    """Adds `<metric>/<task>` to the figures of every `validation.tasks_every`-th validation, and of the last."""
+
+    def __init__(self, context: RunContext) -> None:
+        """Every rank must call it, if there are tasks. Raises as `load_tasks`."""
+        self.config, self.engine, self.device = context.inputs.config, context.engine, context.device
+        self.layout, self.rank = context.inputs.layout, context.rank
+        settings = self.config.validation
+        self.tasks = run_on_all_ranks(
+            lambda: load_tasks(settings.tasks, data=settings.tasks_data, limit=settings.tasks_limit)
+        )
+        from pipeline.evaluation.scoring_model import ScoringModel  # needs lm-eval, which `load_tasks` has found
+
+        self.model = ScoringModel(
+            self.scores,
+            load_tokenizer(self.config.tokenizer),
+            context=context.inputs.base.spec.longest_text,
+            batch_size=self.config.schedule.micro_batch_size * self.layout.dp_size,
+        )
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        settings, step = self.config.validation, event.position.step
+        if step == self.config.schedule.steps or step // settings.every_steps % settings.tasks_every == 0:
+            with self.engine.evaluating():
+                found = task_results(self.model, self.tasks)
+            event.figures.update({f"{result.metric}/{result.task}": result.value for result in found})
+
+    def scores(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `evaluation.scoring_model.Scores`; every rank must call it."""
+        rows, tp_size = self.config.schedule.micro_batch_size, self.layout.tp_size
+        count, width = tokens.shape
+        whole = -(-width // tp_size) * tp_size  # sequence parallelism divides it
+        start = min(self.layout.dp_rank(self.rank) * rows, count)
+        own = slice(start, min(start + rows, count))
+        own_tokens = torch.zeros(rows, whole, dtype=torch.long)
+        own_targets = torch.full((rows, whole), IGNORED)
+        own_tokens[: own.stop - start, :width], own_targets[: own.stop - start, :width] = tokens[own], targets[own]
+        positions = torch.arange(whole).expand_as(own_tokens).contiguous()
+        losses = self.engine.loss(MicroBatch(own_tokens, own_targets, positions, None).on(self.device))
+        assert losses.is_greedy_choice is not None
+        found = torch.zeros(2, count, width, dtype=torch.float64, device=self.device)
+        if self.layout.tp_rank(self.rank) == 0:
+            both = torch.stack([losses.nll.double(), losses.is_greedy_choice.double()])
+            found[:, own] = both[:, : own.stop - start, :width]
+        nll, is_greedy = summed(found)
+        return nll, is_greedy > 0

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline import log
 from pipeline.run_folder.metrics import METRICS, TEXTS
@@ -26,6 +26,7 @@ class MetricsFiles(Observer):
         self.folder = folder
         self._held = b""
         self._failing = False
+        self._board: SummaryWriter | None = None
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
@@ -38,7 +39,8 @@ class MetricsFiles(Observer):
         except OSError as fault:
             if not self._failing:
                 _logger.error("%s: cannot be written (%s); its lines wait in memory", self.folder, fault.strerror)
-            self._failing, self._board = True, None
+            self._failing = True
+            self._board = None
 
     def on_rollback(self, step: int) -> None:
         self.on_end(finished=False)
@@ -56,7 +58,7 @@ class MetricsFiles(Observer):
         """Continues after the line of `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         cut_after(self.folder / METRICS, step)
-        self._board: SummaryWriter | None = None
+        self._board = None
         self._purge_step: int | None = step + 1 if step else 0
 
     def _write_lines(self) -> None:

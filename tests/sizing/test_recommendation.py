@@ -154,6 +154,19 @@ def test_offloading_moves_states_to_the_host():
     assert offloaded.host_bytes >= kept.memory.weights + kept.memory.optimizer
 
 
+def test_copies_of_what_trains_count_in_the_hosts_memory():
+    source = ROOT / "configs" / "bases" / "llama-3.2-1b.json"
+    config = run_of("llama-3.2-1b")
+    saving = config.model_copy(update={"checkpoints": config.checkpoints.model_copy(update={"asynchronous": True})})
+    plain, copied = (open_estimator(run, Cluster(8), base_config=source) for run in (config, saving))
+    for choice in (Choice(1, 1, "none"), Choice(3, 1, "none")):
+        state = plain.estimate(choice).memory.optimizer
+        assert copied.estimate(choice).host_bytes >= state > 0
+    assert plain.estimate(Choice(3, 1, "none")).host_bytes == 0
+    trained = plain.estimate(Choice(1, 1, "none")).memory
+    assert 0 < plain.estimate(Choice(1, 1, "none")).host_bytes < trained.weights + trained.optimizer
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

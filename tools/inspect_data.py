@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pipeline.command_line import folder_or_hub, run_program
 from pipeline.data.blend import Permutation
-from pipeline.data.preprocess import QUARANTINE, check_finished
+from pipeline.data.jobs import QUARANTINE, STATE, check_finished
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, Manifest, TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.unit_work import STATE
 from pipeline.errors import DataError
 from pipeline.evaluation.table import table
 

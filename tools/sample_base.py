@@ -36,11 +36,16 @@ def main(options: argparse.Namespace) -> None:
 def _sample(config: RunConfig | None, options: argparse.Namespace) -> None:
     import torch
 
-    from pipeline.data.workers import local_workers
-    from pipeline.rehearsal.corpus import device_kind, finished, plan_of, sample_corpus
+    from pipeline.data.workers import Workers, local_workers
+    from pipeline.rehearsal.corpus import check_folder, device_kind, plan_of, sample_corpus
 
     planned = [(job, plan_of(job)) for job in _jobs(config, options)]
-    unfinished = [(job, plan) for job, plan in planned if finished(job, plan) is None]
+    unfinished = []
+    for job, plan in planned:
+        if check_folder(job, plan) is None:
+            unfinished.append((job, plan))
+        else:  # nothing but a word to the user
+            sample_corpus(job, plan, Workers(None))
     if not unfinished:
         return
     on_gpus = device_kind(options.device) == "cuda"

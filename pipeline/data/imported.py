@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeline import log
 from pipeline.data.file_content import content_of
-from pipeline.data.job_state import UnitPart
+from pipeline.data.jobs import UnitPart
 from pipeline.data.token_shards import Shard, shard_files
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import Workers
@@ -42,7 +42,7 @@ class _Found(NamedTuple):
     tokens: int
 
 
-def import_shards(folder: Path, files: Sequence[Path], tokenizer: Path, workers: Workers) -> list[tuple[str, UnitPart]]:
+def import_shards(folder: Path, files: Sequence[Path], tokenizer: Path, workers: Workers) -> dict[str, UnitPart]:
     """Puts the shards whose `.bin` are `files` into `folder`; returns their names and what they hold.
 
     Characters and bytes are those of the decoded documents.
@@ -50,7 +50,8 @@ def import_shards(folder: Path, files: Sequence[Path], tokenizer: Path, workers:
     Raises:
         DataError: an index is damaged, or an id is not the tokenizer's.
     """
-    parts, without_end = [], 0
+    parts: dict[str, UnitPart] = {}
+    without_end = 0
     for number, file in enumerate(files):
         shard = Shard(file.with_suffix(""))
         stretches = list(_stretches(shard, tokenizer))
@@ -63,21 +64,20 @@ def import_shards(folder: Path, files: Sequence[Path], tokenizer: Path, workers:
         for source, target in zip(shard_files(shard.prefix), shard_files(folder / name), strict=True):
             _put(source, target)
         without_end += sum(own.without_end for own in found)
-        part = UnitPart(
+        parts[name] = UnitPart(
             documents=shard.documents,
             tokens=shard.tokens,
             characters=sum(own.characters for own in found),
             bytes=sum(own.bytes for own in found),
             files={end: content_of(Path(f"{folder / name}{end}")) for end in (".bin", ".idx")},
         )
-        parts.append((name, part))
     if without_end:
         _logger.warning(
             "%s: %d of %d documents do not end with the tokenizer's end of a document (Megatron's --append-eod); the "
             "model will not learn to end one",
             folder,
             without_end,
-            sum(part.documents for _, part in parts),
+            sum(part.documents for part in parts.values()),
         )
     return parts
 

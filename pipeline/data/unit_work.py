@@ -1,13 +1,12 @@
-"""Tokenizing one unit of a job: read, check, encode, write shards, and last the record that marks the unit as done."""
+"""Tokenizing a range of a file: read, check, encode, write a shard."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,14 @@ from pipeline import log
 from pipeline.config.data import Corpus
 from pipeline.data.bad_records import Quarantine
 from pipeline.data.chats import chat_template
-from pipeline.data.file_content import content_of
-from pipeline.data.job_state import PartCounts, UnitPart, UnitRecord, UnitState, identity
+from pipeline.data.jobs import STATE, PartCounts, UnitPart, UnitRecord, heldout_of
 from pipeline.data.records import Document, DocumentUnit, Keys, Rejected
 from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
-from pipeline.files import write_json, write_record
+from pipeline.files import write_json
 
-STATE = ".units"
-"""The folder of unfinished work, in a corpus's own."""
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
@@ -64,7 +60,7 @@ class Job:
     @property
     def heldout(self) -> Path:
         """The folder of the held-out part."""
-        return self.output.with_name(self.output.name + ".heldout")
+        return heldout_of(self.output)
 
     @property
     def state(self) -> Path:
@@ -75,6 +71,10 @@ class Job:
     def reference_only(self) -> Path:
         """Exists once the fast encoder has made an error: the reference library then encodes everything."""
         return self.state / "reference_only.json"
+
+    def quarantine_of(self, unit: str) -> Path:
+        """The rejected records of a unit, if there are any."""
+        return self.state / f"{unit}.quarantine.jsonl"
 
 
 def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
@@ -89,43 +89,28 @@ def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
     return Keys(described.text_key, described.prompt_key, described.document, encoding=described.encoding)
 
 
-def state_of(job: Job, plan: str, unit: Unit) -> UnitState:
-    """The files of `unit` in the job whose plan has the identity `plan`."""
-    made_for = identity(plan, asdict(unit))
-    return UnitState(unit.name, made_for, job.state, job.output, job.heldout if job.heldout_fraction > 0 else None)
-
-
-def finished_record(job: Job, plan: str, unit: Unit) -> UnitRecord | None:
-    """The outcome of `unit`, if it is done and still valid."""
-    record = state_of(job, plan, unit).outcome()
-    return None if record is not None and record.backend == "gigatoken" and job.reference_only.exists() else record
-
-
 def is_heldout(text: str, fraction: float) -> bool:
     """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def tokenize_unit(job: Job, plan: str, unit: Unit, most_rejected: float = math.inf) -> UnitRecord:
-    """Tokenizes `unit` and publishes its shards, unless that has been done.
+def tokenize_unit(job: Job, most_rejected: float, unit: Unit) -> UnitRecord:
+    """Tokenizes `unit` and publishes its shards.
 
     Raises:
         DataError: the tokenizer produced an id outside its own vocabulary, the file cannot be read, or there are more
             than `most_rejected` bad records.
     """
-    if (done := finished_record(job, plan, unit)) is not None:
-        return done
-    own = state_of(job, plan, unit)
     tokenizer = _cached_tokenizer(job.tokenizer, job.end_of_document)
     fast = None if job.reference_only.exists() else tokenizer.fast
     if fast is not None:
         try:
-            return _tokenize_with(job, own, unit, tokenizer, fast, most_rejected)
+            return _tokenize_with(job, unit, tokenizer, fast, most_rejected)
         except _Disagreement as difference:
             _logger.warning("%s, unit %s: %s; the reference encodes the whole corpus", unit.path, unit.name, difference)
             write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
-    return _tokenize_with(job, own, unit, tokenizer, tokenizer.reference, most_rejected)
+    return _tokenize_with(job, unit, tokenizer, tokenizer.reference, most_rejected)
 
 
 @lru_cache(maxsize=1)
@@ -138,18 +123,16 @@ class _Disagreement(Exception):  # noqa: N818  # not an error: the reference tak
     """The fast encoder and the reference produced different ids."""
 
 
-def _tokenize_with(
-    job: Job, own: UnitState, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float
-) -> UnitRecord:
+def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float) -> UnitRecord:
     dtype = token_dtype(tokenizer.vocab_size)
     with ExitStack() as files:
-        quarantine = files.enter_context(Quarantine(own.quarantine_file, unit.path, most_rejected))
+        quarantine = files.enter_context(Quarantine(job.quarantine_of(unit.name), unit.path, most_rejected))
 
         def part(folder: Path) -> _Part:
             return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, job.state)), tokenizer, encoder)
 
-        train = part(own.train)
-        heldout = part(own.heldout) if own.heldout is not None else None
+        train = part(job.output)
+        heldout = part(job.heldout) if job.heldout_fraction > 0 else None
         for record in unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 quarantine.add(record)
@@ -159,16 +142,12 @@ def _tokenize_with(
                 train.add(record)
         for each in filter(None, (train, heldout)):
             each.finish()
-    outcome = UnitRecord(
-        made_for=own.made_for,
+    return UnitRecord(
         backend=encoder.name,
         train=train.outcome,
         heldout=heldout.outcome if heldout is not None else UnitPart(),
         rejected=dict(sorted(quarantine.counts.items())),
-        quarantine=content_of(own.quarantine_file) if quarantine.counts else None,
     )
-    write_record(own.record_file, outcome)
-    return outcome
 
 
 class _Part:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,10 +19,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
 _board: Any = None
-# The reference libraries need 4.3 GB for the largest record.
-_LEAST_MEMORY_BYTES = 6 * 2**30
 _PR_SET_PDEATHSIG = 1
-_KEPT = "finished work is kept"
 
 
 class Workers:
@@ -46,7 +42,7 @@ class Workers:
         """Yields `function(task)` for every task, in the order in which they finish; `name` is for messages.
 
         Raises:
-            DataError: a worker died, or had not enough memory; the message names its task.
+            DataError: a worker died; the message names its task.
         """
         if self._executor is None:
             yield from map(function, tasks)
@@ -60,13 +56,7 @@ class Workers:
                 futures[self._executor.submit(call, task)] = task
             processes = multiprocessing.active_children()
             for future in as_completed(futures):
-                try:
-                    yield future.result()
-                except MemoryError:
-                    raise DataError(
-                        f"{name(futures[future])}: needs more memory than a worker has; start the same command again "
-                        f"with fewer --workers, or leave the file out: {_KEPT}"
-                    ) from None
+                yield future.result()
         except BrokenProcessPool:
             raise DataError(self._death(processes, [str(name(task)) for task in tasks])) from None
         finally:
@@ -83,7 +73,7 @@ class Workers:
         where = f" at {', '.join(at_work)}" if at_work else ""
         return (
             f"a worker process was killed{where}; start the same command again, with fewer --workers if memory was "
-            f"short, and without the file if it is damaged: {_KEPT}"
+            f"short, and without the file if it is damaged: finished work is kept"
         )
 
 
@@ -95,8 +85,7 @@ def _cause(exit_code: int) -> str:
 def local_workers(count: int, *, preload: str = "pipeline.data.unit_work", isolated: bool = False) -> Iterator[Workers]:
     """`count` processes of this machine, which import the module `preload` once; a single worker is this process.
 
-    `isolated`: a single worker is another process, too, and each may use its share of the machine's memory. So whatever
-    a file makes a library do ends a worker, and not this process or the machine.
+    `isolated`: a single worker is another process, too: what a file makes a library do does not end this one.
     """
     if count == 1 and not isolated:
         yield Workers(None)
@@ -105,9 +94,7 @@ def local_workers(count: int, *, preload: str = "pipeline.data.unit_work", isola
     context.set_forkserver_preload(["pipeline.data.fork_server", preload])
     started = context.Value("i", 0)
     board = context.RawArray("q", [-1] * (2 * count))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count if isolated else 0
-    arguments = (started, board, max(memory, _LEAST_MEMORY_BYTES) if isolated else None)
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=arguments) as executor:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=(started, board)) as executor:
         executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
         yield Workers(executor, board)
 
@@ -146,8 +133,8 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _begin_work(started: Any, board: Any, memory_bytes: int | None) -> None:  # noqa: ANN401
-    """Numbers a worker, limits its memory, makes it end with its parent, and leaves Ctrl-C to the parent."""
+def _begin_work(started: Any, board: Any) -> None:  # noqa: ANN401
+    """Numbers a worker, makes it end with its parent, and leaves Ctrl-C to the parent."""
     global _number, _board
     end_with_parent()
     parent = multiprocessing.parent_process()
@@ -159,10 +146,6 @@ def _begin_work(started: Any, board: Any, memory_bytes: int | None) -> None:  # 
         started.value += 1
     _board = board
     _board[2 * _number] = os.getpid()
-    if memory_bytes is not None:
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _on_board(at: int, function: Callable[[Task], Result], task: Task) -> Result:

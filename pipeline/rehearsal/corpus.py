@@ -1,7 +1,6 @@
-"""A base model to a token corpus of its own text: spread over workers, and restartable at any moment.
+"""A base model to a token corpus of its own text: a job whose units are numbers of tokens to write.
 
-As in tokenization, the corpus is made in units of work, and `manifest.json`, written last, completes it. Its bytes
-depend on the job and on the kind of device, not on the workers.
+Its bytes depend on the job and on the kind of device, not on the workers.
 """
 
 from __future__ import annotations
@@ -12,55 +11,44 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
 from pipeline.data.corpora import SAMPLER, train_folder
-from pipeline.data.job_state import (
+from pipeline.data.jobs import (
+    STATE,
     PartCounts,
+    Plan,
+    Share,
     UnitPart,
     UnitRecord,
-    UnitState,
-    begin,
     begun_for,
-    check_finished_units,
-    identity,
-    input_hash,
-    own_first,
-    refuse_other,
-    remove_state,
+    complete,
+    input_records,
+    run_units,
     sums_of,
 )
-from pipeline.data.preprocess import check_finished
-from pipeline.data.token_corpus import (
-    MANIFEST,
-    InputFile,
-    Manifest,
-    SamplingRecord,
-    TokenizerRecord,
-    load_manifest,
-)
+from pipeline.data.jobs import finished as finished_corpus
+from pipeline.data.token_corpus import MANIFEST, Manifest, SamplingRecord, TokenizerRecord, load_manifest
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
-from pipeline.errors import ConfigError, DataError
-from pipeline.files import write_record
+from pipeline.errors import ConfigError
 from pipeline.inputs import check_sampling, check_vocabulary
-from pipeline.log import progress_bar
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings, write_openings
 
 Device = Literal["auto", "cpu", "cuda"]
+_Kind = Literal["cpu", "cuda"]
 # A unit is the work that a kill can cost, and has at least one batch.
 _UNITS_PER_CORPUS = 64
 _MAX_UNIT_TOKENS = 2**20
@@ -70,7 +58,6 @@ _LEAST_UNITS = 8
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
 _BACKEND = "transformers"
-_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ class SamplingJob:
     @property
     def state(self) -> Path:
         """The folder of unfinished work; removed when the manifest is written."""
-        return self.output / ".units"
+        return self.output / STATE
 
     @property
     def openings(self) -> Path:
@@ -99,8 +86,10 @@ class SamplingJob:
         return self.state / "openings"
 
 
-class SamplingPlan(SamplingRecord):
-    """What a folder was begun for. A job with another plan must not continue there."""
+class SamplingPlan(Plan, SamplingRecord):
+    """The base, the settings and the openings of a corpus that a base writes."""
+
+    tool: ClassVar[str] = SAMPLER
 
     openings: list[tuple[str, int]]
     text_key: str
@@ -110,10 +99,23 @@ class SamplingPlan(SamplingRecord):
     unit_tokens: int
 
     @property
-    def units(self) -> list[int]:
-        """The number of tokens that each unit has to write, at least."""
+    def units(self) -> dict[str, tuple[int, int]]:
+        """By name, the number of each unit and of the tokens that it has to write, at least."""
         count = math.ceil(self.tokens / self.unit_tokens)
-        return [math.ceil(self.tokens / count)] * count
+        return {f"00000-{number:06d}": (number, math.ceil(self.tokens / count)) for number in range(count)}
+
+    def of_corpus(self, manifest: Manifest) -> SamplingPlan | None:
+        if manifest.sampling is None:
+            return None
+        return SamplingPlan(
+            **manifest.sampling.model_dump(),
+            openings=[(file.path, file.bytes) for file in manifest.inputs],
+            text_key=manifest.text_key,
+            fingerprint=manifest.tokenizer.fingerprint,
+            document_start=manifest.tokenizer.document_start,
+            document_end=manifest.tokenizer.document_end,
+            unit_tokens=self.unit_tokens,
+        )
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
@@ -140,9 +142,7 @@ def plan_of(job: SamplingJob) -> SamplingPlan:
     tokenizer = load_tokenizer(job.base)
     check_vocabulary(tokenizer, base.spec)
     check_sampling(job.sampling, job.max_tokens, tokenizer, base.spec)
-    begun = begun_for(job.state, SamplingPlan)
-    default = begun.batch_size if begun is not None else _batch_size(job, base.spec)
-    batch_size = job.batch_size or default
+    batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     least = batch_size * job.max_tokens
     return SamplingPlan(
         base=base.hashes(),
@@ -158,57 +158,17 @@ def plan_of(job: SamplingJob) -> SamplingPlan:
     )
 
 
-def finished(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
-    """The manifest of a corpus that is already complete; None where it is not. Removes what is left of its making.
-
-    Raises:
-        DataError: the folder holds another corpus than `job` describes.
-    """
-    manifest = check_folder(job, plan)
-    if manifest is not None:
-        remove_state(job.state)
-        _logger.info("%s: already complete, %d documents, %d tokens", job.output, manifest.documents, manifest.tokens)
-    return manifest
-
-
 def check_folder(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
     """The manifest of a corpus that is already complete; None where it is not.
 
     Raises:
         DataError: the folder holds another corpus than `job` describes.
     """
-    if not (job.output / MANIFEST).exists():
-        if (begun := begun_for(job.state, SamplingPlan)) is not None:
-            refuse_other(job.output, plan, begun)
-        return None
-    manifest = load_manifest(job.output, made_by=SAMPLER)
-    if manifest.sampling is None:
-        raise DataError(
-            f"{job.output}: holds a tokenized corpus, none that a base wrote; choose another --output, or another name "
-            "for the corpus"
-        )
-    found = SamplingPlan(
-        **manifest.sampling.model_dump(),
-        openings=[(file.path, file.bytes) for file in manifest.inputs],
-        text_key=manifest.text_key,
-        fingerprint=manifest.tokenizer.fingerprint,
-        document_start=manifest.tokenizer.document_start,
-        document_end=manifest.tokenizer.document_end,
-        unit_tokens=plan.unit_tokens,
-    )
-    wanted = plan if job.batch_size else plan.model_copy(update={"batch_size": found.batch_size})
-    refuse_other(job.output, wanted, found)
-    check_finished(job.output)
-    return manifest
+    return finished_corpus(job.output, plan)
 
 
 def sample_corpus(
-    job: SamplingJob,
-    plan: SamplingPlan,
-    workers: Workers,
-    *,
-    device: Device = "auto",
-    share: tuple[int, int] = (0, 1),
+    job: SamplingJob, plan: SamplingPlan, workers: Workers, *, device: Device = "auto", share: Share = (0, 1)
 ) -> Manifest:
     """Makes the corpus of `job`, or continues it; a finished one is left as it is.
 
@@ -217,36 +177,43 @@ def sample_corpus(
         plan: `plan_of(job)`.
         workers: the processes that do the work; each loads the base. On GPUs they take one each, in turn.
         device: where the base runs; auto is the GPUs if there are any.
-        share: (k, n): this is the k-th of n jobs that make the same corpus at the same time.
+        share: this job's, of the jobs that make the same corpus at the same time.
 
     Raises:
         UserError: the openings cannot be used, the folder holds another corpus, or a batch does not fit into memory.
     """
-    if (manifest := finished(job, plan)) is not None:
-        return manifest
-    try:
-        begin(job.output, job.state, plan)
-        plan_id = identity(plan.model_dump())
+
+    def make(state: Path) -> Manifest:
         if plan.openings:
-            _make_openings(job, plan, plan_id)
-        files = list(enumerate(Path(path) for path, _ in plan.openings))
-        hashes = dict(workers.run(partial(input_hash, job.state, plan_id), own_first(files, share)))
-        inputs = [
-            InputFile(path=path, bytes=size, sha256=hashes[index]) for index, (path, size) in enumerate(plan.openings)
-        ]
-        units = [
-            UnitState(_name(unit), identity(plan_id, unit), job.state, job.output) for unit in range(len(plan.units))
-        ]
-        check_finished_units(units, workers, share)
-        records = _write_units(job, plan, units, workers, device_kind(device), share)
-        return _publish(job, plan, inputs, records)
-    except (FileNotFoundError, DataError) as error:
-        # Another job that shares the work may have finished and removed the state.
-        if (job.output / MANIFEST).exists() and (manifest := finished(job, plan)) is not None:
-            return manifest
-        if isinstance(error, FileNotFoundError):
-            raise DataError(f"{error.filename}: vanished during the work; start again") from None
-        raise
+            _make_openings(job, plan)
+        units = plan.units
+        write = partial(_write_unit, job, plan, device_kind(device))
+        bar = ("sampling", " tokens", _tokens_of_unit)
+        records = dict(run_units(state, UnitRecord, write, units, workers, share, bar=bar))
+        vocab_size = load_tokenizer(job.base).vocab_size
+        return Manifest(
+            part="train",
+            tokenizer=TokenizerRecord(
+                fingerprint=plan.fingerprint,
+                vocab_size=vocab_size,
+                document_start=plan.document_start,
+                document_end=plan.document_end,
+                backend=_BACKEND,
+            ),
+            token_dtype=token_dtype(vocab_size).name,
+            text_key=plan.text_key,
+            heldout_fraction=0.0,
+            **sums_of({name: records[name].train for name in units}),
+            rejected={},
+            inputs=input_records(state, plan.openings, workers, share),
+            sampling=SamplingRecord(**plan.model_dump(include=set(SamplingRecord.model_fields))),
+        )
+
+    return complete(job.output, plan, make)
+
+
+def _tokens_of_unit(unit: tuple[int, int]) -> int:
+    return unit[1]
 
 
 def device_kind(device: Device) -> Literal["cpu", "cuda"]:
@@ -260,50 +227,21 @@ def device_kind(device: Device) -> Literal["cpu", "cuda"]:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
-def _make_openings(job: SamplingJob, plan: SamplingPlan, plan_id: str) -> None:
-    """Writes the shard of the openings, unless it is there as it was written."""
-    own = UnitState("openings", identity(plan_id, "openings"), job.state, job.state)
-    own.forget_if_damaged()
-    if own.outcome() is None:
+def _make_openings(job: SamplingJob, plan: SamplingPlan) -> None:
+    """Writes the shard of the openings, unless it is there: its index is published last."""
+    if not job.openings.with_suffix(".idx").exists():
         longest = plan.max_tokens - len(plan.document_end) - 1
         tokenizer = load_tokenizer(job.base)
-        shard = write_openings(
-            job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest
-        )
-        counts = UnitPart(documents=shard.documents, tokens=shard.tokens, files=shard.files)
-        write_record(own.record_file, UnitRecord(made_for=own.made_for, backend=_BACKEND, train=counts))
+        write_openings(job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest)
 
 
-def _write_units(
-    job: SamplingJob,
-    plan: SamplingPlan,
-    units: Sequence[UnitState],
-    workers: Workers,
-    kind: Literal["cpu", "cuda"],
-    share: tuple[int, int],
-) -> list[UnitPart]:
-    """What each unit wrote; units that are done are not written again."""
-    parts = {unit: record.train for unit, own in enumerate(units) if (record := own.outcome()) is not None}
-    # A unit writes some more than its tokens.
-    with progress_bar("sampling", sum(plan.units), " tokens", done=sum(plan.units[unit] for unit in parts)) as bar:
-        unfinished = [task for task in enumerate(units) if task[0] not in parts]
-        for unit, part in workers.run(partial(_write_unit, job, plan, kind), own_first(unfinished, share)):
-            parts[unit] = part
-            bar.update(plan.units[unit])
-    return [parts[unit] for unit in range(len(units))]
-
-
-def _write_unit(
-    job: SamplingJob, plan: SamplingPlan, kind: Literal["cpu", "cuda"], task: tuple[int, UnitState]
-) -> tuple[int, UnitPart]:
-    """Writes one unit and publishes its shard, unless that has been done."""
-    unit, own = task
-    if (done := own.outcome()) is not None:
-        return unit, done.train
+def _write_unit(job: SamplingJob, plan: SamplingPlan, kind: _Kind, unit: tuple[int, int]) -> UnitRecord:
+    """Writes one unit and publishes its shard."""
+    number, _ = unit
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
     writer, tokenizer = _loaded(job.base, tuple(plan.base.items()), device)
     counts = PartCounts()
-    with writing_shard(own.train / own.name, token_dtype(tokenizer.vocab_size), job.state) as shard:
+    with writing_shard(job.output / f"00000-{number:06d}", token_dtype(tokenizer.vocab_size), job.state) as shard:
         for documents in _batches(job, plan, writer, unit):
             ids, lengths = np.concatenate(documents), np.array([len(document) for document in documents])
             shard.add(ids, lengths)
@@ -312,20 +250,19 @@ def _write_unit(
             counts.tokens += len(ids)
             counts.characters += sum(map(len, texts))
             counts.bytes += sum(len(text.encode()) for text in texts)
-    part = UnitPart(**counts.model_dump(), files=shard.files)
-    write_record(own.record_file, UnitRecord(made_for=own.made_for, backend=_BACKEND, train=part))
-    return unit, part
+    return UnitRecord(backend=_BACKEND, train=UnitPart(**counts.model_dump(), files=shard.files))
 
 
 def _batches(
-    job: SamplingJob, plan: SamplingPlan, writer: BaseWriter, unit: int
+    job: SamplingJob, plan: SamplingPlan, writer: BaseWriter, unit: tuple[int, int]
 ) -> Iterator[Sequence[npt.NDArray[np.int64]]]:
     """Batches of documents until the unit has its tokens; the last one has as many as are still needed."""
+    number, wanted = unit
     openings: Iterator[npt.NDArray[Any]] = repeat(np.array(plan.document_start or plan.document_end[-1:]))
     if plan.openings:
-        openings = chosen_openings(job.openings, plan.seed, unit, len(plan.units))
+        openings = chosen_openings(job.openings, plan.seed, number, len(plan.units))
     tokens = documents = 0
-    while (left := plan.units[unit] - tokens) > 0:
+    while (left := wanted - tokens) > 0:
         # At first no more documents than are needed if all are as long as they may be. Later an eighth more than the
         # mean length suggests: another batch for a few missing tokens would take as long as a whole one.
         needed = 1.125 * left * documents / tokens if documents else left / plan.max_tokens
@@ -335,7 +272,7 @@ def _batches(
                 list(islice(openings, count)),
                 temperature=plan.temperature,
                 max_tokens=plan.max_tokens,
-                seed=mix(plan.seed, unit, documents),
+                seed=mix(plan.seed, number, documents),
             )
         except torch.OutOfMemoryError:
             raise ConfigError(
@@ -347,31 +284,6 @@ def _batches(
         yield batch
         tokens += sum(map(len, batch))
         documents += len(batch)
-
-
-def _publish(job: SamplingJob, plan: SamplingPlan, inputs: list[InputFile], records: Sequence[UnitPart]) -> Manifest:
-    """Writes the manifest, and removes the state."""
-    vocab_size = load_tokenizer(job.base).vocab_size
-    manifest = Manifest(
-        part="train",
-        tokenizer=TokenizerRecord(
-            fingerprint=plan.fingerprint,
-            vocab_size=vocab_size,
-            document_start=plan.document_start,
-            document_end=plan.document_end,
-            backend=_BACKEND,
-        ),
-        token_dtype=token_dtype(vocab_size).name,
-        text_key=plan.text_key,
-        heldout_fraction=0.0,
-        **sums_of([(_name(unit), record) for unit, record in enumerate(records)]),
-        rejected={},
-        inputs=inputs,
-        sampling=SamplingRecord(**plan.model_dump(include=set(SamplingRecord.model_fields))),
-    )
-    manifest.save(job.output)
-    remove_state(job.state)
-    return manifest
 
 
 @lru_cache(maxsize=1)
@@ -388,12 +300,16 @@ def _body(document: npt.NDArray[np.int64], plan: SamplingPlan) -> npt.NDArray[np
     return document[begins : len(document) - len(plan.document_end)]
 
 
+def _begun_batch_size(job: SamplingJob) -> int | None:
+    """The batch size of the corpus in the job's folder, if there is one."""
+    if (begun := begun_for(job.output, SamplingPlan)) is not None:
+        return begun.batch_size
+    sampling = load_manifest(job.output, made_by=SAMPLER).sampling if (job.output / MANIFEST).exists() else None
+    return None if sampling is None else sampling.batch_size
+
+
 def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:
     bytes_per_token = 2 * 4 * spec.num_layers * spec.widths.num_key_value_heads * spec.head_dim
     in_memory = _CACHE_BYTES // (bytes_per_token * job.max_tokens)
     for_units = math.ceil(job.sampling.tokens / (_LEAST_UNITS * job.max_tokens))
     return max(1, min(_MAX_BATCH_SIZE, in_memory, for_units))
-
-
-def _name(unit: int) -> str:
-    return f"00000-{unit:06d}"

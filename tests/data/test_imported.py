@@ -90,17 +90,18 @@ def test_what_is_not_right_is_refused(tmp_path):
     alone = tmp_path / "alone.bin"
     alone.write_bytes(b"1234")
     wide = write_megatron(tmp_path / "wide", encoded(documents(5)), dtype=np.int32)
-    for inputs, settings, message in (
+    cases = (
         ([f"{foreign}.bin"], {}, r"foreign.bin: document 1: expected ids from 0 to 511 .* found 1 to 512"),
         ([f"{torn}.bin"], {}, "torn.bin: expected .* tokens of uint16, found 30 bytes"),
         ([alone], {}, "alone.idx: no such file"),
         ([f"{good}.bin", text], {}, "tokens are imported as they are"),
         ([f"{good}.bin"], {"heldout_fraction": 0.1}, "tokens are imported as they are"),
         ([f"{good}.bin", f"{wide}.bin"], {}, "expected ids of one type, found int32, uint16"),
-    ):
+    )
+    for number, (inputs, settings, message) in enumerate(cases):
         with pytest.raises(DataError, match=message):
-            tokenize(tmp_path / "out", *inputs, **settings)
-        assert not (tmp_path / "out" / "manifest.json").exists()
+            tokenize(tmp_path / f"out{number}", *inputs, **settings)
+        assert not (tmp_path / f"out{number}" / "manifest.json").exists()
 
 
 def test_imported_held_out_tokens_are_validated_but_not_scored(tmp_path):

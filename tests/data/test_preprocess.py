@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pipeline.data.token_corpus import Manifest, load_manifest
 from pipeline.data.tokenizer import Encoded, GigatokenEncoder
 from pipeline.data.unit_work import is_heldout
 from pipeline.data.workers import Workers, local_workers
-from pipeline.errors import PASSING_FAULT, DataError
+from pipeline.errors import PASSING_FAULT, DataError, UserError
 from pipeline.files import file_hash
 from tests.data.helpers import (
     PROJECT,
@@ -160,25 +159,26 @@ def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undistu
 
 
 class _Disturbed(Workers):
-    """Real workers that call `before` or `after` once, before or after the named task."""
+    """Real workers that call `before` or `after` once, before or after the named work."""
 
-    def __init__(self, task: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
+    def __init__(self, work: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
         super().__init__(None)
-        self._task, self._before, self._after = task, before, after
+        self._work, self._before, self._after = work, before, after
 
     def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
-        is_task = isinstance(function, partial) and function.func.__name__ == self._task
-        if is_task and self._before is not None:
+        work = function.args[-1]  # of run_units
+        is_named = getattr(work, "func", work).__name__ == self._work
+        if is_named and self._before is not None:
             self._before, action = None, self._before
             action()
         yield from super().run(function, tasks, **options)
-        if is_task and self._after is not None:
+        if is_named and self._after is not None:
             self._after, action = None, self._after
             action()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("task", ["_split_one", "_tokenize_one", "input_hash"])
+@pytest.mark.parametrize("task", ["_split_one", "tokenize_unit", "_hashed"])
 def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
     """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
@@ -203,7 +203,7 @@ def test_records_removed_while_the_manifest_is_written_are_counted(tmp_path: Pat
         for record in sorted(state.glob("*-*[0-9].json"))[::2]:
             record.unlink()
 
-    disturbed = _Disturbed("input_hash", after=lose_half)
+    disturbed = _Disturbed("tokenize_unit", after=lose_half)
     assert preprocess(job(tmp_path / "shared", source, unit_bytes=2**12), disturbed) == whole
 
 
@@ -449,7 +449,10 @@ def test_errors_in_worker_processes_are_reported(tmp_path: Path):
 def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
     write_jsonl(tmp_path / "x.jsonl", ["one"])
     (tmp_path / "corpus").write_text("a file")
-    for output in (tmp_path / "corpus", tmp_path / "corpus" / "below"):
-        with local_workers(1) as workers, pytest.raises(DataError, match=r"corpus.*: cannot make this folder"):
+    for output, message in (
+        (tmp_path / "corpus", "corpus: expected nothing here"),
+        (tmp_path / "corpus" / "below", "corpus/below.*: cannot make this folder"),
+    ):
+        with local_workers(1) as workers, pytest.raises(UserError, match=message):
             preprocess(job(output, tmp_path / "x.jsonl"), workers)
     assert (tmp_path / "corpus").read_text() == "a file"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import unit_work
+from pipeline.data import jobs
 from pipeline.data.token_corpus import TokenCorpus, load_manifest
 from pipeline.data.token_shards import Shard, prompts_file
 from pipeline.data.unit_work import is_heldout
@@ -89,15 +89,19 @@ def test_an_interrupted_job_gives_the_same_files(tmp_path: Path, monkeypatch: py
     path = write_pairs(tmp_path / "x.jsonl")
     settings = {"prompt_key": "question", "unit_bytes": 700, "heldout_fraction": 0.2}
     tokenize(tmp_path / "a" / "out", path, **settings)
-    write, written = unit_work.write_record, []
+    write, written = jobs.write_record, []
 
     def interrupted(target: Path, value: object) -> None:
-        written.append(target)
-        if len(written) in (3, 4, 8):  # prompts and index of this unit are there, its record is not
+        written.extend([target] * isinstance(value, jobs.UnitRecord))
+        if isinstance(value, jobs.UnitRecord) and len(written) in (
+            3,
+            4,
+            8,
+        ):  # prompts and index of this unit are there, its record is not
             raise KeyboardInterrupt
         write(target, value)
 
-    monkeypatch.setattr(unit_work, "write_record", interrupted)
+    monkeypatch.setattr(jobs, "write_record", interrupted)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "b" / "out", path, **settings)

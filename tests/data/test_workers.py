@@ -1,4 +1,4 @@
-"""Processes that die: of a signal, of a lack of memory, and with their parent."""
+"""Processes that die: of a signal, and with their parent."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ def die_of_a_signal(task: str) -> str:
     return task
 
 
-def take_memory(task: str) -> int:
-    return len(bytearray(2**45 if task == "bad.parquet" else 10))
-
-
 @pytest.mark.parametrize("tasks", [["good.parquet", "bad.parquet"], ["bad.parquet"]])
 def test_the_file_at_which_a_process_aborts_is_named(tasks: list[str]):
     with (
@@ -36,14 +32,6 @@ def test_the_file_at_which_a_process_aborts_is_named(tasks: list[str]):
         pytest.raises(DataError, match=r"killed at bad\.parquet \(Aborted, signal 6\); start"),
     ):
         list(workers.run(die_of_a_signal, tasks))
-
-
-def test_the_file_that_needs_too_much_memory_is_named():
-    with (
-        local_workers(1, isolated=True) as workers,
-        pytest.raises(DataError, match=r"^bad\.parquet: needs more memory than a worker has"),
-    ):
-        list(workers.run(take_memory, ["good.parquet", "bad.parquet"]))
 
 
 def test_nothing_outlives_a_killed_parent():

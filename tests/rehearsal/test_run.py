@@ -146,7 +146,7 @@ def test_a_tokenized_corpus_is_not_taken_for_a_written_one(copied_tokens: Path, 
     shutil.copytree(copied_tokens / "korean", copied_tokens / "own")
     done = run_main("sample_base.py", rehearsing(tmp_path / "run", copied_tokens))
     assert done.returncode == 1
-    assert "own: holds a tokenized corpus, none that a base wrote" in done.stderr
+    assert "own: was not made by tools/sample_base.py; choose another --output, or another name" in done.stderr
 
 
 def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
@@ -190,9 +190,9 @@ def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
     done = run_main(*sample_to, begun)
     assert done.returncode == 1
     assert "plan.json: " in done.stderr
-    assert "if another tool is making another corpus there, choose another --output" in done.stderr
+    assert "choose another --output if another tool is making a corpus there" in done.stderr
 
     assert run_main(*sample_to, own, "--openings", file, "--opening-tokens", "2").returncode == 0
     done = run_main(*tokenize_to, own)
     assert done.returncode == 1
-    assert "own: holds text that a model wrote (tools/sample_base.py)" in done.stderr
+    assert "own: was not made by tools/preprocess_data.py" in done.stderr

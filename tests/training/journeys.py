@@ -91,5 +91,5 @@ JOURNEYS = [
     Journey("fft",       1, TP2,     False, "nll", "bf16", False, "all",  True,  "separate"),
     Journey("freeze",    3, DP2,     False, "kl",  "bf16", False, "none", False, "separate"),
     Journey("lora",      2, DP2,     True,  "kl",  "nf4",  True,  "none", False, "separate"),
-    Journey("llama_pro", 1, DP2,     False, "kl",  "nf4",  False, "all",  False, "separate"),
+    Journey("llama_pro", 1, DP2,     False, "kl",  "bf16", False, "all",  False, "separate"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config.run import Schedule
+from pipeline.config.run import RunConfig, Schedule
 from pipeline.errors import ConfigError, LayoutError, nearest
 from pipeline.files import read_object
 from pipeline.parallel.topology import Layout
@@ -191,3 +191,22 @@ def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
                     f"of the weights silently; remove it, or use tp_size 1"
                 )
     return faults
+
+
+def check_stage(config: RunConfig, zero_stage: int) -> None:
+    """Raises ConfigError where a setting excludes ZeRO-3, and that is the stage."""
+    if zero_stage == 3 and (why := why_not_zero3(config)) is not None:
+        setting, reason = why
+        raise ConfigError(
+            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
+            "name another deepspeed file"
+        )
+
+
+def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:
+    """The setting that excludes ZeRO-3, and the reason; None where none does."""
+    if config.compile:
+        return "compile", "a layer that gathers its parameters cannot be compiled"
+    if config.base_precision != "bf16":
+        return "base_precision", f"a base in {config.base_precision} is held whole by every rank"
+    return None

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
-        from pipeline.dry_run import dry_run  # training's ranks need none of it
+        from pipeline.checks.plan import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
     if arguments.base_config or arguments.json or any(hasattr(arguments, field.name) for field in fields(Cluster)):

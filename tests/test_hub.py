@@ -12,19 +12,17 @@ import zstandard
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
+from pipeline.checks.door import Opened, faults_of, read_inputs
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
 from pipeline.data.hub_datasets import streamed_files
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import Keys
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import hub_faults, model_folder, source_of
-from pipeline.inputs import read_inputs
-from pipeline.sizing.checks import Faults, plan_corpora
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
@@ -220,7 +218,5 @@ def test_nothing_of_a_dataset_is_run(dataset, tmp_path):
 
 def test_a_dry_run_streams_nothing(dataset, tokens, tmp_path):
     path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?documents=7"])
-    faults = Faults()
-    plan_corpora(load_config(path), load_tokenizer(STORIES), faults)
-    assert faults.errors == []
+    assert faults_of(Opened(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

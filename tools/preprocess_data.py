@@ -68,10 +68,10 @@ def _compare_estimates(data: Data) -> None:
 def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
     unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
     if config is not None:
-        from pipeline.sizing.checks import check_before_tokenizing  # only a run has a base to check
+        from pipeline.checks.door import begin  # only a run has a base to check
 
         # cpt_korean.sh knows how many ranks will train on the tokens.
-        check_before_tokenizing(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or 0) or None)
+        begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
         return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
     inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
     if not (inputs and options.tokenizer and options.output):

@@ -125,7 +125,6 @@ class TrackerSettings(Section):
 
 
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
-_SLOW_FACTOR = {"cuda": 1.5, "cpu": 20.0}
 
 
 class Preflight(Section):
@@ -139,8 +138,8 @@ class Preflight(Section):
     )
     slow_factor: Annotated[float, Field(gt=1)] | None = Field(
         default=None,
-        description="how many times as long as the others' a rank's matrix product may take; default: 1.5 on GPUs, "
-        "20 on CPUs, whose cores may be shared",
+        description="how many times as long as the others' a rank's matrix product may take; default: no limit, a "
+        "warning names a rank that is slower than the others by half",
     )
     disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
     """additional free space that is required, as a share of the checkpoints"""
@@ -148,10 +147,6 @@ class Preflight(Section):
     def min_gb_per_s_on(self, device_type: str) -> float:
         """The lower limit on `cuda` or `cpu`."""
         return _MIN_GB_PER_S[device_type] if self.min_gb_per_s is None else self.min_gb_per_s
-
-    def slow_factor_on(self, device_type: str) -> float:
-        """The limit on `cuda` or `cpu`."""
-        return _SLOW_FACTOR[device_type] if self.slow_factor is None else self.slow_factor
 
 
 class Stability(Section):

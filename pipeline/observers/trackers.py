@@ -160,7 +160,7 @@ class Mlflow(Tracker):
 def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0.
 
-    `pipeline.inputs.check_trackers` has found their packages installed.
+    `pipeline.checks.inputs.check_trackers` has found their packages installed.
     """
     trackers: list[Observer] = []
     if config.observers.wandb is not None:

@@ -41,7 +41,7 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
 from pipeline.errors import ConfigError
-from pipeline.inputs import check_sampling, check_vocabulary
+from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.rehearsal.generation import BaseWriter
@@ -130,6 +130,26 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
                 text_key=corpus.text_key,
                 batch_size=batch_size,
             )
+
+
+def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Checks that a base can write documents of at most `max_tokens` tokens.
+
+    Raises:
+        ConfigError: its context is too short, or an opening leaves no room.
+    """
+    if max_tokens > spec.longest_text:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
+            f"most {spec.longest_text}"
+        )
+    frame = len(tokenizer.before_document) + len(tokenizer.document_end)
+    least = frame + (sampling.opening_tokens or 0) + 1
+    if max_tokens < least:
+        raise ConfigError(
+            f"max_tokens: {max_tokens} leaves the base nothing to write after opening_tokens "
+            f"({sampling.opening_tokens or 0}) and the tokens around a document ({frame}); use at least {least}"
+        )
 
 
 def plan_of(job: SamplingJob) -> SamplingPlan:

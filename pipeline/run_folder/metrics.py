@@ -48,7 +48,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             return _whole(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

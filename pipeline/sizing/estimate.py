@@ -13,11 +13,17 @@ import torch
 
 from pipeline import log
 from pipeline.config.run import RunConfig
-from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
+from pipeline.deepspeed_config import (
+    DeepSpeedConfig,
+    accumulation_steps,
+    check_stage,
+    load_deepspeed_config,
+    why_not_zero3,
+)
 from pipeline.errors import BaseModelError, ConfigError, UserError
-from pipeline.inputs import check_stage, extended_spec, why_not_zero3
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
+from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec

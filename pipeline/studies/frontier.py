@@ -23,8 +23,8 @@ from pipeline.errors import USER_ERROR, StudyError
 from pipeline.evaluation.table import over_seeds, readable, table
 from pipeline.files import write_json
 from pipeline.gating.effect import heldout_perplexities
-from pipeline.inputs import extended_spec
 from pipeline.methods import training_method
+from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.new_rows import is_new_row

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from pipeline import log
+from pipeline.checks.inputs import check_fits
 from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method
 from pipeline.config.run import RunConfig, load_config, parse_config
@@ -20,7 +21,6 @@ from pipeline.data.units import input_files
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.sizing.checks import check_fits
 from pipeline.sizing.matching import Matcher, MethodName
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
 

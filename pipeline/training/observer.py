@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.manifest import Position
+from pipeline.checks.inputs import Inputs
 from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import UserError
 from pipeline.health.liveness import Phases
-from pipeline.inputs import Inputs
 from pipeline.training.batches import MicroBatch
 from pipeline.training.engine import Engine
 from pipeline.training.validation import HeldoutScore

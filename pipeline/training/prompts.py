@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.checks.inputs import encoded_prompts
 from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.inputs import encoded_prompts
 from pipeline.model.spec import DecoderSpec
 from pipeline.training.batches import MicroBatch
 from pipeline.training.engine import Engine

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from pipeline import log, methods
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
+from pipeline.checks.allocation import check_allocation
+from pipeline.checks.door import read_inputs
+from pipeline.checks.inputs import Inputs, Samples, check_model, open_samples
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
 from pipeline.health.liveness import Phases, Verdict
-from pipeline.health.preflight import check_allocation
 from pipeline.health.watchdog import Watchdog
-from pipeline.inputs import Inputs, Samples, check_model, open_samples, read_inputs
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups, TensorParallel

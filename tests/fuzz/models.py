@@ -27,8 +27,8 @@ from pipeline.conversion.trained_model import as_text, describe_checkpoint, open
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DamagedCheckpointError
 from pipeline.files import file_hash
-from pipeline.inputs import check_vocabulary
 from pipeline.methods.scale import Scale, upscale
+from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import named_trained_parameters

@@ -14,9 +14,9 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
+from pipeline.checks.inputs import check_trackers
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import ConfigError, MissingPackageError
-from pipeline.inputs import check_trackers
 from pipeline.observers.trackers import flattened, make_trackers
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.observer import Observer, StepEvent

@@ -13,17 +13,17 @@ from unittest import mock
 import pytest
 
 from pipeline.checkpoint.manifest import _PATHS
+from pipeline.checks.door import begin
+from pipeline.checks.inputs import open_samples
+from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_probe
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import load_manifest
-from pipeline.dry_run import make_plan
 from pipeline.errors import ConfigError, DataError
-from pipeline.inputs import open_samples
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import read_attempts
-from pipeline.sizing.checks import check_before_tokenizing
 from pipeline.sizing.cluster import Cluster
 from pipeline.studies.study_runs import _comparable
 from tests.bases import STORIES
@@ -136,7 +136,7 @@ def test_tokenizing_leaves_the_corpus_alone(tmp_path: Path):
 
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
     with pytest.raises(ConfigError, match="max_tokens: 1000 is beyond the base's context"):
-        check_before_tokenizing(load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2)
+        begin(load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize")
     config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]

@@ -16,9 +16,9 @@ import yaml
 import zstandard
 
 from pipeline import cli
+from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.dry_run import make_plan
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base
 from pipeline.model.stock_model import stock_widths

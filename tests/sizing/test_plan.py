@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.checks.plan import Plan, make_plan, milestones
 from pipeline.config.run import learning_rate, load_config
-from pipeline.dry_run import Plan, make_plan, milestones
 from pipeline.sizing.cluster import Cluster
 from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks

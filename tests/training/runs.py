@@ -179,8 +179,8 @@ def train_and_look(config: Path) -> dict[str, Any]:
 
 def prepared(config: Path) -> tuple[Any, Any, float | None]:
     """The trainer, the position it starts from, and the result of the step-0 gate."""
+    from pipeline.checks.door import read_inputs
     from pipeline.health.liveness import Phases
-    from pipeline.inputs import read_inputs
     from pipeline.observers import make_observers
     from pipeline.training.run import prepare
 

@@ -24,7 +24,7 @@ def devices(config):
     """The devices of a model that was made, and loaded, for a device whose memory is not the host's."""
     start_deepspeed()
     from pipeline import methods
-    from pipeline.inputs import read_inputs
+    from pipeline.checks.door import read_inputs
     from pipeline.parallel.topology import ProcessGroups
     from pipeline.training.engine import build_model
 

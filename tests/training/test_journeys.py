@@ -35,7 +35,7 @@ from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
 from pipeline.errors import RESUME_LATER, CheckpointError
-from pipeline.inputs import with_new_rows
+from pipeline.methods.vocabulary import with_new_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import full_shape_of, merge, named_trained_parameters

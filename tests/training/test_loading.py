@@ -82,7 +82,7 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.inputs import Inputs, open_layout
+    from pipeline.checks.inputs import Inputs, open_layout
     from pipeline.training import run
 
     config = load_config(path)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.checks.door import read_inputs
+from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
@@ -24,11 +26,10 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
-from pipeline.dry_run import make_plan
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.inputs import read_inputs, with_new_rows
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
+from pipeline.methods.vocabulary import with_new_rows
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.parallel.sharding import merge
 from pipeline.parallel.topology import SINGLE

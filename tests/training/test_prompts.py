@@ -10,10 +10,10 @@ import yaml
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM
 
+from pipeline.checks.door import read_inputs
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.inputs import read_inputs
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import losses, make_run, metrics, train_each

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from pipeline.checks import allocation as disk
+from pipeline.checks.allocation import check_allocation
 from pipeline.config.run import load_config
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
-from pipeline.health import preflight as disk
-from pipeline.health.preflight import check_allocation
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.bases import STORIES
@@ -30,7 +30,7 @@ def on_rank(config_path: Path, prepare: Callable[..., Any] | None = None, *argum
     """Checks the allocation on simulated nodes of two ranks; returns the logged lines, or how the rank ended."""
     rank = dist.get_rank()
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
-    with lines_of("pipeline.health.preflight") as lines, prepared(prepare, *arguments):
+    with lines_of("pipeline.checks.allocation") as lines, prepared(prepare, *arguments):
         config = load_config(config_path)
         groups = ProcessGroups(Layout(dist.get_world_size(), config.parallel.tp_size))
         deepspeed = load_deepspeed_config(config.deepspeed, groups.layout)
@@ -71,9 +71,9 @@ def lines_of(name: str) -> Iterator[list[str]]:
 
 
 def configured(run: Path, **changes: Any) -> Path:
-    # No limits on speed: a shared machine may be slow.
-    unhurried = {"preflight__slow_factor": 1e6, "preflight__min_gb_per_s": 0}
-    return write_config(run, run / "tokens", **{"zero": 2, "preflight__enabled": True, **unhurried, **changes})
+    # No limit on speed: a shared machine may be slow.
+    unhurried = {"preflight__enabled": True, "preflight__min_gb_per_s": 0}
+    return write_config(run, run / "tokens", **{"zero": 2, **unhurried, **changes})
 
 
 def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USER_ERROR) -> str:

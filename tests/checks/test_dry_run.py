@@ -15,18 +15,17 @@ from pipeline.checkpoint.manifest import (
     Position,
     describe_run,
 )
+from pipeline.checks import door
+from pipeline.checks.door import begin, read_inputs
+from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.dry_run import dry_run, make_plan
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.inputs import read_inputs
 from pipeline.methods import build_model
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.lock import RunLock
-from pipeline.sizing import checks
-from pipeline.sizing.checks import check_before_tokenizing
 from pipeline.sizing.cluster import Cluster
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run, make_tokens, write_config
@@ -172,9 +171,9 @@ def test_a_restart_does_not_hash_the_base_before_it_trains(begun, monkeypatch):
     hashed = []
     monkeypatch.setattr(BaseFolder, "hashes", lambda base: hashed.append(base.path) or {})
     config = load_config(begun[0] / "run.yaml")
-    check_before_tokenizing(config, 2)
+    begin(config, 2, "tokenize")
     assert not hashed
-    monkeypatch.setattr(checks, "is_tokenized", lambda data: False)
+    monkeypatch.setattr(door, "is_tokenized", lambda data: False)
     with pytest.raises(BaseModelError, match="made of the base"):
-        check_before_tokenizing(config, 2)  # but before hours of tokenizing
+        begin(config, 2, "tokenize")  # but before hours of tokenizing
     assert hashed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,20 +10,18 @@ import torch
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import check_same_model, check_same_run, describe_run, load_manifest
-from pipeline.config.data import Sampling
-from pipeline.config.run import RunConfig, VocabularySettings
+from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.vocabulary import RECORD, read_vocabulary
-from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, load_deepspeed_config
-from pipeline.errors import BaseModelError, ConfigError, DamagedCheckpointError, DataError, MissingPackageError
-from pipeline.methods import build_model, training_method
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.vocabulary import read_vocabulary
+from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, check_stage, load_deepspeed_config
+from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, MissingPackageError
+from pipeline.methods import build_model
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.from_hf import open_base
-from pipeline.model.new_rows import NewRows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
 from pipeline.run_folder.status import TRAINING
+from pipeline.sizing.micro_batch import imagined_ranks
 
 _logger = log.get_logger(__name__)
 
@@ -54,60 +50,6 @@ class Inputs(NamedTuple):
     finished: bool = False
 
 
-def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """Reads and checks everything that a run names, except for weights and the files of checkpoints.
-
-    Raises:
-        UserError: the first fault; see the functions below.
-    """
-    layout, deepspeed_config = open_layout(config, world_size)
-    check_trackers(config)
-    base = with_new_rows(config, open_base(config.base))
-    check_context(config, base.spec)
-    tokenizer = load_tokenizer(config.tokenizer)
-    check_vocabulary(tokenizer, base.spec)
-    encoded_prompts(config, tokenizer, base.spec)
-    open_samples(config, tokenizer.fingerprint)
-    inputs = Inputs(config, deepspeed_config, layout, base, tokenizer.fingerprint)
-    if check_resume(config, base, tokenizer.fingerprint):
-        return inputs._replace(finished=True)
-    return inputs._replace(starts_at_base=training_method(config).starts_at_base())
-
-
-def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
-    """The base of a run, with a row for each piece by which the run extends its vocabulary.
-
-    Raises:
-        DataError: the extended tokenizer is missing, damaged, or of another base.
-    """
-    if config.vocabulary is None:
-        return base
-    new_rows = _open_new_rows(config.vocabulary, config.base, base.spec)
-    return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
-
-
-def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
-    """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
-    if config.vocabulary is None:
-        return spec
-    return replace(spec, new_rows=len(_open_new_rows(config.vocabulary, config.base, spec)))
-
-
-def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
-    record = read_vocabulary(settings.folder)
-    again = "make it again with tools/extend_vocabulary.py"
-    if load_tokenizer(settings.folder).fingerprint != record.tokenizer:
-        raise DataError(f"{settings.folder}: its tokenizer is not the one that {RECORD} describes; {again}")
-    if record.base_rows != spec.vocab_size or (
-        base.exists() and load_tokenizer(base).fingerprint != record.base_tokenizer
-    ):
-        raise DataError(
-            f"vocabulary.folder: {settings.folder} extends another tokenizer than that of {base}, or its first new id, "
-            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
-        )
-    return NewRows([piece.replaces for piece in record.pieces], settings.initial, record.tokenizer)
-
-
 def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:
     """The layout of the ranks, and the DeepSpeed configuration.
 
@@ -126,25 +68,6 @@ def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedCo
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
     check_stage(config, deepspeed_config.zero_stage)
     return layout, deepspeed_config
-
-
-def check_stage(config: RunConfig, zero_stage: int) -> None:
-    """Raises ConfigError where a setting excludes ZeRO-3, and that is the stage."""
-    if zero_stage == 3 and (why := why_not_zero3(config)) is not None:
-        setting, reason = why
-        raise ConfigError(
-            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
-            "name another deepspeed file"
-        )
-
-
-def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:
-    """The setting that excludes ZeRO-3, and the reason; None where none does."""
-    if config.compile:
-        return "compile", "a layer that gathers its parameters cannot be compiled"
-    if config.base_precision != "bf16":
-        return "base_precision", f"a base in {config.base_precision} is held whole by every rank"
-    return None
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -186,39 +109,6 @@ def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) 
     return prompts
 
 
-def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Raises BaseModelError where some ids have no row in the embedding.
-
-    Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
-    """
-    if tokenizer.vocab_size > spec.vocab_size + spec.new_rows:
-        raise BaseModelError(
-            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
-            "tokens beyond from the tokenizer"
-        )
-
-
-def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Checks that a base can write documents of at most `max_tokens` tokens.
-
-    Raises:
-        ConfigError: its context is too short, or an opening leaves no room.
-    """
-    if max_tokens > spec.longest_text:
-        raise ConfigError(
-            f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
-            f"most {spec.longest_text}"
-        )
-    frame = len(tokenizer.before_document) + len(tokenizer.document_end)
-    least = frame + (sampling.opening_tokens or 0) + 1
-    if max_tokens < least:
-        raise ConfigError(
-            f"max_tokens: {max_tokens} leaves the base nothing to write after opening_tokens "
-            f"({sampling.opening_tokens or 0}) and the tokens around a document ({frame}); use at least {least}"
-        )
-
-
 def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
     """The corpora of a run whose tokenizer has that fingerprint; None accepts any.
 
@@ -246,6 +136,18 @@ def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> Non
     """Raises what building the model would, without memory or communication."""
     with torch.device("meta"):
         build_model(config, spec, tp)
+
+
+def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
+    """Raises ConfigError where the run's method or sequence length does not fit a base of that architecture."""
+    check_context(config, spec)
+    check_imagined_model(config, spec)
+
+
+def check_imagined_model(config: RunConfig, spec: DecoderSpec) -> None:
+    """Raises what building the model on the run's layout would, in one process."""
+    parallel = config.parallel
+    check_model(config, spec, imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel))
 
 
 def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> bool:

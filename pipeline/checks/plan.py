@@ -13,18 +13,17 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from pipeline.checks.door import Opened, faults_of
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate, load_config
 from pipeline.conversion.formats import describe_formats, why_not
-from pipeline.data.corpora import SAMPLER, made_by, unfinished_corpora
-from pipeline.errors import LayoutError
+from pipeline.data.corpora import SAMPLER, is_tokenized, made_by, train_folder, unfinished_corpora
+from pipeline.data.token_corpus import load_manifest
+from pipeline.errors import LayoutError, UserError
 from pipeline.files import free_bytes
-from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
-from pipeline.rehearsal.corpus import plan_of, sampling_jobs
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
-from pipeline.sizing.checks import CorpusPlan, Faults, Opened, check_resume_of, plan_corpora, validate_inputs
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
 from pipeline.sizing.memory import (
@@ -108,6 +107,21 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class CorpusPlan:
+    """One corpus of a run.
+
+    `tokens` and `epochs` are None until it is made, and `epochs` also where the run does not read it.
+    `validation_sequences` is how many of its held-out sequences each validation reads.
+    """
+
+    name: str
+    role: str
+    tokens: int | None
+    epochs: float | None
+    validation_sequences: int | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run will do; None where something is missing to know it.
 
@@ -143,13 +157,10 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         ConfigError: a value of the cluster is impossible.
     """
     check_cluster(cluster)
-    faults = Faults()
-    opened = validate_inputs(config, cluster.gpus, faults, base_config)
-    estimator, estimate = _estimate(config, opened, cluster, faults)
+    run = Opened(config, cluster.gpus, base_config)
+    faults = faults_of(run)
+    estimator, estimate = _estimate(run, cluster, faults)
     checkpoints = _checkpoints(config, estimator, faults) if estimator else None
-    corpora = plan_corpora(config, opened.tokenizer, faults)
-    check_resume_of(config, opened, faults)
-    _check_sampled(config, opened, faults)
     to_make = tuple(_to_make(config))
     return Plan(
         name=config.name,
@@ -159,31 +170,34 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         micro_batches=estimate.micro_batches if estimate else None,
         cluster=cluster,
         choice=estimator.own_choice if estimator else None,
-        dp_size=opened.layout.dp_size if opened.layout else None,
+        dp_size=layout[0].dp_size if (layout := run.get("layout")) else None,
         parameters=estimator.parameters if estimator else None,
         estimate=estimate,
-        corpora=corpora,
+        corpora=tuple(_corpora(run)),
         learning_rates=milestones(config),
         checkpoints=checkpoints,
         validations=1 + times(config, config.validation.every_steps),
-        duration=faults.attempt(lambda: duration_of(config, estimate, cluster)),
+        duration=duration_of(config, estimate, cluster),
         stages=tuple(_stages(config)),
-        export=_export(config, opened),
+        export=_export(run),
         to_make=to_make,
-        faults=tuple(map(str, faults.errors)),
+        faults=tuple(map(str, faults)),
     )
 
 
-def _estimate(
-    config: RunConfig, opened: Opened, cluster: Cluster, faults: Faults
-) -> tuple[Estimator | None, Estimate | None]:
+def _estimate(run: Opened, cluster: Cluster, faults: list[UserError]) -> tuple[Estimator | None, Estimate | None]:
     """The estimate of the run's own layout, if its inputs could be opened; that it does not fit is a fault."""
-    if opened.spec is None or opened.deepspeed is None or not opened.fits:
+    spec, layout = run.get("model"), run.get("layout")
+    if spec is None or layout is None:
         return None, None
-    estimator = Estimator(config, opened.spec, opened.deepspeed, cluster)
-    estimate = faults.attempt(lambda: estimator.estimate(estimator.own_choice))
-    if estimate is not None and not estimate.fits(cluster):
-        faults.errors.append(
+    estimator = Estimator(run.config, spec, layout[1], cluster)
+    try:
+        estimate = estimator.estimate(estimator.own_choice)
+    except UserError as error:
+        faults.append(error)
+        return estimator, None
+    if not estimate.fits(cluster):
+        faults.append(
             LayoutError(
                 f"memory: a rank needs {estimate.memory.total / GIB:.1f} GiB of the usable "
                 f"{cluster.usable_bytes / GIB:.0f}; tools/estimate.py recommends a layout that fits"
@@ -192,13 +206,13 @@ def _estimate(
     return estimator, estimate
 
 
-def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> CheckpointPlan:
+def _checkpoints(config: RunConfig, estimator: Estimator, faults: list[UserError]) -> CheckpointPlan:
     """The plan of the checkpoints; a lack of disk space is a fault."""
     folder = config.folder / "checkpoints"
     needed = max(0, checkpoints_bytes(config, estimator.parameters) - held_bytes(folder))
     free = free_bytes(folder)
     if free < needed:
-        faults.errors.append(no_room(folder, needed, free))
+        faults.append(no_room(folder, needed, free))
     return CheckpointPlan(
         folder=str(folder),
         written=times(config, config.checkpoints.every_steps),
@@ -209,12 +223,20 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: Faults) -> Che
     )
 
 
-def _check_sampled(config: RunConfig, opened: Opened, faults: Faults) -> None:
-    """Adds to `faults` what stops the stage sample: its openings, or another corpus in its folder."""
-    if opened.base is None or opened.tokenizer is None:
-        return
-    for job in sampling_jobs(config):
-        faults.attempt(lambda job=job: check_sampled_folder(job, plan_of(job)))  # type: ignore[misc]
+def _corpora(run: Opened) -> Iterator[CorpusPlan]:
+    config = run.config
+    samples = run.get("samples") if is_tokenized(config.data) else None
+    read = config.schedule.steps * config.schedule.global_batch_size
+    epochs = samples.training.epochs_after(read) if samples else {}
+    for name, corpus in config.data.corpora.items():
+        heldout = samples.heldout.get(name) if samples else None
+        yield CorpusPlan(
+            name=name,
+            role=corpus.role,
+            tokens=load_manifest(train_folder(config.data, name)).tokens if samples else None,
+            epochs=epochs.get(name),
+            validation_sequences=None if heldout is None else min(len(heldout), config.validation.max_sequences),
+        )
 
 
 def _stages(config: RunConfig) -> Iterator[str]:
@@ -225,14 +247,15 @@ def _stages(config: RunConfig) -> Iterator[str]:
     return (stage for stage in stages if wanted.get(stage, True))
 
 
-def _export(config: RunConfig, opened: Opened) -> str | None:
+def _export(run: Opened) -> str | None:
     """The formats in which the trained model can leave; None where that is unknown."""
-    if opened.spec is None or not opened.fits:
+    config, spec = run.config, run.get("model")
+    if spec is None:
         return None
     plan = None
     if isinstance(config.method, ScaleMethod):
-        plan = plan_expansion(config.method, opened.spec.widths, opened.spec.num_layers)
-    return describe_formats(why_not(config.method, plan, opened.spec, gated=config.gate is not None))
+        plan = plan_expansion(config.method, spec.widths, spec.num_layers)
+    return describe_formats(why_not(config.method, plan, spec, gated=config.gate is not None))
 
 
 def _to_make(config: RunConfig) -> Iterator[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.errors import PreflightError
-from pipeline.health.device_checks import (
+from pipeline.checks.allocation import BLOCK_BYTES, Need, Room, judge_memory, sampled_hash
+from pipeline.checks.devices import (
     Fault,
     Finding,
     Link,
@@ -20,7 +20,7 @@ from pipeline.health.device_checks import (
     refuse_faults,
     sylvester,
 )
-from pipeline.health.preflight import BLOCK_BYTES, Need, Room, judge_memory, sampled_hash
+from pipeline.errors import PreflightError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
 
@@ -38,22 +38,24 @@ def test_unequal_nodes_are_described():
 
 def test_a_slow_node_is_compared_with_the_others():
     products = [SOUND] * 4 + [Product(None, 0.020)] * 4
-    (fault,) = judge_products(products, EIGHT, 1.5).faults
+    (fault,) = judge_products(products, EIGHT, 1.5, refuse=True).faults
     assert fault.node == "b"
     assert "2.0 times as long as elsewhere, expected at most 1.5" in fault.text
-    assert judge_products(products, EIGHT, 2.5).faults == ()
+    assert judge_products(products, EIGHT, 2.5, refuse=True).faults == ()
+    named = judge_products(products, EIGHT, 1.5, refuse=False)
+    assert named.faults == () and "rank 4 on b: a matrix product takes 2.0 times as long" in named.warnings[0]
 
 
 def test_one_option_excludes_two_broken_nodes():
     products = [Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)]
-    finding = judge_products(products, EIGHT, 1.5)
+    finding = judge_products(products, EIGHT, 1.5, refuse=True)
     assert [fault.node for fault in finding.faults] == ["a", "b"]
     with pytest.raises(PreflightError, match=r"^preflight: 2 fault\(s\): .* --exclude=a,b$"):
         refuse_faults([finding])
 
 
 def test_a_single_rank_is_never_slow():
-    assert judge_products([SOUND], Ranks(("a",), 0), 1.01).faults == ()
+    assert judge_products([SOUND], Ranks(("a",), 0), 1.01, refuse=True).faults == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,15 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
-from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
-from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
-from pipeline.data.tokenizer import tokenizer_file
-from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import DataError, PreflightError
-from pipeline.files import free_bytes, read_bytes, sync
-from pipeline.health.device_checks import (
+from pipeline.checks.devices import (
     Fault,
     Finding,
     Ranks,
@@ -39,6 +31,14 @@ from pipeline.health.device_checks import (
     host_memory,
     refuse_faults,
 )
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
+from pipeline.data.tokenizer import tokenizer_file
+from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.errors import DataError, PreflightError
+from pipeline.files import free_bytes, read_bytes, sync
 from pipeline.model.base_folder import BaseFolder
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
@@ -69,6 +69,8 @@ def check_allocation(
     findings = []
     for finding in _findings(config, deepspeed_config, base, groups, device):
         _logger.info("preflight: %s", finding.measured)
+        for warning in finding.warnings:
+            _logger.warning("preflight: %s", warning)
         findings.append(finding)
     run_on_all_ranks(lambda: refuse_faults(findings))
     _logger.info("preflight: passed after %.1f s", time.perf_counter() - started)
@@ -88,7 +90,7 @@ def _findings(
     tp_group, dp_group = groups.get_model_parallel_group(), groups.get_data_parallel_group()
     yield check_all_reduce("tensor-parallel", tp_group, layout.tp_groups(), ranks, device, floor)
     yield check_all_reduce("data-parallel", dp_group, layout.dp_groups(), ranks, device, floor)
-    yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor_on(device.type))
+    yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor)
     yield check_same_files(config, base, ranks)
     yield check_corpora(config, ranks)
     need, disk_bytes = broadcast_from_rank0(lambda: _needs(config, deepspeed_config, base, ranks))

@@ -1,0 +1,61 @@
+"""The vocabulary of a run against its base: the rows of added pieces, and that every id has a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.config.run import RunConfig, VocabularySettings
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.vocabulary import RECORD, read_vocabulary
+from pipeline.errors import BaseModelError, DataError
+from pipeline.model.base_folder import BaseFolder
+from pipeline.model.new_rows import NewRows
+from pipeline.model.spec import DecoderSpec
+
+
+def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
+    """The base of a run, with a row for each piece by which the run extends its vocabulary.
+
+    Raises:
+        DataError: the extended tokenizer is missing, damaged, or of another base.
+    """
+    if config.vocabulary is None:
+        return base
+    new_rows = _open_new_rows(config.vocabulary, config.base, base.spec)
+    return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
+
+
+def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
+    """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
+    if config.vocabulary is None:
+        return spec
+    return replace(spec, new_rows=len(_open_new_rows(config.vocabulary, config.base, spec)))
+
+
+def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
+    record = read_vocabulary(settings.folder)
+    again = "make it again with tools/extend_vocabulary.py"
+    if load_tokenizer(settings.folder).fingerprint != record.tokenizer:
+        raise DataError(f"{settings.folder}: its tokenizer is not the one that {RECORD} describes; {again}")
+    if record.base_rows != spec.vocab_size or (
+        base.exists() and load_tokenizer(base).fingerprint != record.base_tokenizer
+    ):
+        raise DataError(
+            f"vocabulary.folder: {settings.folder} extends another tokenizer than that of {base}, or its first new id, "
+            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
+        )
+    return NewRows([piece.replaces for piece in record.pieces], settings.initial, record.tokenizer)
+
+
+def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Raises BaseModelError where some ids have no row in the embedding.
+
+    Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
+    """
+    if tokenizer.vocab_size > spec.vocab_size + spec.new_rows:
+        raise BaseModelError(
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
+            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
+            "tokens beyond from the tokenizer"
+        )

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from pipeline import observers, train
+from pipeline import command_line, observers, train
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.training.observer import Observer, RunContext
 
@@ -34,4 +34,4 @@ def make_observers(context: RunContext) -> list[Observer]:
 
 if __name__ == "__main__":
     with patch.object(observers, "make_observers", make_observers):
-        train.run()
+        command_line.run_program(add_options, train.main, __doc__)

@@ -34,4 +34,4 @@ def make_observers(context: RunContext) -> list[Observer]:
 
 if __name__ == "__main__":
     with patch.object(observers, "make_observers", make_observers):
-        command_line.run_program(add_options, train.main, __doc__)
+        command_line.run_program(train.add_options, train.main, __doc__)

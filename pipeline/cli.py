@@ -63,7 +63,7 @@ def main() -> None:
     parser = build_parser([command])
     from pipeline import command_line  # after the parser: --help waits for nothing
 
-    arguments = command_line.parse(parser, [command, *words[1:]])
+    arguments = parser.parse_args([command, *words[1:]])
     sys.argv = [f"{PROGRAM} {command}", *words[1:]]
     command_line.run_parsed(arguments.main, arguments)
 

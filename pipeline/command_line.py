@@ -9,7 +9,7 @@ import argparse
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline import log
@@ -23,12 +23,7 @@ def run_program(
     """Runs a program of tools/ by itself: its options, its `main`, and its docstring as help."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    run_parsed(main, parse(parser, sys.argv[1:]))
-
-
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments in `words`; `--config FILE`, as earlier versions had it, is FILE."""
-    return parser.parse_args([word for word in words if word != "--config"])
+    run_parsed(main, parser.parse_args())
 
 
 def run_parsed(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> None:

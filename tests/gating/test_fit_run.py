@@ -256,7 +256,7 @@ def test_where_the_text_changes(runs, monkeypatch, capsys):
     path = runs["preserve"].with_name("switching.yaml")
     path.write_text(yaml.safe_dump(values))
     tool = TOOL.parents[1] / "benchmarks" / "code_switching.py"
-    monkeypatch.setattr(sys, "argv", [str(tool), "--config", str(path)])
+    monkeypatch.setattr(sys, "argv", [str(tool), str(path)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tool), run_name="__main__")
     assert not ended.value.code

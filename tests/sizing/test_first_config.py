@@ -145,7 +145,7 @@ def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch
     new, before = config.data.corpora["new"], plain.data.corpora["new"]
     assert new.text_key == "body"
     assert 1000 < new.estimated_tokens < before.estimated_tokens / 2
-    printed = call("tokenize", "--config", "run.yaml", "--workers", 1)
+    printed = call("tokenize", "run.yaml", "--workers", 1)
     found = re.search(r"data.corpora.new: ([\d,]+) tokens in all, ([+-][\d.]+)% of what was estimated", printed)
     assert int(found[1].replace(",", "")) == pytest.approx(new.estimated_tokens, rel=0.03)
     assert abs(float(found[2])) < 3

@@ -28,6 +28,8 @@ from pipeline.parallel.topology import Layout
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
+PACKING = 2
+"""How samples are packed. Since 2 a document of a tokenizer without a start token sees the end of the one before it."""
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 _SAME_OVER_A_RUN = (
     "method",
@@ -36,6 +38,7 @@ _SAME_OVER_A_RUN = (
     "global_batch_size",
     "seed",
     "tokenizer_fingerprint",
+    "packing",
     "data",
 )
 _PATHS: Any = {
@@ -142,6 +145,7 @@ class RunRecord(_Record):
     global_batch_size: int
     seed: int
     tokenizer_fingerprint: str
+    packing: int = 1
     vocabulary: str | None = None
     new_rows: int = 0
 
@@ -180,6 +184,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         global_batch_size=config.schedule.global_batch_size,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
+        packing=PACKING,
         vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),
         new_rows=base.spec.new_rows,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.checkpoint.manifest import (
+    PACKING,
     BaseRecord,
     LayoutRecord,
     Manifest,
@@ -49,3 +50,9 @@ def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_p
     saved.data["corpora"]["own"]["sample"]["temperature"] = 0.7
     with pytest.raises(CheckpointError, match=r"another data .*own\.sample\.temperature expected 0\.7, found 1"):
         check_same_run(manifest(saved), tmp_path, record())
+
+
+def test_a_run_whose_documents_were_packed_otherwise_is_not_resumed(tmp_path):
+    saved = record().model_copy(update={"packing": 1})
+    with pytest.raises(CheckpointError, match="packing"):
+        check_same_run(manifest(saved), tmp_path, record().model_copy(update={"packing": PACKING}))

@@ -18,7 +18,7 @@ from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_
 
 DAMAGED = ".damaged"
 ROLLED_BACK = ".rolled_back"
-"""What a run saved after the checkpoint to which it then went back."""
+"""What a run saved after the checkpoint to which it then went back; removed when the next one is complete."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -97,7 +97,10 @@ def point_to(checkpoint: Path) -> None:
 
 
 def go_back_to(checkpoint: Path) -> None:
-    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void."""
+    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void.
+
+    So is one whose save was killed before `latest` named it: from the files alone it might be one of those.
+    """
     point_to(checkpoint)
     for path in all_checkpoints(checkpoint.parent):
         if step_of(path) > step_of(checkpoint):

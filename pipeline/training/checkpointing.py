@@ -172,8 +172,9 @@ class Checkpoints:
         ).save(unfinished)
         folders.publish(unfinished, final)
         steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
-        for step in folders.superseded([*steps], self.keep_last, self.keep_every_steps):
-            folders.discard(steps[step])
+        superseded = [steps[step] for step in folders.superseded([*steps], self.keep_last, self.keep_every_steps)]
+        for path in [*superseded, *self.folder.glob(f"step_*{folders.ROLLED_BACK}*")]:
+            folders.discard(path)
         _logger.info("saved %s", final)
 
     def _give_up(self, final: Path, files: StateFiles, faults: list[str]) -> None:

@@ -98,13 +98,6 @@ def test_setting_aside_loses_nothing(folder):
     assert folders.holds_damaged(folder)
 
 
-def test_checkpoints_after_the_one_that_a_run_goes_back_to_are_void(folder):
-    folders.go_back_to(folder / "step_00000100")
-    assert folders.latest_checkpoint(folder) == folder / "step_00000100"
-    assert names(all_checkpoints(folder)) == ["step_00000100"]
-    assert (folder / "step_00000200.rolled_back" / "manifest.json").exists()
-
-
 def test_half_written_folders_are_removed(folder):
     (folder / ".latest.host.1.0.partial").write_text("step")
     folders.remove_unfinished(folder)
@@ -147,6 +140,20 @@ def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_
         if ended:
             assert attempts == {"step_00000100": "first", "step_00000200": "second"}
             assert named == final
+            break
+
+
+def test_going_back_killed_at_any_moment_makes_later_checkpoints_void_or_changes_nothing(tmp_path):
+    before = ["step_00000300", "step_00000200", "step_00000100"]
+    for changes in count():
+        folder = tmp_path / str(changes)
+        checkpoints = [write_checkpoint(folder / name, name) for name in before]
+        folders.point_to(checkpoints[0])
+        ended = outlives(changes, folders.go_back_to, checkpoints[-1])
+        assert names(folders.candidates(folder)) in (before, before[-1:])
+        assert sorted(complete(folder.iterdir()).values()) == sorted(before), "none is removed"
+        if ended:
+            assert names(all_checkpoints(folder)) == before[-1:]
             break
 
 

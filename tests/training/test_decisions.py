@@ -127,14 +127,18 @@ def test_checkpoints_after_a_rollback_never_come_back(tokens, tmp_path):
     # A spike in steps 5 and 6 was found before step 6 was saved. Step 4 began it and is void with its checkpoint.
     position = json.loads((checkpoints / "step_00000002" / "manifest.json").read_text())["position"]
     assert (position["rollbacks"], position["skipped_steps"]) == (1, [4, 5, 6])
-    assert (checkpoints / "step_00000004.rolled_back").exists()
+    assert not list(checkpoints.glob("*.rolled_back")), "left after a newer one was saved"
 
     # By hand: what was saved later is void too.
     assert run_ranks(train_with, 1, config, *SPIKE) == [0]
     (checkpoints / "latest").write_text("step_00000006")
-    write_config(tmp_path, tokens, zero=1, **{**ROLLS_BACK, "schedule__steps": 9})
+    longer = {**ROLLS_BACK, "schedule__steps": 9, "checkpoints__every_steps": 9}
+    write_config(tmp_path, tokens, zero=1, **longer)
+    with pytest.raises(RankError, match="died without a result"):
+        run_ranks(train_with, 1, config, Planned("death", 9, times=1))
+    assert (checkpoints / "step_00000008.rolled_back").exists(), "removed before there was a newer one"
     assert run_ranks(train, 1, config) == [0]
-    assert (checkpoints / "step_00000008.rolled_back").exists()
+    assert {path.name[-2:] for path in checkpoints.glob("step_*")} == {"02", "04", "06", "09"}
 
 
 def test_a_kill_after_a_rollback_does_not_forget_it(tokens, tmp_path):

@@ -177,6 +177,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group holds a socket to each of a thousand ranks
     # DeepSpeed's engine refuses a LOCAL_RANK that is not mpirun's, as with bound GPUs, or in a shell under mpirun.
     under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"

@@ -7,11 +7,16 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
-from pipeline.training.launch import Launch, device_index, read_launch
+from pipeline.parallel.ranks import all_gathered
+from pipeline.training.checkpointing import Checkpoints
+from pipeline.training.launch import Launch, device_index, initialise, read_launch
+from tests.distributed import run_ranks
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -173,6 +178,27 @@ wait_until(gloo_runs=False)
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def sockets_of_checkpoints(folder):
+    """How many sockets the group of a run's checkpoints holds when all ranks have spoken in it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    initialise(Launch(rank, rank, world_size, "127.0.0.1", 29500))
+
+    def sockets():
+        opened = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum(str(path.readlink()).startswith("socket:") for path in opened)
+
+    before = sockets()
+    group = Checkpoints(folder, None, None, keep_last=1)._group
+    assert all_gathered(rank, group) == list(range(world_size))
+    return sockets() - before
+
+
+def test_the_group_of_checkpoints_connects_a_rank_to_its_neighbours_only(tmp_path):
+    """Of 1,000 ranks each would otherwise hold 1,000 sockets, and often may open 1,024 files."""
+    for opened in run_ranks(sockets_of_checkpoints, 6, tmp_path):
+        assert 0 < opened <= 3  # one listens, two neighbours in a ring
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("sys.exit()", 0), ("pass", 0), ("1 / 0", 1)])

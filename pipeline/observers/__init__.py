@@ -26,9 +26,9 @@ def make_observers(context: RunContext) -> list[Observer]:
     observers: list[Observer] = [
         Profiler(config.profile, config.folder, context.rank, context.device),
         make_diagnostics(context),
-        *([TaskScores(context)] if config.validation.tasks else []),
         ForgettingBudget(config),
         EarlyStop(config),
+        *([TaskScores(context)] if config.validation.tasks else []),  # after those that make a validation the last
         make_performance_metrics(context),
     ]
     if context.rank == 0:

@@ -35,7 +35,8 @@ class TaskScores(Observer):
 
     def on_validation(self, event: ValidationEvent) -> None:
         settings, step = self.config.validation, event.position.step
-        if step == self.config.schedule.steps or step // settings.every_steps % settings.tasks_every == 0:
+        is_last = event.stop is not None or event.position.is_end_of(self.config)
+        if is_last or step // settings.every_steps % settings.tasks_every == 0:
             with self.engine.evaluating():
                 found = task_results(self.model, self.tasks)
             event.figures.update({f"{result.metric}/{result.task}": result.value for result in found})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from pipeline.errors import ConfigError
@@ -9,7 +11,8 @@ from pipeline.evaluation.benchmarks import run_benchmarks
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.evaluation.task_files import write_task_files
-from tests.training.runs import make_run, metrics, start_deepspeed, train
+from tests.observers.test_early_stop import SETTINGS
+from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train
 
 TASKS = ["kobest_copa", "blimp_passive_1"]
 
@@ -29,7 +32,7 @@ def scored(config):
     return event.figures
 
 
-@pytest.mark.parametrize("tp_size", [2])
+@pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_figures_are_those_of_an_export(tokens, tmp_path, tp_size):
     data = write_task_files(tmp_path / "data")
     settings = {"tasks": TASKS, "tasks_data": str(data), "tasks_limit": 8}
@@ -53,6 +56,27 @@ def test_they_are_scored_every_few_validations_and_at_the_end(tokens, tmp_path):
     found = metrics(run.parent)
     assert [line["step"] for line in found if "acc/kobest_copa" in line] == [2, 3]
     assert [line.get("loss") for line in found] == [line.get("loss") for line in metrics(plain.parent)]
+
+
+ENDS = {
+    "early stop": SETTINGS,
+    "budget": {**SETTINGS, "forgetting": {"max_increase": 1e-4, "action": "stop"}},
+}
+
+
+def test_they_are_scored_at_the_validation_that_ends_a_run(tokens, tmp_path):
+    data = write_task_files(tmp_path / "data")
+    tasks = {"every_steps": 1, "tasks": TASKS[:1], "tasks_data": str(data), "tasks_limit": 4, "tasks_every": 50}
+    configs = [
+        make_run(tmp_path / name, tokens, zero=1, **{**changes, "validation": {**changes["validation"], **tasks}})
+        for name, changes in ENDS.items()
+    ]
+    [(stopped, forgot)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
+    assert stopped == 0 and forgot.startswith("ForgettingError: ")
+    for config in configs:
+        steps = {line["step"]: "acc/kobest_copa" in line for line in metrics(config.parent)}
+        assert 0 < max(steps) < SETTINGS["schedule__steps"]
+        assert [step for step, scored_there in steps.items() if scored_there] == [max(steps)]
 
 
 def test_settings_of_tasks_need_tasks(tokens, tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.ranks import check_two_ranks
+from benchmarks.gpu.ranks import check_new_group, check_two_ranks
 from benchmarks.gpu.setting import BASES, ROOT, STORIES, Row, Setting, small_methods
 from benchmarks.gpu.trace import check_trace
 from pipeline.config.method import ScaleMethod
@@ -117,7 +117,8 @@ def has_deepspeed() -> bool:
 
 
 def check_deepspeed(setting: Setting) -> Iterator[Row]:
-    """A run under each ZeRO stage, resumed from its middle; and two ranks that share the device through gloo."""
+    """A new group's first call; two ranks that share the device through gloo; a run under each ZeRO stage, resumed."""
+    yield check_new_group(setting)
     yield check_two_ranks(setting)
     if not has_deepspeed():
         yield Row("training under ZeRO-1, 2 and 3", None, NO_DEEPSPEED)

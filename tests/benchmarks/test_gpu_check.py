@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as parts
+from benchmarks.gpu.ranks import check_new_group
 from benchmarks.gpu.runs import compared, write_config
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.trace import idle_share
@@ -60,6 +61,11 @@ def test_single_kernels_agree_with_torch_and_those_of_a_missing_package_are_name
 
 def test_exports_run_with_offloaded_weights(tmp_path):
     assert [row.passed for row in rows_of("exports", tmp_path).values()] == [None, True, None]
+
+
+def test_a_new_group_is_told_its_device(tmp_path):
+    row = check_new_group(Setting("cpu", tmp_path, 60.0))
+    assert row.passed and row.found == "through gloo"
 
 
 def test_the_watchdog_names_a_lost_rank(tmp_path):

@@ -24,7 +24,7 @@ from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import Probe, Reader, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
-from pipeline.data.units import are_texts
+from pipeline.data.units import is_text
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import (
     FolderKind,
@@ -114,7 +114,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
     corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
     texts = {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
     return probe_maker(
-        {name: files for name, files in texts.items() if are_texts(files)},
+        {name: files for name, files in texts.items() if is_text(files)},
         {name: keys_of(corpus, config.tokenizer) for name, corpus in corpora.items()},
     )
 

@@ -11,7 +11,7 @@ from pipeline.config.run import RunConfig
 from pipeline.data.records import Document
 from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.unit_work import Job, is_heldout, keys_of
-from pipeline.data.units import are_texts, good_documents
+from pipeline.data.units import good_documents, is_text
 from pipeline.errors import DataError
 
 TOKENIZER = "tools/preprocess_data.py"
@@ -97,7 +97,7 @@ def check_heldout(config: RunConfig) -> None:
 
 def _has_heldout_text(corpus: Corpus) -> bool:
     heldout = corpus.heldout_input or (corpus.input if corpus.heldout_fraction else [])
-    return bool(heldout) and are_texts(heldout)
+    return bool(heldout) and is_text(heldout)
 
 
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:

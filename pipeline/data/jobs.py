@@ -143,15 +143,15 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
         DataError: it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
     if not (output / MANIFEST).exists():
-        if (begun := begun_for(output, type(plan))) is not None:
-            _refuse_other(output, plan, begun)
+        if (begun := read_plan(output, type(plan))) is not None:
+            _check_same_plan(output, plan, begun)
         return None
     manifest = load_manifest(output, made_by=plan.tool)
     if (found := plan.of_corpus(manifest)) is None:
         raise DataError(
             f"{output}: was not made by {plan.tool}; choose another --output, or another name for the corpus"
         )
-    _refuse_other(output, plan, found)
+    _check_same_plan(output, plan, found)
     check_finished(output)
     if manifest.heldout_fraction > 0 and manifest.part == "train":
         try:
@@ -161,7 +161,7 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
     return manifest
 
 
-def begun_for(output: Path, kind: type[_Record]) -> _Record | None:
+def read_plan(output: Path, kind: type[_Record]) -> _Record | None:
     """The plan that the unfinished corpus in `output` was begun for; None where none was.
 
     Raises:
@@ -176,7 +176,7 @@ def begun_for(output: Path, kind: type[_Record]) -> _Record | None:
         return None
 
 
-def _refuse_other(output: Path, expected: Plan, found: Plan) -> None:
+def _check_same_plan(output: Path, expected: Plan, found: Plan) -> None:
     for name in type(expected).model_fields:
         values = [repr(getattr(plan, name)) for plan in (expected, found)]
         if values[0] != values[1]:
@@ -249,7 +249,9 @@ def run_units(
     left = [(name, unit) for name, unit in units.items() if name not in done]
     sizes = {name: size(unit) for name, unit in units.items()}
     with progress_bar(what, sum(sizes.values()), of_size, done=sum(sizes[name] for name in done)) as progress:
-        for name, record in workers.run(partial(_do, state, schema, work), own_first(left, share), name=itemgetter(1)):
+        for name, record in workers.run(
+            partial(_do, state, schema, work), share_first(left, share), name=itemgetter(1)
+        ):
             progress.update(sizes[name])
             yield name, record
 
@@ -272,7 +274,7 @@ def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
         return None
 
 
-def own_first(tasks: Sequence[_Unit], share: Share) -> list[_Unit]:
+def share_first(tasks: Sequence[_Unit], share: Share) -> list[_Unit]:
     """A job's own tasks, then the other jobs' from the end, which those jobs reach last."""
     k, n = share
     others = [task for at, task in enumerate(tasks) if at % n != k]

@@ -91,7 +91,7 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
-def are_texts(inputs: Sequence[str]) -> bool:
+def is_text(inputs: Sequence[str]) -> bool:
     """Whether `inputs` are documents, not the tokens that another program made of them."""
     return not any(name.endswith(TOKENS) for name in inputs)
 

@@ -28,9 +28,9 @@ from pipeline.data.jobs import (
     Share,
     UnitPart,
     UnitRecord,
-    begun_for,
     complete,
     input_records,
+    read_plan,
     run_units,
     sums_of,
 )
@@ -322,7 +322,7 @@ def _body(document: npt.NDArray[np.int64], plan: SamplingPlan) -> npt.NDArray[np
 
 def _begun_batch_size(job: SamplingJob) -> int | None:
     """The batch size of the corpus in the job's folder, if there is one."""
-    if (begun := begun_for(job.output, SamplingPlan)) is not None:
+    if (begun := read_plan(job.output, SamplingPlan)) is not None:
         return begun.batch_size
     sampling = load_manifest(job.output, made_by=SAMPLER).sampling if (job.output / MANIFEST).exists() else None
     return None if sampling is None else sampling.batch_size

@@ -38,7 +38,6 @@ _SAME_OVER_A_RUN = (
     "global_batch_size",
     "seed",
     "tokenizer_fingerprint",
-    "packing",
     "data",
 )
 _PATHS: Any = {
@@ -269,6 +268,11 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
         for it in (manifest.run, run)
     )
     _check_equal(folder, {name: (getattr(saved, name), getattr(wanted, name)) for name in _SAME_OVER_A_RUN})
+    if saved.packing != wanted.packing:
+        raise CheckpointError(
+            f"{folder}: an earlier version packed its samples otherwise; finish it with that version, or name another "
+            "`folder` in the configuration, where a new run begins"
+        )
 
 
 def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], config: RunConfig) -> None:

@@ -8,7 +8,9 @@ completes the corpus, and the folder `.units` is removed.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import socket
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -117,11 +119,13 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest], heldout
         try:
             for folder in filter(None, (output, heldout)):
                 check_replaceable(folder, CORPUS, begun=state)
+            if state.is_symlink():
+                raise DataError(f"{state}: is a link, and a corpus is made inside its folder only; remove it")
             for folder in filter(None, (state, heldout)):
                 make_folder(folder)
-            if not (state / _PLAN).exists():
-                write_record(state / _PLAN, plan)
-            manifest = make(state)
+            _write_plan(state, plan)
+            # Another job may have begun another corpus here, or finished this one, since the first look.
+            manifest = finished(output, plan) or make(state)
             manifest.save(output)
         except (FileNotFoundError, DataError) as error:
             # Another job that shares the work may have finished and removed the state.
@@ -159,6 +163,19 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
         except DataError as error:
             raise DataError(f"{error}; it is made together with {output}: remove both folders") from None
     return manifest
+
+
+def _write_plan(state: Path, plan: Plan) -> None:
+    """Writes the plan unless there is one: of two jobs that begin at once, one wins."""
+    own = state / f"{_PLAN}.{socket.gethostname()}.{os.getpid()}"
+    write_record(own, plan)
+    try:
+        os.link(own, state / _PLAN)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        own.replace(state / _PLAN)
+    own.unlink(missing_ok=True)
 
 
 def read_plan(output: Path, kind: type[_Record]) -> _Record | None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.data import unit_work
+from pipeline.data import jobs, unit_work
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import Manifest, load_manifest
 from pipeline.data.tokenizer import Encoded, GigatokenEncoder
@@ -261,6 +261,22 @@ def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, fini
     ):
         tokenize(output, source, **change)
     assert contents(output) == before
+
+
+def test_of_two_different_jobs_that_begin_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other begins, and stops at a bad record, after this one has found the folder empty."""
+    output, make_folder = tmp_path / "corpus", jobs.make_folder
+    source = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7])
+
+    def other_begins(folder: Path) -> None:
+        monkeypatch.setattr(jobs, "make_folder", make_folder)
+        with pytest.raises(DataError, match="bad"):
+            tokenize(output, source, unit_bytes=500, max_bad_fraction=0)
+        make_folder(folder)
+
+    monkeypatch.setattr(jobs, "make_folder", other_begins)
+    with pytest.raises(DataError, match="was begun with another unit bytes: expected 400, found 500"):
+        tokenize(output, source, unit_bytes=400)
 
 
 def test_held_out_documents_are_chosen_by_their_hash(tmp_path: Path):

@@ -14,7 +14,7 @@ from tests.evaluation.task_files import write_task_files
 from tests.observers.test_early_stop import SETTINGS
 from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train
 
-TASKS = ["kobest_copa", "blimp_passive_1"]
+TASKS = ["kobest_copa", "blimp_passive_1", "arc_easy"]  # the last is neither all right nor all wrong
 
 
 def scored(config):

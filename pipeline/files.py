@@ -181,11 +181,15 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is."""
+    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is.
+
+    `keys`: of such a file from before it had a `format`.
+    """
 
     name: str
     record: str
     format: str
+    keys: tuple[str, ...] = ()
 
 
 def check_replaceable(
@@ -218,9 +222,12 @@ def holds(kind: FolderKind | None, path: Path) -> bool:
     if kind is None:
         return False
     try:
-        found = str(read_object(path / kind.record, OutputError).get("format"))
+        content = read_object(path / kind.record, OutputError)
     except (FileNotFoundError, OutputError):
         return False
+    if "format" not in content:
+        return bool(kind.keys) and content.keys() >= {*kind.keys}
+    found = str(content["format"])
     return found.rpartition(" ")[0] == kind.format.rpartition(" ")[0]  # the last word is the version
 
 

@@ -48,7 +48,7 @@ from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
-EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
+EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1", ("checkpoint_manifest", "written_format"))
 VERIFICATION = "verification.json"
 MakeProbe = Callable[[Reader], Probe]
 _logger = log.get_logger(__name__)

@@ -40,13 +40,13 @@ class HeldoutText(BaseModel):
     sequences: int
     tokens: int
     open_fraction: float
-    undecided_fraction: float
+    undecided_fraction: float = 0.0
     """of tokens that get the mean of the base's and the trained model's probabilities, and so neither exactly"""
     closed_sequences: int
     """on which every token is closed"""
-    cost_of_first_tokens: float | None
-    """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None if there are none"""
-    cost_of_later_tokens: float | None
+    cost_of_first_tokens: float | None = None
+    """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not measured"""
+    cost_of_later_tokens: float | None = None
     base_perplexity: float | None
     ungated_perplexity: float | None
     gated_perplexity: float | None

@@ -103,6 +103,7 @@ def test_a_folder_with_the_code_of_another_version_is_converted_again(published,
     again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
     record = json.loads((again.output / "conversion.json").read_text())
     assert ("code" in record) == (record["written_format"] == "scale")
+    del record["format"]  # as versions without one wrote it
     (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
     assert convert(again, probe) == (record["written_format"] == "scale")
     assert not convert(again, probe)

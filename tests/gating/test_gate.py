@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash
+from pipeline.gating.table import as_text
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import DECAY, Gate, deepest_gate_layer, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
@@ -125,6 +126,15 @@ def test_another_format_is_refused(folder):
     (folder / GATE_RECORD).write_text(json.dumps(values | {"format": "scale-cpt gate 9"}))
     with pytest.raises(CheckpointError, match="expected the format"):
         open_gate(folder)
+
+
+def test_a_gate_from_before_some_figures_were_measured_is_read(folder):
+    text = {"role": "new", "sequences": 1, "tokens": 9, "open_fraction": 0.5, "closed_sequences": 0}
+    text |= {f"{kind}_perplexity": 2.0 for kind in ("base", "ungated", "gated")}
+    values = json.loads((folder / GATE_RECORD).read_text())
+    (folder / GATE_RECORD).write_text(json.dumps(values | {"heldout": {"korean": text}}))
+    record = open_gate(folder)[1]
+    assert record.heldout["korean"].cost_of_first_tokens is None and "korean (new)" in as_text(record)
 
 
 def test_changed_and_foreign_tensors_are_refused(folder):

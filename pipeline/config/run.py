@@ -25,7 +25,7 @@ from pipeline.config.reading import (
     checked,
 )
 from pipeline.config.sources import COMMAND_LINE, RUN_FILE, Layer, combined, layer_of, parse_changes, read_layers
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConfigError, in_one_line
 from pipeline.files import write_text
 from pipeline.hub import model_folder, source_of
 
@@ -421,13 +421,22 @@ def write_run(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
     Returns:
         Each setting that differs from the file's, by its dotted key: there, and now. Empty for the first.
+
+    Raises:
+        ConfigError: the user wrote the file, and it is no run. One of an earlier version is replaced.
     """
     path = config.folder / RUN_FILE
     changed: dict[str, tuple[Any, Any]] = {}
     if path.exists():
-        before, now = (dict(_flat(_named(run))) for run in (load_config(path, base="named"), config))
+        own = path.read_bytes().startswith(_HEADER.encode())
+        try:
+            before, now = (dict(_flat(_named(run))) for run in (load_config(path, base="named"), config))
+        except ConfigError as error:
+            if not own:
+                raise
+            before, now = {RUN_FILE: in_one_line(error)}, {RUN_FILE: "written again"}
         changed = {key: (before.get(key), now.get(key)) for key in [*before, *now] if before.get(key) != now.get(key)}
-        if not changed or not path.read_text(encoding="utf-8").startswith(_HEADER):
+        if not changed or not own:
             return changed
     path.parent.mkdir(parents=True, exist_ok=True)
     values = _named(config, exclude_unset=True)

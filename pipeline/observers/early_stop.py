@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from statistics import fmean
 
 from pipeline import log
@@ -25,7 +26,7 @@ class EarlyStop(Observer):
             return
         loss = broadcast_from_rank0(lambda: fmean(losses))
         best = event.position.best_nll_per_token
-        gains = best is None or loss < best
+        gains = isfinite(loss) and (best is None or loss < best)
         without = 0 if gains else event.position.validations_without_gain + 1
         event.position = event.position.changed(
             best_nll_per_token=loss if gains else best, validations_without_gain=without

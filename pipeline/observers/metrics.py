@@ -52,12 +52,14 @@ class MetricsFiles(Observer):
             if self._board is not None:
                 self._board.close()
         except OSError as fault:
-            _logger.error("%s: its last lines are lost (%s)", self.folder / METRICS, fault.strerror)
+            _logger.error("%s: its last lines are not written (%s)", self.folder / METRICS, fault.strerror)
 
     def _go_back_to(self, step: int) -> None:
         """Continues after the line of `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         cut_after(self.folder / METRICS, step)
+        held = self._held.splitlines(keepends=True) if step else []
+        self._held = b"".join(line for line in held if json.loads(line)["step"] <= step)
         self._board = None
         self._purge_step: int | None = step + 1 if step else 0
 

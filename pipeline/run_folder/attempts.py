@@ -154,8 +154,12 @@ def record_stage(folder: Path, stage: str) -> None:
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
     """Records that this attempt starts to train, after `step` steps, and the run that it trains."""
-    if changed := write_run(config):
-        _logger.info("changed: %s", ", ".join(f"{key} {old} → {new}" for key, (old, new) in changed.items()))
+    changed = {}
+    try:
+        if changed := write_run(config):
+            _logger.info("changed: %s", ", ".join(f"{key} {old} → {new}" for key, (old, new) in changed.items()))
+    except OSError as error:  # a full disk must not end the work
+        _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
     _append(
         config.folder,
         TrainingStart(

@@ -68,7 +68,7 @@ def read_status(folder: Path) -> RunStatus:
     attempts = read_attempts(folder)
     start = next((attempt.started for attempt in reversed(attempts) if attempt.started), None)
     saved = newest_checkpoint_step(folder)
-    trained = (folder / TRAINING).exists() and (start is None or saved >= start.steps)
+    trained = (folder / TRAINING).exists()
     state, why = _state(folder, attempts, trained=trained)
     lines = [only_numbers(line) for line in last_metrics(folder / METRICS, _RECENT_STEPS, _TAIL_BYTES)]
     step = max([saved, *(int(line["step"]) for line in lines[-1:])])

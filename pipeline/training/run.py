@@ -112,8 +112,7 @@ def attempt(
                     trainer.observers.on_end(finished=finished)
 
             ending.push(end_observers)
-            if dist.get_rank() == 0:
-                record_start(config, dist.get_world_size(), position.step)
+            broadcast_from_rank0(partial(begin_training, config, position))
             try:
                 outcome = train(trainer, position, signals)
             except (UserError, SystemExit):
@@ -130,6 +129,12 @@ def attempt(
     if not outcome.finished:
         _logger.info("stopped by a signal at step %d; the same command resumes from there", outcome.position.step)
     return code
+
+
+def begin_training(config: RunConfig, position: Position) -> None:
+    """On rank 0: puts the start on record, and removes the mark of an end that more steps were added to."""
+    (config.folder / TRAINING).unlink(missing_ok=True)
+    record_start(config, dist.get_world_size(), position.step)
 
 
 def prepare(

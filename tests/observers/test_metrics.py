@@ -57,6 +57,23 @@ def test_a_rollback_drops_later_lines(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_rollback_drops_later_lines_that_a_full_disk_delayed(small_disk):
+    disk = small_disk(mib=1)
+    metrics = MetricsFiles(disk.path, 0)
+    figures = {f"figure/{number}": number / 7 for number in range(400)}  # longer than the page that may be left
+    for step, loss in enumerate([0.0, 1.0, 2.0, 3.0, 4.0]):
+        if step == 1:
+            disk.fill()
+        metrics.on_step(StepEvent(step, 0, None, {"loss": loss, **figures}))
+    assert len(read_metrics(disk.path / METRICS)) == 1
+    metrics.on_rollback(2)
+    disk.free()
+    metrics.on_step(StepEvent(3, 0, None, {"loss": 9.0}))
+    metrics.on_end(finished=True)
+    assert [line["loss"] for line in read_metrics(disk.path / METRICS)] == [0.0, 1.0, 2.0, 9.0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_a_full_disk_loses_no_line(small_disk, caplog):
     disk = small_disk(mib=1)
     metrics = MetricsFiles(disk.path, 0)

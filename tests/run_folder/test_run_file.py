@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from unittest.mock import patch
 
 import orjson
 import pytest
@@ -52,6 +54,22 @@ def test_a_file_that_the_user_wrote_there_is_left_as_it_is(tmp_path):
     mine = write_config(tmp_path, tmp_path, name=RUN_FILE)
     mine.write_text(before := f"# mine\n{mine.read_text()}")
     assert write_run(load_config(mine, CHANGES)) and mine.read_text() == before
+
+
+def test_a_file_that_cannot_be_read_any_more_or_written_ends_no_run(path, tmp_path, caplog):
+    run = tmp_path / "run" / RUN_FILE
+    write_run(config := load_config(path))
+    run.write_text(f"{run.read_text()}renamed_since: 1\n")
+    record_start(config, 2, 0)
+    assert load_config(run.parent) == config
+    with patch("pipeline.config.run.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        record_start(load_config(path, CHANGES), 2, 0)
+    assert caplog.messages[-1] == f"{run}: this run is not recorded: No space left on device"
+    first, second = (orjson.loads(line)["changed"] for line in (run.parent / NAME).read_bytes().splitlines())
+    assert "renamed_since: unknown key" in first[RUN_FILE][0] and second == {}
+    run.write_text("of: the user\n")
+    with pytest.raises(ConfigError, match="unknown key"):
+        record_start(config, 2, 0)
 
 
 def test_a_folder_that_was_moved_is_its_own(path, tmp_path):

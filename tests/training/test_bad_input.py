@@ -69,12 +69,15 @@ def test_settings_that_do_not_fit(tokens, tmp_path):
     sequence_parallel = {"tp_size": 2, "sequence_parallel": True}
     does_not_divide = "data.sequence_length: 33 does not divide by parallel.tp_size 2"
     odd_sequence = make_run(tmp_path / "odd", tokens, parallel=sequence_parallel, data__sequence_length=33)
+    foreign_record = make_run(tmp_path / "foreign", tokens, zero=1, name="mine.yaml")
+    (tmp_path / "foreign" / "run.yaml").write_text("of: the user\n")
     bad_vocabulary = "has ids up to 512, but the base's vocab_size is 512"
     check_refusals(
         2,
         [
             (config("ids", base=larger, parallel__tp_size=2), "BaseModelError", bad_vocabulary),
             (config("batch", schedule__global_batch_size=9), "LayoutError", "nearest that do: 8, 12"),
+            (foreign_record, "ConfigError", "foreign/run.yaml: "),  # found after the model is built
             (odd_sequence, "LayoutError", does_not_divide),
             (
                 quantized("cut", lora, parallel__tp_size=2),

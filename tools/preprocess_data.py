@@ -26,7 +26,7 @@ from pipeline.data.unit_work import Job
 from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.attempts import begin_run, stage_of
 
 
 def main(options: argparse.Namespace) -> None:
@@ -41,6 +41,8 @@ def main(options: argparse.Namespace) -> None:
             jobs = _jobs(config, options)
             for job in jobs:  # a missing file is found before hours of work
                 named_files(job.inputs)
+            if config is not None:
+                begin_run(config)
             for job in jobs:
                 manifest = preprocess(
                     job,

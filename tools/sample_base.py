@@ -19,7 +19,7 @@ from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.attempts import begin_run, stage_of
 
 if TYPE_CHECKING:
     from pipeline.rehearsal.corpus import SamplingJob
@@ -46,6 +46,8 @@ def _sample(config: RunConfig | None, options: argparse.Namespace) -> None:
             unfinished.append((job, plan))
         else:  # nothing but a word to the user
             sample_corpus(job, plan, Workers(None))
+    if config is not None:
+        begin_run(config)
     if not unfinished:
         return
     on_gpus = device_kind(options.device) == "cuda"

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -349,8 +349,8 @@ def idle_attempts(attempts: list[Attempt], newest: int) -> int:
 def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> Iterator[None]:
     """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
-    A run's first stage writes `run.yaml`. Start and end are recorded if a script, which sets ATTEMPT, started the
-    stage. `alone`: takes the lock of the stage.
+    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded if a script, which
+    sets ATTEMPT, started the stage. `alone`: takes the lock of the stage.
 
     Raises:
         FolderTakenError: another process owns the lock.
@@ -362,17 +362,14 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
     recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
     alone_in_it = RunLock(folder, stage) if alone else nullcontext()
     with recorded, alone_in_it:
-        first = not (folder / RUN_FILE).exists()
-        if first:
-            write_run(config)
-        try:
-            yield
-        except UserError:
-            if first:  # nothing has begun
-                (folder / RUN_FILE).unlink(missing_ok=True)
-                with suppress(OSError):  # there is more in it
-                    folder.rmdir()
-            raise
+        yield
+        begin_run(config)
+
+
+def begin_run(config: RunConfig) -> None:
+    """Writes `run.yaml`, unless it is there: a stage that takes hours calls this once its checks have passed."""
+    if not (config.folder / RUN_FILE).exists():
+        write_run(config)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config.run import load_config, write_run
 from pipeline.config.sources import RUN_FILE
-from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import NAME, record_start, stage_of
+from pipeline.errors import ConfigError, DataError
+from pipeline.run_folder.attempts import NAME, begin_run, record_start, stage_of
 from tests.training.runs import write_config
 
 CHANGES = ["schedule.steps=20", "data.corpora.korean.weight=2"]
@@ -29,8 +29,13 @@ def path(tmp_path):
 
 def test_the_first_stage_writes_the_run_as_it_was_started_and_its_folder_stands_for_it(path):
     config = load_config(path, CHANGES)
-    with stage_of(config, "tokenize"):
-        assert load_config(config.folder) == config  # from the beginning: the command may be killed
+    with pytest.raises(DataError), stage_of(config, "tokenize"):
+        raise DataError("a check fails")
+    assert not config.folder.exists()
+    with pytest.raises(DataError), stage_of(config, "tokenize"):
+        begin_run(config)
+        raise DataError("found after hours, or by another task of the array")
+    assert load_config(config.folder) == config
     with stage_of(load_config(path), "upscale", alone=True):
         assert load_config(config.folder) == config  # only training and the gate write it again
     assert load_config(path).schedule.steps == 6  # what the command line says is what runs

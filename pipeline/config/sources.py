@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 def read_layers(path: Path) -> list[Layer]:
     """The YAML file at `path`, or in the run's folder `path`, after the files that it extends.
 
-    `extends` counts from the file that has it. A run's folder that was moved is the run's folder all the same.
+    `extends` counts from the file that has it. A run's folder may have been moved, with the folders in it.
 
     Raises:
         ConfigError: one of the files is missing or no YAML file, or extends itself.
@@ -60,9 +60,20 @@ def read_layers(path: Path) -> list[Layer]:
         layers.insert(0, Layer(str(current), values))
         before = f"{current}: {EXTENDS}: "
         current = None if parent is None else current.parent / parent
-    if path.is_dir() and Path(str(layers[-1].values.get("folder"))).resolve() != path.resolve():
-        layers.append(Layer(str(path), {"folder": str(path)}))
+    if path.is_dir() and Path(old := str(layers[-1].values.get("folder"))).resolve() != path.resolve():
+        layers.append(Layer(str(path), {**_moved(layers[-1].values, Path(old), path), "folder": str(path)}))
     return layers
+
+
+def _moved(values: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
+    """The folders among `values` that lay in the folder `old`, in `new`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {key: inner} if (inner := _moved(value, old, new)) else {}
+        elif key in ("folder", "upscaled") and value and Path(str(value)).is_relative_to(old):
+            found[key] = str(new / Path(str(value)).relative_to(old))
+    return found
 
 
 def combined(layers: Iterable[Layer]) -> dict[str, Any]:

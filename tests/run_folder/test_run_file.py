@@ -78,9 +78,11 @@ def test_a_file_that_cannot_be_read_any_more_or_written_ends_no_run(path, tmp_pa
 
 
 def test_a_folder_that_was_moved_is_its_own(path, tmp_path):
-    write_run(config := load_config(path))
-    shutil.move(config.folder, tmp_path / "moved")
-    assert load_config(tmp_path / "moved") == config.model_copy(update={"folder": tmp_path / "moved"})
+    folder, moved = load_config(path).folder, tmp_path / "moved"
+    write_run(config := load_config(path, [f"data.folder={folder}/tokens"]))
+    shutil.move(folder, moved)
+    data = config.data.model_copy(update={"folder": moved / "tokens"})
+    assert load_config(moved) == config.model_copy(update={"folder": moved, "data": data})
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The list of checks of what a user brings, each with what it needs and the stages that begin with it.
+"""The list of checks of what a user brings, each with the stages that begin with it.
 
 A dry run runs every check that needs no allocation, and lists all faults. A stage runs its own, and raises the first.
 Those that need the ranks run in the preflight (`allocation.py`).
@@ -137,11 +137,12 @@ def _sampling(run: Opened) -> None:
             check_sampling(corpus.sample, corpus.sample.max_tokens or longest, run.tokenizer, run.spec)
 
 
-def _corpora(run: Opened) -> None:
+def _corpora(run: Opened) -> object:
     if run.stage == "train" or is_tokenized(run.config.data):
-        run.samples  # noqa: B018
-    elif run.config.data.folder.resolve() != run.config.folder.resolve():
+        return run.samples
+    if run.config.data.folder.resolve() != run.config.folder.resolve():
         check_folder(run.config.data.folder)
+    return None
 
 
 def _texts(run: Opened) -> Iterator[Callable[[], object]]:
@@ -164,40 +165,40 @@ def _sampled(run: Opened) -> Iterator[Callable[[], object]]:
             yield lambda job=job: check_sampled_folder(job, plan_of(job))  # type: ignore[misc]
 
 
-def _resume(run: Opened) -> None:
+def _resume(run: Opened) -> object:
     if run.stage == "train" or (run.config.folder.is_dir() and run.get("model") and run.get("base")):
-        run.finished  # noqa: B018
+        return run.finished
+    return None
 
 
 class Check(NamedTuple):
-    """A check, the stages that begin with it, and what it needs.
+    """A check, and the stages that begin with it.
 
     `run` raises a UserError. Where several faults may be found it yields the checks that it consists of.
     """
 
-    needs: Literal["config", "files"]
     run: Callable[[Opened], object]
     stages: tuple[Stage, ...]
 
 
 _BOTH: tuple[Stage, ...] = ("tokenize", "train")
 CHECKS = (
-    Check("config", lambda run: run.layout, _BOTH),
-    Check("config", lambda run: check_trackers(run.config), _BOTH),
-    Check("config", lambda run: check_heldout(run.config), ("tokenize",)),
-    Check("files", lambda run: run.base, _BOTH),
-    Check("files", lambda run: run.base.file_of, ("tokenize",)),  # the header of every weight file
-    Check("files", lambda run: check_context(run.config, run.spec), _BOTH),
-    Check("files", lambda run: run.model, ("tokenize",)),  # training builds it
-    Check("files", lambda run: check_vocabulary(run.tokenizer, run.spec), _BOTH),
-    Check("files", lambda run: encoded_prompts(run.config, run.tokenizer, run.spec), _BOTH),
-    Check("files", _sampling, ("tokenize",)),
-    Check("files", _corpora, ("train",)),
-    Check("files", _texts, ()),
-    Check("files", lambda run: check_folder(run.config.folder), ()),  # a stage takes its lock
-    Check("files", _expansion, ("tokenize",)),
-    Check("files", _resume, ("train",)),
-    Check("files", _sampled, ()),
+    Check(lambda run: run.layout, _BOTH),
+    Check(lambda run: check_trackers(run.config), _BOTH),
+    Check(lambda run: check_heldout(run.config), ("tokenize",)),
+    Check(lambda run: run.base, _BOTH),
+    Check(lambda run: run.base.file_of, ("tokenize",)),  # the header of every weight file
+    Check(lambda run: check_context(run.config, run.spec), _BOTH),
+    Check(lambda run: run.model, ("tokenize",)),  # training builds it
+    Check(lambda run: check_vocabulary(run.tokenizer, run.spec), _BOTH),
+    Check(lambda run: encoded_prompts(run.config, run.tokenizer, run.spec), _BOTH),
+    Check(_sampling, ("tokenize",)),
+    Check(_corpora, ("train",)),
+    Check(_texts, ()),
+    Check(lambda run: check_folder(run.config.folder), ()),  # a stage takes its lock
+    Check(_expansion, ("tokenize",)),
+    Check(_resume, ("train",)),
+    Check(_sampled, ()),
 )
 
 

@@ -115,11 +115,15 @@ def load_tasks(
     return Tasks(names, loaded, limit)
 
 
-def task_results(model: Any, tasks: Tasks) -> list[Result]:  # noqa: ANN401
-    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies."""
+def task_results(model: Any, tasks: Tasks, *, bootstrap_iters: int = 100_000) -> list[Result]:  # noqa: ANN401
+    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies.
+
+    `bootstrap_iters`: lm-eval's, for standard errors that have no formula; 0 leaves these out.
+    """
     from lm_eval.evaluator import evaluate
 
-    found = evaluate(model, dict(tasks.loaded), limit=tasks.limit, log_samples=False)["results"]
+    settings = {"limit": tasks.limit, "bootstrap_iters": bootstrap_iters, "log_samples": False}
+    found = evaluate(model, dict(tasks.loaded), **settings)["results"]
     results = []
     for name in dict.fromkeys([*tasks.names, *tasks.loaded["tasks"]]):
         values = found.get(name, {})  # a tag has none of its own

@@ -19,7 +19,7 @@ class TaskScores(Observer):
     def __init__(self, context: RunContext) -> None:
         """Every rank must call it, if there are tasks. Raises as `load_tasks`."""
         self.config, self.engine, self.device = context.inputs.config, context.engine, context.device
-        self.layout, self.rank = context.inputs.layout, context.rank
+        self.layout, self.rank, self.phases = context.inputs.layout, context.rank, context.phases
         settings = self.config.validation
         self.tasks = run_on_all_ranks(
             lambda: load_tasks(settings.tasks, data=settings.tasks_data, limit=settings.tasks_limit)
@@ -38,7 +38,7 @@ class TaskScores(Observer):
         is_last = event.stop is not None or event.position.is_end_of(self.config)
         if is_last or step // settings.every_steps % settings.tasks_every == 0:
             with self.engine.evaluating():
-                found = task_results(self.model, self.tasks)
+                found = task_results(self.model, self.tasks, bootstrap_iters=0)  # it would fork every rank
             event.figures.update({f"{result.metric}/{result.task}": result.value for result in found})
 
     def scores(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,8 @@ class TaskScores(Observer):
         own_targets = torch.full((rows, whole), IGNORED)
         own_tokens[: own.stop - start, :width], own_targets[: own.stop - start, :width] = tokens[own], targets[own]
         positions = torch.arange(whole).expand_as(own_tokens).contiguous()
-        losses = self.engine.loss(MicroBatch(own_tokens, own_targets, positions, None).on(self.device))
+        with self.phases("validation"):  # each batch is progress for the watchdog
+            losses = self.engine.loss(MicroBatch(own_tokens, own_targets, positions, None).on(self.device))
         assert losses.is_greedy_choice is not None
         found = torch.zeros(2, count, width, dtype=torch.float64, device=self.device)
         if self.layout.tp_rank(self.rank) == 0:

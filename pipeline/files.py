@@ -214,7 +214,13 @@ def check_replaceable(
         return
     expected = "" if kind is None else f", or {kind.name} that is not damaged"
     advice = "" if overwrite is None else ", or say --overwrite"
-    raise OutputError(f"{path}: expected nothing here{expected}, found something else; move it away{advice}")
+    try:
+        found = str(read_object(path / "manifest.json", OutputError).get("format") or "another folder")
+    except (OSError, OutputError):
+        found = "another folder or file"
+    raise OutputError(
+        f"{path}: expected nothing here{expected}, found {found}; name another output, or move it away{advice}"
+    )
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:
@@ -245,8 +251,10 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     partial.mkdir(parents=True)
     try:
         yield partial
+        readable = partial.stat().st_mode & 0o666
         for file in partial.rglob("*"):
             if file.is_file():
+                file.chmod(readable)  # safetensors makes files that their owner alone can read
                 sync(file)
         sync(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours

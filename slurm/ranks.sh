@@ -81,6 +81,7 @@ planned_cluster() {
         nodes=$(sbatch_line nodes "$1") tasks=$(sbatch_line ntasks-per-node "$1")
         gpus=${gpus##*:} # h100:8
         ranks=$((nodes * (tasks > 1 ? tasks : gpus)))
+        say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes; NPROC=2 plans 2 processes here" >&2
     fi
     echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
 }

@@ -156,3 +156,10 @@ def test_a_link_out_of_a_strangers_folder_is_refused(tmp_path: Path):
     (tmp_path / "blobs" / "7").write_text("text")
     (snapshot / "README.md").symlink_to("../../blobs/7")
     assert read_inside(snapshot, "README.md", DataError) == b"text"
+
+
+def test_files_of_a_published_folder_are_as_readable_as_it_is(tmp_path):
+    with published_folder(tmp_path / "out", None) as partial:
+        (partial / "weights").touch(mode=0o600)
+    folder, file = (path.stat().st_mode & 0o666 for path in (tmp_path / "out", tmp_path / "out" / "weights"))
+    assert file == folder

@@ -196,7 +196,7 @@ def test_a_heldout_part_is_not_mixed_with_other_files(tmp_path):
 def test_overwrite_replaces_what_it_names(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old.txt").write_text("not needed any more")
-    with pytest.raises(OutputError, match="found something else; move it away, or say --overwrite"):
+    with pytest.raises(OutputError, match="found another folder or file; move it away, or say --overwrite"):
         write_expansion(tmp_path / "out", [], {}, overwrite=False)
     write_expansion(tmp_path / "out", [], {}, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]

@@ -204,8 +204,8 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
     comments = {
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
-        "method": f"{_growth(values, spec)}.; the paper's by an eighth each, a small base's\n"
-        "by what servers can split.\n"
+        "method": f"{_growth(values, spec)}. The paper's grow by an\n"
+        "eighth each, a small base's by what servers can split.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
         "forgets and learns less.\n"
         "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md).",

@@ -44,7 +44,8 @@ extend a study. Sections are merged key by key. A list is replaced as a whole. `
 A run's first stage writes all of it, with what the file extends and with `--set`, to `run.yaml` in the run's folder.
 **Every command takes that folder in place of the file**: `scale-cpt evaluate runs/demo`. What the command line says is
 what runs. A run that has begun refuses settings that would make it another run, such as another method; other changes,
-such as more steps, are in `run.yaml` from the next training on, and in `attempts.jsonl`.
+such as more steps, are in `run.yaml` from the next training on. `attempts.jsonl` records what differs from `run.yaml`
+as it was when training started: give changes by `--set` or in your own file, since edits of `run.yaml` leave no trace.
 
 This page is printed by `scale-cpt describe-config`.
 

@@ -218,9 +218,7 @@ def check_replaceable(
         found = str(read_object(path / "manifest.json", OutputError).get("format") or "another folder")
     except (OSError, OutputError):
         found = "another folder or file"
-    raise OutputError(
-        f"{path}: expected nothing here{expected}, found {found}; name another output, or move it away{advice}"
-    )
+    raise OutputError(f"{path}: expected nothing here{expected}, found {found}; move it away{advice}")
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:

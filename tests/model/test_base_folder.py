@@ -136,7 +136,7 @@ CONFIG_FAULTS = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor 0.5: llama with rope_type linear rotates whole heads, of 8 channels",
     ),
-    "architecture": ({"model_type": "gemma2"}, "model_type 'gemma2' is not among llama"),
+    "architecture": ({"model_type": "cohere"}, "model_type 'cohere' is not among llama"),
     "no architecture": ({"model_type": None}, "model_type None is not among llama"),
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
     "heads beyond all sizes": (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +56,7 @@ def write_study(folder: Path, values: dict[str, Any]) -> Path:
 def call_tool(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
     """Runs the `main` of tools/<name>.py in the project's root; errors are raised as they are."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [f"tools/{name}.py", *map(str, arguments)])
-    runpy.run_path(str(ROOT / "tools" / f"{name}.py"))["main"]()
+    program = runpy.run_path(str(ROOT / "tools" / f"{name}.py"))
+    parser = argparse.ArgumentParser()
+    program["add_options"](parser)
+    program["main"](parser.parse_args([*map(str, arguments)]))

@@ -12,7 +12,6 @@ import yaml
 
 from pipeline.config.method import Lora
 from pipeline.errors import ConfigError
-from pipeline.run_folder.attempts import stage_of
 from pipeline.studies.pending import finished_count, pending_tasks, run_count
 from pipeline.studies.results import is_trained
 from pipeline.studies.study import load_study
@@ -168,11 +167,14 @@ def test_a_run_with_other_settings_is_refused(opened):
         run.write()
 
 
-def test_a_run_that_was_changed_by_hand_is_refused_before_it_trains(opened):
+def test_a_run_that_was_changed_by_hand_is_refused_once_it_has_trained(opened):
     run = opened().trial(Trial("adapt", 2e-3, 1))
     run.write()
-    with stage_of(run.config, "tokenize", changes=["schedule.weight_decay=0.5"]):
-        pass
+    path = run.config.folder / "run.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["schedule"]["weight_decay"] = 0.5
+    path.write_text(yaml.safe_dump(values))
+    (run.config.folder / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
         run.write()
 

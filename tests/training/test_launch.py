@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -186,8 +187,11 @@ def sockets_of_checkpoints(folder):
     initialise(Launch(rank, rank, world_size, "127.0.0.1", 29500))
 
     def sockets():
-        opened = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        return sum(str(path.readlink()).startswith("socket:") for path in opened)
+        found = 0
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found += str(path.readlink()).startswith("socket:")
+        return found
 
     before = sockets()
     group = Checkpoints(folder, None, None, keep_last=1)._group

@@ -262,7 +262,7 @@ class Validation(Section):
 
     @model_validator(mode="after")
     def _settings_of_tasks_have_tasks(self) -> Validation:
-        if not self.tasks and self.model_fields_set & {"tasks_data", "tasks_every", "tasks_limit"}:
+        if not self.tasks and (self.tasks_data, self.tasks_every, self.tasks_limit) != (None, 1, None):
             raise ValueError("tasks_data, tasks_every and tasks_limit belong to tasks; name some")
         return self
 

@@ -266,9 +266,8 @@ def run_units(
     left = [(name, unit) for name, unit in units.items() if name not in done]
     sizes = {name: size(unit) for name, unit in units.items()}
     with progress_bar(what, sum(sizes.values()), of_size, done=sum(sizes[name] for name in done)) as progress:
-        for name, record in workers.run(
-            partial(_do, state, schema, work), share_first(left, share), name=itemgetter(1)
-        ):
+        finished_units = workers.run(partial(_do, state, schema, work), share_first(left, share), name=itemgetter(1))
+        for name, record in finished_units:
             progress.update(sizes[name])
             yield name, record
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Union, get_args
+from typing import Literal, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ Logits = Callable[[Tensor], Tensor]
 """Tokens [B, S], padded on the right -> logits [B, S, V]."""
 Prefix = Literal["document", "end", "none"]
 """What a document is scored after: what it follows in training, the end-of-document token, or nothing."""
-PREFIXES: tuple[Prefix, ...] = get_args(Prefix)
 
 DEFAULT_BYTES = 2**17
 """How much of each text is scored unless the caller says otherwise; 0: all."""

@@ -81,9 +81,8 @@ class MetricsFiles(Observer):
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
         for number, (prompt, written) in enumerate(event.texts.items(), start=1):
-            quoted = "\n".join(
-                f"    {line}" for line in f"{prompt}→{written}".split("\n")
-            )  # a block of code in Markdown
+            # A block of code in Markdown.
+            quoted = "\n".join(f"    {line}" for line in f"{prompt}→{written}".split("\n"))
             self._board.add_text(f"prompt {number}", quoted, event.step)
         self._board.flush()
         self._purge_step = None

@@ -51,7 +51,7 @@ def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
         place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks: list[subprocess.Popen[bytes]] = []
         started.callback(_kill, ranks)
-        _forward_signals(ranks)
+        started.enter_context(_forwarded_signals(ranks))
         for rank in range(count):
             environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=environment))
@@ -84,13 +84,18 @@ def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> 
     return highest
 
 
-def _forward_signals(ranks: list[subprocess.Popen[bytes]]) -> None:
+@contextlib.contextmanager
+def _forwarded_signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         for process in ranks:
             process.send_signal(number)
 
-    for number in FORWARDED:
-        signal.signal(number, forward)
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 import pytest
 
-from pipeline.local_ranks import run_ranks
+from pipeline.local_ranks import FORWARDED, run_ranks
 from tests.waiting import PATIENCE_S
 
 # Rank 1 fails in its own way; the others abort when they see that it is gone, as NCCL does.
@@ -34,4 +35,6 @@ def test_aborts_after_a_rank_failed_are_its_consequence(tmp_path, caplog, monkey
 
 
 def test_an_abort_without_another_fault_counts():
+    before = [signal.getsignal(number) for number in FORWARDED]
     assert run_ranks([sys.executable, "-c", "import os; os.abort()"], 1, PATIENCE_S) == 134
+    assert [signal.getsignal(number) for number in FORWARDED] == before

@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> None:
         with stage_of(config, "evaluate"):
             from pipeline.evaluation.summary import summarise
 
-            print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix).as_text())
+            print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix))
     elif {"model", "tasks"} <= given and "run" not in given and len(options.data) <= 1:
         if options.include_path and options.data:
             raise ConfigError("--include-path: its tasks name their own documents; leave out --data")
@@ -43,19 +43,22 @@ def main(options: argparse.Namespace) -> None:
 
 def _run_benchmarks(options: argparse.Namespace) -> None:
     _check_folders(options)
-    from pipeline.evaluation.benchmarks import comparison, run_benchmarks
+    from pipeline.evaluation.benchmarks import comparison, load_tasks, run_benchmarks
     from pipeline.evaluation.table import as_json
 
+    tasks = load_tasks(
+        options.tasks,
+        data=Path(options.data[0]) if options.data else None,
+        include=options.include_path,
+        few_shot=options.few_shot,
+        limit=options.limit,
+    )
     results = {
         str(model): run_benchmarks(
             model,
-            options.tasks,
-            data=Path(options.data[0]) if options.data else None,
-            include=options.include_path,
-            few_shot=options.few_shot,
-            limit=options.limit,
-            prefix=options.prefix,
+            tasks,
             batch_size=options.batch_size,
+            prefix=options.prefix,
             trust_remote_code=options.trust_remote_code,
         )
         for model in options.model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,8 +20,16 @@ from pipeline.evaluation.perplexity import Prefix, prefix_of
 from pipeline.evaluation.table import table
 
 AVERAGE = "average"
-_OLDEST_LM_EVAL = (0, 4, 13)
 _FEW_SHOT_SEED = 1234  # lm-eval's default
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """lm-eval's tasks as `TaskManager.load` gives them, the names asked for, and how many documents of each to take."""
+
+    names: Sequence[str]
+    loaded: Mapping[str, Any]
+    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -34,41 +41,6 @@ class Result:
     value: float
     stderr: float | None
     documents: int
-
-
-def run_benchmarks(
-    folder: Path,
-    tasks: Sequence[str],
-    *,
-    data: Path | None = None,
-    include: Path | None = None,
-    few_shot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 16,
-    prefix: Prefix = "document",
-    trust_remote_code: bool = False,
-) -> list[Result]:
-    """Scores the model in `folder` on lm-eval's `tasks`, on a GPU if there is one; see `load_tasks` and `task_results`.
-
-    Every prompt follows `prefix`, as documents do in training.
-
-    Raises:
-        MissingPackageError, ConfigError, DataError: as of `load_tasks`; or the folder has no tokenizer.
-        BaseModelError: the folder holds no model that can be loaded.
-    """
-    if batch_size < 1:
-        raise ConfigError(f"--batch-size: expected at least 1, found {batch_size}")
-    loaded = load_tasks(tasks, data=data, include=include, few_shot=few_shot, limit=limit)
-    return task_results(_hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code), loaded)
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """lm-eval's tasks as `TaskManager.load` gives them, the names asked for, and how many documents of each to take."""
-
-    names: Sequence[str]
-    loaded: Mapping[str, Any]
-    limit: int | None
 
 
 def load_tasks(
@@ -94,16 +66,13 @@ def load_tasks(
     for flag, value, least in (("few-shot", few_shot, 0), ("limit", limit, 1)):
         if value is not None and value < least:
             raise ConfigError(f"--{flag}: expected at least {least}, found {value}")
-    needed = "0.4.13 or newer is needed; pip install 'scale-cpt[eval]'"
-    try:
-        found = version("lm_eval")
-    except PackageNotFoundError:
-        raise MissingPackageError(f"lm-eval: not installed, {needed}") from None
-    if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < _OLDEST_LM_EVAL:
-        raise MissingPackageError(f"lm-eval: found {found}, {needed}")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
-    from pipeline.evaluation.local_tasks import load_local_tasks
-
+    try:
+        from pipeline.evaluation.local_tasks import load_local_tasks
+    except ImportError as error:
+        raise MissingPackageError(
+            f"lm-eval: 0.4.13 or newer is needed ({error}); pip install 'scale-cpt[eval]'"
+        ) from None
     loaded = _load_hub_tasks(names, include) if data is None else load_local_tasks(names, data)
     for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
         own = task.get_config("num_fewshot")
@@ -113,6 +82,46 @@ def load_tasks(
         task.set_config(key="num_fewshot", value=wanted or 0)
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     return Tasks(names, loaded, limit)
+
+
+def _load_hub_tasks(tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    if include is not None and not any(include.rglob("*.yaml")):
+        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
+    with faults_of_library(f"--tasks {' '.join(tasks)}", ConfigError):
+        manager = TaskManager(include_path=None if include is None else str(include))
+        if unknown := [name for name in tasks if name not in manager.task_index]:
+            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
+        try:
+            return dict(manager.load(list(tasks)))
+        except OSError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{' '.join(tasks)}: cannot be downloaded ({reason}); give local files with --data"
+            ) from None
+
+
+def run_benchmarks(
+    folder: Path,
+    tasks: Tasks,
+    *,
+    batch_size: int = 16,
+    prefix: Prefix = "document",
+    trust_remote_code: bool = False,
+) -> list[Result]:
+    """Scores the model in `folder` on `tasks`, on a GPU if there is one; see `task_results`.
+
+    Every prompt follows `prefix`, as documents do in training.
+
+    Raises:
+        ConfigError: `batch_size` is below 1.
+        DataError: the folder has no tokenizer.
+        BaseModelError: the folder holds no model that can be loaded.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size: expected at least 1, found {batch_size}")
+    return task_results(_hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code), tasks)
 
 
 def task_results(model: Any, tasks: Tasks, *, bootstrap_iters: int = 100_000) -> list[Result]:  # noqa: ANN401
@@ -151,24 +160,6 @@ def comparison(results: Mapping[str, Sequence[Result]]) -> str:
     return table(["task", "metric", "n", *(cell for name in results for cell in (name, ""))], rows)
 
 
-def _load_hub_tasks(tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-
-    if include is not None and not any(include.rglob("*.yaml")):
-        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
-    with faults_of_library(f"--tasks {' '.join(tasks)}", ConfigError):
-        manager = TaskManager(include_path=None if include is None else str(include))
-        if unknown := [name for name in tasks if name not in manager.task_index]:
-            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
-        try:
-            return dict(manager.load(list(tasks)))
-        except OSError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{' '.join(tasks)}: cannot be downloaded ({reason}); give local files with --data"
-            ) from None
-
-
 def _hf_model(folder: Path, batch_size: int, prefix: Prefix, *, trust_remote_code: bool) -> Any:  # noqa: ANN401
     """lm-eval's own model of a Hugging Face folder, whose tokenizer puts `prefix` before every prompt."""
     from lm_eval.models.huggingface import HFLM
@@ -182,10 +173,5 @@ def _hf_model(folder: Path, batch_size: int, prefix: Prefix, *, trust_remote_cod
     if backend is not None:
         names = [(backend.id_to_token(token), token) for token in read]
         backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
-    return HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=batch_size,
-        prefix_token_id=read[-1] if read else None,
-    )
+    last = read[-1] if read else None
+    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, prefix_token_id=last)

@@ -27,8 +27,6 @@ from pipeline.model.output import perplexity
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
-Logits = Callable[[Tensor], Tensor]
-"""Tokens [B, S], padded on the right -> logits [B, S, V]."""
 Prefix = Literal["document", "end", "none"]
 """What a document is scored after: what it follows in training, the end-of-document token, or nothing."""
 
@@ -55,6 +53,14 @@ class Score:
     bits_per_byte: float
 
 
+class _Sequence(NamedTuple):
+    """The tokens `ids: [S]` of a document; those from `first_scored` on are `bytes` bytes of text."""
+
+    ids: Tensor
+    first_scored: int
+    bytes: int
+
+
 def score_folder(
     folder: Path,
     corpora: Mapping[str, Iterable[Text]],
@@ -78,7 +84,7 @@ def score_folder(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(folder)
+    tokenizer, vocab_size = load_tokenizer(folder), int(model.config.vocab_size)
     longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     context = context or min(longest, DEFAULT_CONTEXT)
     stride = stride or max(1, context // 2)
@@ -90,25 +96,32 @@ def score_folder(
     read = prefix_of(tokenizer, prefix)
     after = tokenizer.decode(read) if read else "nothing"
     _logger.info("%s: windows of %d tokens, every %d; documents follow %s", folder, context, stride, after)
-
-    def logits(tokens: Tensor) -> Tensor:
-        return model(tokens.to(device), use_cache=False).logits
-
-    def scored(name: str, documents: Iterable[Text]) -> Score:
+    scores = {}
+    for name, documents in corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
         if not sequences:
             raise DataError(
                 f"{name}: holds no document to score; give another file, or with --text-key the field that holds its "
                 "text"
             )
-        if (highest := max(int(one.ids.max()) for one in sequences)) >= (vocab_size := int(model.config.vocab_size)):
+        if (highest := max(int(one.ids.max()) for one in sequences)) >= vocab_size:
             raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
-        total = _total_nll(logits, sequences, context, stride, min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size), name)
+        cut = [
+            (one.ids[start:stop], stop - first_scored)
+            for one in sequences
+            for start, stop, first_scored in windows(len(one.ids), context, stride, one.first_scored)
+        ]
+        total = _total_nll(
+            lambda tokens: model(tokens.to(device), use_cache=False).logits,
+            cut,
+            min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size),
+            name,
+        )
         tokens, size = sum(len(one.ids) - one.first_scored for one in sequences), sum(one.bytes for one in sequences)
         nll = total / tokens
-        return Score(len(sequences), tokens, size, whole, nll, perplexity(nll), total / math.log(2) / size)
-
-    return {name: scored(name, documents) for name, documents in corpora.items()}
+        bits = total / math.log(2) / size
+        scores[name] = Score(len(sequences), tokens, size, whole, nll, perplexity(nll), bits)
+    return scores
 
 
 def prefix_of(tokenizer: Tokenizer, prefix: Prefix) -> tuple[int, ...]:
@@ -116,36 +129,20 @@ def prefix_of(tokenizer: Tokenizer, prefix: Prefix) -> tuple[int, ...]:
     return {"document": tokenizer.before_document, "end": tokenizer.document_end[-1:], "none": ()}[prefix]
 
 
-class Window(NamedTuple):
-    """The tokens [start, stop) of a sequence, of which those from `first_scored` on are scored."""
+def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[tuple[int, int, int]]:
+    """Windows over a sequence of `length` tokens: (start, stop, the first of its tokens that is scored).
 
-    start: int
-    stop: int
-    first_scored: int
-
-
-def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[Window]:
-    """Windows over a sequence of `length` tokens; those before `first_scored`, at least one, are only read.
-
-    Each window begins `stride` tokens after the last and scores what that one did not. So every scored token sees at
-    least `context - stride` tokens before it, or all there are.
+    Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens after the last and
+    scores what that one did not. So every scored token sees at least `context - stride` tokens before it, or all there
+    are.
     """
     start = 0
-    scored = first_scored
-    while scored < length:
+    while first_scored < length:
         stop = min(start + context, length)
-        if stop > scored:
-            yield Window(start, stop, scored)
-            scored = stop
+        if stop > first_scored:
+            yield start, stop, first_scored
+            first_scored = stop
         start += stride
-
-
-class _Sequence(NamedTuple):
-    """The tokens `ids: [S]` of a document; those from `first_scored` on are `bytes` bytes of text."""
-
-    ids: Tensor
-    first_scored: int
-    bytes: int
 
 
 def _encode(
@@ -170,43 +167,24 @@ def _encode(
     return sequences, whole
 
 
+@torch.no_grad()
 def _total_nll(
-    logits: Logits, sequences: Sequence[_Sequence], context: int, stride: int, batch_tokens: int, name: str
+    logits: Callable[[Tensor], Tensor], cut: Sequence[tuple[Tensor, int]], batch_tokens: int, name: str
 ) -> float:
-    """The summed nll of what is scored, in the order of the documents, however they are batched."""
-    cut = [
-        (one.ids, window) for one in sequences for window in windows(len(one.ids), context, stride, one.first_scored)
-    ]
-    nll = [0.0] * len(cut)
+    """The summed nll of the last so many tokens of each window, however they are batched.
+
+    `logits`: tokens [B, S], padded on the right -> [B, S, V].
+    """
+    longest_first = sorted(cut, key=lambda window: -len(window[0]))  # little padding
+    nll: list[float] = []
     with progress_bar(name, len(cut), " windows") as bar:
-        for batch in _batches([window for _, window in cut], batch_tokens):
-            for index, value in zip(batch, _batch_nll(logits, [cut[index] for index in batch]), strict=True):
-                nll[index] = value
+        while len(nll) < len(cut):
+            rows = max(1, batch_tokens // len(longest_first[len(nll)][0]))
+            batch = longest_first[len(nll) : len(nll) + rows]
+            found = logits(torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True))
+            for row, (tokens, scored) in zip(found, batch, strict=True):
+                predicting = row[len(tokens) - scored - 1 : len(tokens) - 1].float()
+                losses = F.cross_entropy(predicting, tokens[-scored:].to(row.device), reduction="none")
+                nll.append(float(losses.double().sum()))
             bar.update(len(batch))
     return math.fsum(nll)
-
-
-def _batches(cut: Sequence[Window], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of windows, the longest first to need little padding, in batches of at most `batch_tokens` tokens."""
-    lengths = [window.stop - window.start for window in cut]
-    batch: list[int] = []
-    for index in sorted(range(len(cut)), key=lambda index: -lengths[index]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    yield batch
-
-
-@torch.no_grad()
-def _batch_nll(logits: Logits, batch: Sequence[tuple[Tensor, Window]]) -> list[float]:
-    """The summed nll of each window's scored tokens."""
-    rows = [sequence[window.start : window.stop] for sequence, window in batch]
-    found = logits(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
-    sums = []
-    for row, (sequence, window) in enumerate(batch):
-        predicting = slice(window.first_scored - window.start - 1, window.stop - window.start - 1)
-        targets = sequence[window.first_scored : window.stop].to(found.device)
-        nll = F.cross_entropy(found[row, predicting].float(), targets, reduction="none")
-        sums.append(float(nll.double().sum()))
-    return sums

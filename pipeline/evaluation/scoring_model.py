@@ -74,10 +74,8 @@ class ScoringModel(TemplateLM):  # type: ignore[misc]
                 answers[number] = -float(nll[row][of_answer].double().sum()), bool(is_greedy[row][of_answer].all())
         return answers
 
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> NoReturn:  # noqa: ANN401
-        """Refused: validation scores held-out text."""
-        raise ConfigError("a model in training answers tasks of choices, not of documents; use scale-cpt evaluate")
-
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> NoReturn:  # noqa: ANN401
-        """Refused: a sharded model in training does not generate."""
-        raise ConfigError("a model in training answers tasks of choices, not of generated text; use scale-cpt evaluate")
+        """Refused: a sharded model in training generates nothing, and validation scores held-out text."""
+        raise ConfigError("a model in training answers tasks of choices only; use scale-cpt evaluate for the others")
+
+    loglikelihood_rolling = generate_until

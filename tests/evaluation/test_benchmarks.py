@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import socket
 import sys
 from pathlib import Path
 
-import lm_eval.tasks
 import pytest
 import torch
 import yaml
@@ -17,18 +15,22 @@ import zstandard
 from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import evaluation
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import AVERAGE, _hf_model, comparison, load_tasks, run_benchmarks, task_results
-from pipeline.evaluation.local_tasks import load_local_tasks
+from pipeline.evaluation.benchmarks import (
+    AVERAGE,
+    Result,
+    _hf_model,
+    comparison,
+    load_tasks,
+    run_benchmarks,
+    task_results,
+)
 from pipeline.evaluation.scoring_model import ScoringModel
 from tests.bases import STORIES
 from tests.data.helpers import run_main
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.rehearsal.helpers import copied_stories, own_decoder
-
-TASKS = ("kobest_boolq", "kobest_copa", "kobest_hellaswag", "arc_easy", "blimp_passive_1")
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,12 @@ def log_likelihood():
     return measured
 
 
+def scored(tasks: list[str], **options) -> list[Result]:
+    return run_benchmarks(STORIES, load_tasks(tasks, **options))
+
+
 def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likelihood):
-    results = run_benchmarks(STORIES, ["kobest_copa", "arc_easy", "blimp_passive_1"], data=files)
+    results = scored(["kobest_copa", "arc_easy", "blimp_passive_1"], data=files)
     found = {(result.task, result.metric): result.value for result in results}
 
     def accuracy(questions) -> tuple[float, float]:
@@ -87,18 +93,12 @@ def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likeliho
         for q in ARC
     ]
     blimp = [("", (pair["sentence_good"], pair["sentence_bad"]), 0) for pair in BLIMP]
-    assert found["kobest_copa", "acc"] == accuracy(copa)[0]
-    assert (found["arc_easy", "acc"], found["arc_easy", "acc_norm"]) == accuracy(arc)
-    assert found["blimp_passive_1", "acc"] == accuracy(blimp)[0] > 0.5  # it writes English
-    assert found[AVERAGE, "acc"] == pytest.approx(
-        sum(found[task, "acc"] for task in ("kobest_copa", "arc_easy", "blimp_passive_1")) / 3
-    )
-    assert {result.task: result.documents for result in results} == {
-        "kobest_copa": 12,
-        "arc_easy": 6,
-        "blimp_passive_1": 6,
-        AVERAGE: 24,
-    }
+    expected = {"kobest_copa": accuracy(copa)[0], "arc_easy": accuracy(arc)[0], "blimp_passive_1": accuracy(blimp)[0]}
+    assert {task: found[task, "acc"] for task in expected} == expected and expected["blimp_passive_1"] > 0.5
+    assert found["arc_easy", "acc_norm"] == accuracy(arc)[1]
+    assert found[AVERAGE, "acc"] == pytest.approx(sum(expected.values()) / 3)
+    documents = {result.task: result.documents for result in results}
+    assert documents == {"kobest_copa": 12, "arc_easy": 6, "blimp_passive_1": 6, AVERAGE: 24}
 
 
 @pytest.mark.parametrize("has_start", [True, False])
@@ -116,79 +116,47 @@ def test_a_model_in_training_answers_as_lm_eval_does(has_start, files, tmp_path)
     assert theirs.tok_encode("a")[:-1] == ours.tok_encode("a")[:-1] == list(tokenizer.before_document)
     assert theirs.tok_batch_encode(["a"])[0][0, 0] == tokenizer.before_document[0]
     assert _hf_model(base, 2, "none", trust_remote_code=False).tok_encode("a") == ours.tok_encode("a")[1:]
-    asked = [
-        Instance("loglikelihood", {}, pair, 0) for pair in [("", "Tom ran"), ("Tom was", " sad"), ("a " * 600, "b")]
-    ]
-    for (found, greedy), (expected, expected_greedy) in zip(
+    pairs = [("", "Tom ran"), ("Tom was", " sad"), ("a " * 600, "b")]
+    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    for (found, greedy), (expected, is_greedy) in zip(
         ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True
     ):
-        assert found == pytest.approx(expected, rel=1e-4) and greedy == expected_greedy  # fp32, two orders of sums
+        assert found == pytest.approx(expected, rel=1e-4) and greedy == is_greedy  # fp32, two orders of sums
     tasks = load_tasks(["kobest_copa", "blimp"], data=files)
-    for own, expected in zip(task_results(ours, tasks), run_benchmarks(base, tasks.names, data=files), strict=True):
+    for own, expected in zip(task_results(ours, tasks), run_benchmarks(base, tasks), strict=True):
         assert (own.task, own.metric, own.documents) == (expected.task, expected.metric, expected.documents)
         assert own.value == pytest.approx(expected.value)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_prompts_and_metrics_are_lm_evals_own(task, files):
-    """Its YAML file, read here independently, says the same as the task that runs."""
-    config = load_local_tasks([task], files)["tasks"][task].config
-    (path,) = Path(lm_eval.tasks.__file__).parent.glob(f"*/{task.removeprefix('blimp_')}.yaml")
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_constructor("!function", lambda _, node: node.value.rpartition(".")[2])
-    own = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    if "include" in own:
-        own = yaml.load((path.parent / own["include"]).read_text(encoding="utf-8"), Loader) | own
-
-    def plain(value):
-        return value.__name__ if callable(value) else value
-
-    for key in ("doc_to_text", "doc_to_target", "doc_to_choice", "process_docs", "output_type", "num_fewshot"):
-        expected = own.get(key)
-        assert plain(getattr(config, key)) == expected, key
-    for metric, expected in zip(config.metric_list, own["metric_list"], strict=True):
-        assert {key: plain(value) for key, value in metric.items()} == {
-            key: value for key, value in expected.items() if key != "hf_evaluate"
-        }
-    assert config.metadata["version"] == own["metadata"]["version"]
-    assert config.target_delimiter == " " and config.description == ""
-
-
 def test_a_group_is_its_tasks_that_have_files(files, no_network):
-    results = {result.task: result for result in run_benchmarks(STORIES, ["blimp"], data=files)}
-    assert list(results) == ["blimp", "blimp_passive_1", "blimp_passive_2"]
-    right = sum(results[f"blimp_passive_{n}"].value * results[f"blimp_passive_{n}"].documents for n in (1, 2))
-    assert results["blimp"].value == pytest.approx(right / 9)
-    assert results["blimp"].documents == 9
+    results = scored(["blimp"], data=files)
+    by_task = {result.task: result for result in results}
+    assert list(by_task) == ["blimp", "blimp_passive_1", "blimp_passive_2"]
+    right = sum(by_task[f"blimp_passive_{n}"].value * by_task[f"blimp_passive_{n}"].documents for n in (1, 2))
+    assert (by_task["blimp"].value, by_task["blimp"].documents) == (pytest.approx(right / 9), 9)
+    header, _, first, *_ = comparison({"base": results, "exported": results}).splitlines()
+    assert header.split() == ["task", "metric", "n", "base", "exported"]
+    assert first.split()[:3] == ["blimp", "acc", "9"] and first.count("±") == 2
 
 
 def test_limits_and_solved_examples(files):
-    plain, solved = (
-        run_benchmarks(STORIES, ["kobest_copa"], data=files, limit=8, few_shot=count, batch_size=3) for count in (0, 2)
-    )
+    plain, solved = (scored(["kobest_copa"], data=files, limit=8, few_shot=count) for count in (0, 2))
     assert {result.documents for result in (*plain, *solved)} == {8}
     with pytest.raises(DataError, match="arc_easy: --few-shot needs"):
-        run_benchmarks(STORIES, ["arc_easy"], data=files, few_shot=1)
+        load_tasks(["arc_easy"], data=files, few_shot=1)
 
 
 def test_compressed_files_give_the_same(files, tmp_path):
     (tmp_path / "blimp").mkdir()
-    many = b"".join(json.dumps({**BLIMP[0], "padding": "ab" * 1000}).encode() + b"\n" for _ in range(1500))
-    (tmp_path / "blimp" / "passive_2.jsonl.zst").write_bytes(zstandard.compress(many))
-    assert len(load_local_tasks(["blimp_passive_2"], tmp_path)["tasks"]["blimp_passive_2"].eval_docs) == 1500
     packed = zstandard.compress((files / "blimp" / "passive_1.jsonl").read_bytes())
     (tmp_path / "blimp" / "passive_1.jsonl.zst").write_bytes(packed)
-    both = [run_benchmarks(STORIES, ["blimp_passive_1"], data=folder) for folder in (files, tmp_path)]
-    assert both[0] == both[1]
+    assert scored(["blimp_passive_1"], data=files) == scored(["blimp_passive_1"], data=tmp_path)
 
 
 def test_errors_name_what_is_missing(files, tmp_path, monkeypatch):
-    def refused(error, match, *tasks, data=tmp_path, **options):
+    def refused(error, match, task, data=tmp_path, **options):
         with pytest.raises(error, match=match) as caught:
-            run_benchmarks(STORIES, tasks, data=data, **options)
+            load_tasks([task], data=data, **options)
         assert "\n" not in str(caught.value)
 
     refused(DataError, r"arc_easy/test\.jsonl: no such file; arc_easy is scored on it", "arc_easy")
@@ -198,83 +166,38 @@ def test_errors_name_what_is_missing(files, tmp_path, monkeypatch):
     copa = tmp_path / "kobest" / "copa" / "test.jsonl"
     copa.parent.mkdir(parents=True)
     for content, message in {
-        '{"premise": 1}\n{"pre': "line 2 is not JSON",
-        "[1]": "line 1: expected a JSON object, found list",
+        '{"premise": 1}\n{"pre': "line 2: expected a JSON object",
+        "[1]": "line 1: expected a JSON object",
         "": "holds no document",
         '{"premise": "x"}': "not the documents of lm-eval's kobest_copa: 'question'",
     }.items():
         copa.write_text(content)
         refused(DataError, message, "kobest_copa")
-
-    def version(_: str) -> str:
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr("pipeline.evaluation.benchmarks.version", version)
-    refused(MissingPackageError, r"not installed.*pip install 'scale-cpt\[eval\]'", "arc_easy", data=files)
-    monkeypatch.setattr("pipeline.evaluation.benchmarks.version", lambda _: "0.4.9.2")
-    refused(MissingPackageError, r"found 0\.4\.9\.2", "arc_easy", data=files)
+    for module in ("lm_eval.tasks", "pipeline.evaluation.local_tasks"):
+        monkeypatch.setitem(sys.modules, module, None)
+    refused(MissingPackageError, r"lm-eval: 0\.4\.13 or newer.*pip install 'scale-cpt\[eval\]'", "arc_easy", data=files)
 
 
 def test_the_command_line_compares_models(files):
     models = [str(STORIES), os.path.relpath(STORIES)]
-    done = run_main(
-        "evaluate.py",
-        *("--tasks", "kobest_copa", "blimp", "--data", files, "--limit", "3", "--json", "--model", *models),
-    )
+    options = ["--data", files, "--tasks", "kobest_copa", "blimp"]
+    done = run_main("evaluate.py", *options, "--limit", "3", "--json", "--model", *models)
     assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    assert list(results) == models
-    first, second = results.values()
-    assert first == second
-    assert {result["task"] for result in first} == {
-        "kobest_copa", "blimp", "blimp_passive_1", "blimp_passive_2", AVERAGE,
-    }  # fmt: skip
-
-
-def test_without_lm_eval_the_command_line_names_the_package_to_install(files, monkeypatch):
-    for module in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    for module in ("benchmarks", "local_tasks"):  # imported again by the command line
-        monkeypatch.setattr(evaluation, module, sys.modules[f"pipeline.evaluation.{module}"])
-        monkeypatch.delitem(sys.modules, f"pipeline.evaluation.{module}")
-
-    def not_installed(_: str) -> str:
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(importlib.metadata, "version", not_installed)
-    done = run_main("evaluate.py", "--tasks", "arc_easy", "--data", files, "--model", STORIES)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: lm-eval: not installed")
-
-
-def test_the_table_has_a_column_per_model(files):
-    results = run_benchmarks(STORIES, ["kobest_copa"], data=files)
-    header, _, accuracy, f1 = comparison({"base": results, "exported": results}).splitlines()
-    assert header.split() == ["task", "metric", "n", "base", "exported"]
-    assert accuracy.split()[:3] == ["kobest_copa", "acc", "12"] and accuracy.count("±") == 2
-    assert f1.split()[1] == "f1" and "±" not in f1
-
-
-@pytest.mark.skipif("SCALE_CPT_DATA" not in os.environ, reason="SCALE_CPT_DATA names no folder with benchmarks")
-def test_the_real_files_are_read_completely(no_network):
-    data = Path(os.environ["SCALE_CPT_DATA"]) / "eval"
-    tasks = load_local_tasks([*TASKS[:4], "blimp"], data)["tasks"]
-    sizes = {name: len(task.eval_docs) for name, task in tasks.items()}
-    assert sizes.pop("kobest_boolq") == 1404 and sizes.pop("kobest_copa") == 1000
-    assert sizes.pop("kobest_hellaswag") == 500 and sizes.pop("arc_easy") == 2376
-    assert len(sizes) == 5 and set(sizes.values()) == {1000}
+    first, second = (results := json.loads(done.stdout)).values()
+    assert list(results) == models and first == second
+    assert {row["task"] for row in first} == {"kobest_copa", "blimp", "blimp_passive_1", "blimp_passive_2", AVERAGE}
+    done = run_main("evaluate.py", "--model", STORIES, *options, "--include-path", files)
+    assert done.returncode == 2 and "--include-path: its tasks name their own documents" in done.stderr
 
 
 def test_a_users_own_task_by_its_name(tmp_path, no_network, monkeypatch, log_likelihood):
-    questions = tmp_path / "questions.jsonl"
     asked = [("Tom was hungry. He", ["ate", "sang"], 0), ("Lily saw a", ["of", "dog"], 1)]
-    questions.write_text(
-        "".join(json.dumps({"q": q, "a": answers, "right": right}) + "\n" for q, answers, right in asked)
-    )
+    lines = [json.dumps({"q": q, "a": answers, "right": right}) for q, answers, right in asked]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     task = {
         "task": "my_choices",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(questions)}},
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "q",
@@ -282,23 +205,17 @@ def test_a_users_own_task_by_its_name(tmp_path, no_network, monkeypatch, log_lik
         "doc_to_target": "right",
         "metric_list": [{"metric": "acc"}],
     }
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "my_choices.yaml").write_text(yaml.safe_dump(task))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "my_choices.yaml").write_text(yaml.safe_dump(task))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (result,) = run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "mine")
+    (result,) = scored(["my_choices"], include=mine)
     likelihoods = [[log_likelihood(q, f" {answer}") for answer in answers] for q, answers, _ in asked]
     expected = [own.index(max(own)) == right for own, (_, _, right) in zip(likelihoods, asked, strict=True)]
     assert (result.task, result.value, result.documents) == ("my_choices", sum(expected) / 2, 2)
-    (tmp_path / "mine" / "my_choices.yaml").write_text("task: my_choices\ndoc_to_text: !function none.here\n")
+    (mine / "my_choices.yaml").write_text("task: my_choices\ndoc_to_text: !function none.here\n")
     with pytest.raises(ConfigError, match="--tasks my_choices: ") as fault:
-        run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "mine")
+        load_tasks(["my_choices"], include=mine)
     assert "\n" not in str(fault.value)
     with pytest.raises(DataError, match=r"expected a folder with lm-eval's task files"):
-        run_benchmarks(STORIES, ["my_choices"], include=tmp_path / "none")
-
-
-def test_own_tasks_and_local_files_exclude_each_other(files):
-    done = run_main("evaluate.py", "--model", STORIES, "--tasks", "arc_easy", "--data", files, "--include-path", files)
-    assert done.returncode == 2
-    assert "--include-path: its tasks name their own documents" in done.stderr
+        load_tasks(["my_choices"], include=tmp_path / "none")

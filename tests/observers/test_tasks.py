@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.benchmarks import run_benchmarks
+from pipeline.evaluation.benchmarks import load_tasks, run_benchmarks
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.evaluation.task_files import write_task_files
@@ -37,9 +37,8 @@ def test_the_figures_are_those_of_an_export(tokens, tmp_path, tp_size):
     data = write_task_files(tmp_path / "data")
     settings = {"tasks": TASKS, "tasks_data": str(data), "tasks_limit": 8}
     config = make_run(tmp_path / "run", tokens, zero=1, parallel__tp_size=tp_size, validation=settings)
-    expected = {
-        f"{result.metric}/{result.task}": result.value for result in run_benchmarks(STORIES, TASKS, data=data, limit=8)
-    }
+    results = run_benchmarks(STORIES, load_tasks(TASKS, data=data, limit=8))
+    expected = {f"{result.metric}/{result.task}": result.value for result in results}
     assert {"acc/kobest_copa", "acc/blimp_passive_1", "acc/average"} <= expected.keys()
     for figures in run_ranks(scored, 2, config):
         assert figures == pytest.approx(expected)

@@ -24,9 +24,8 @@ from pipeline.config.run import RunConfig
 _INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Unknown keys are refused, and all faults are reported at once with their dotted paths.
-Relative paths count from the working directory, which is the project's root in the scripts of `slurm/`.
-The complete file below is a small example, `configs/cpt_korean_llama3.2_1b.yaml` a real one, and
-`configs/cpt_korean_llama3.1_8b.yaml` the same for a larger base.
+Relative paths count from the working directory. A small example is `configs/demo.yaml`, which `make demo` runs;
+a real one `configs/cpt_korean_llama3.2_1b.yaml`.
 
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
     scale-cpt config show my_run.yaml --set schedule.steps=20
@@ -35,38 +34,29 @@ The complete file below is a small example, `configs/cpt_korean_llama3.2_1b.yaml
 and shows its dry run. `show` prints every setting with its source: the file, a file that it extends, `--set`, or the
 default.
 
-**One file extends another** with `extends: other.yaml`, relative to itself, over any number of levels; a study may
-extend a study. Sections are merged key by key. A list is replaced as a whole. `null` removes a section, such as
-`gate: null`; a section with another `name`, such as another method, replaces the one before.
+**`extends: other.yaml`** takes another file, relative to this one, as a start. Sections are merged key by key. A list
+is replaced as a whole. `null` removes a section, such as `gate: null`; a section with another `name`, such as another
+method, replaces the one before.
 
 **`--set KEY=VALUE`** changes a setting for every command that reads a run, and may be repeated:
-`--set schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML, of the type in the tables below.
-A run's first stage writes all of it, with what the file extends and with `--set`, to `run.yaml` in the run's folder.
-**Every command takes that folder in place of the file**: `scale-cpt evaluate runs/demo`. What the command line says is
-what runs. A run that has begun refuses settings that would make it another run, such as another method; other changes,
-such as more steps, are in `run.yaml` from the next training on. `attempts.jsonl` records what differs from `run.yaml`
-as it was when training started: give changes by `--set` or in your own file, since edits of `run.yaml` leave no trace.
+`--set schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML.
 
-This page is printed by `scale-cpt describe-config`.
+**`run.yaml`** in the run's folder is the resolved run, written by its first stage. Every command takes that folder in
+place of the file: `scale-cpt evaluate runs/demo`. What the command line says is what runs. A run that has begun refuses
+settings that would make it another run, such as another method; other changes, such as more steps, hold from the next
+training on, and are recorded in `attempts.jsonl`.
 
-## A complete file
-
-{example}: `make demo` runs it.
-
-```yaml
-{yaml}```
+This page is printed by `scale-cpt describe-config`. A dot leads into a section: `sample.tokens` is the key `tokens` of
+the section `sample`.
 
 ## DeepSpeed's file
 
 The key `deepspeed` names one of these. They hold ZeRO and precision only; the batch, the optimizer and the
-clipping come from the run's file.
+clipping come from the run's file. [sizing.md](sizing.md#how-to-choose) says how to choose.
 
 | file | precision | what it is for |
 |---|---|---|
-{deepspeed}
-[sizing.md](sizing.md#how-to-choose) says how to choose.
-"""
-_EXAMPLE = "configs/demo.yaml"
+{deepspeed}"""
 _DEEPSPEED = {
     "zero1.json": (
         "bf16",
@@ -94,28 +84,59 @@ def as_markdown() -> str:
     root = Path(__file__).resolve().parent.parent
     rows = [(path.name, *_DEEPSPEED[path.name]) for path in sorted((root / "ds_configs").glob("*.json"))]
     introduction = _INTRODUCTION.format(
-        example=f"`{_EXAMPLE}`",
-        yaml=(root / _EXAMPLE).read_text(encoding="utf-8"),
         deepspeed="".join(f"| `ds_configs/{name}` | {precision} | {purpose} |\n" for name, precision, purpose in rows),
     )
-    return introduction + "".join(_section("", RunConfig))
+    return introduction + "".join(_tables())
 
 
-def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
-    title = f"`{path}`" if path else "Top level"
-    summary = re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0].strip())
-    yield f"\n## {title}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+def _tables() -> Iterator[str]:
+    """A table of the keys outside of sections, then one for each section."""
+    fields = RunConfig.model_fields.items()
+    yield _heading("Top level", "Settings of a run outside of its sections.")
+    yield from (_row(name, field) for name, field in fields if not _sections(field.annotation))
+    for name, field in fields:
+        alternatives = _sections(field.annotation)
+        required = " Required." if field.is_required() else ""
+        if len(alternatives) == 1:
+            yield from _table(name, alternatives[0], required)
+        elif alternatives:
+            yield _heading(f"`{name}`", f"One of these, by its `name`.{required}")
+            for section in alternatives:
+                (kind,) = get_args(section.model_fields["name"].annotation)
+                yield f"| `name: {kind}` | | | **{_summary(section)}** |\n"
+                yield from _rows(section)
+
+
+def _table(path: str, section: type[BaseModel], required: str = "") -> Iterator[str]:
+    yield _heading(f"`{path}`", _summary(section) + required)
+    yield from _rows(section)
     for name, field in section.model_fields.items():
-        yield f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
+        if get_origin(field.annotation) is dict:
+            yield from _table(f"{path}.{name}.<name>", _sections(field.annotation)[0])
+
+
+def _heading(title: str, summary: str) -> str:
+    return f"\n## {title}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+
+
+def _summary(section: type[BaseModel]) -> str:
+    return re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0].strip())
+
+
+def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The rows of a section's keys, each followed by those of the section in it."""
     for name, field in section.model_fields.items():
-        for inner in _sections(field.annotation):
-            child = f"{path}.{name}" if path else name
-            if get_origin(field.annotation) is dict:
-                child += ".<name>"
-            kind = inner.model_fields.get("name")
-            if path == "" and name == "method" and kind is not None:
-                child += f" (name: {get_args(kind.annotation)[0]})"
-            yield from _section(child, inner)
+        if name == "name" and get_origin(field.annotation) is Literal:
+            continue
+        inner = [] if get_origin(field.annotation) is dict else _sections(field.annotation)
+        yield _row(prefix + name, field, _summary(inner[0]).rstrip(".") if inner else "")
+        for child in inner:
+            yield from _rows(child, f"{prefix}{name}.")
+
+
+def _row(key: str, field: FieldInfo, summary: str = "") -> str:
+    meaning = (field.description or summary).replace("|", r"\|")
+    return f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |\n"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401

@@ -1,6 +1,6 @@
 """Single kernels beside their alternatives: the loss, Liger's norm, rotary and SwiGLU, and joined products.
 
-Nothing in training depends on these figures yet: docs/adr/0022-no-liger-in-training.md says what would.
+Nothing in training depends on these figures yet: docs/gpu.md says what would.
 """
 
 from __future__ import annotations

@@ -1,110 +1,52 @@
-"""All checks of an allocation before the first step: devices, links, memory, disk, and identical files on all nodes.
+"""Memory, disk and files of an allocation before the first step. Every rank calls these checks together.
 
-The functions named `judge_...` are pure; the others must be called by every rank.
+The functions named `judge_...` are pure: they judge what all ranks measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipeline import log
-from pipeline.checks.devices import (
-    Fault,
-    Finding,
-    Ranks,
-    check_all_reduce,
-    check_products,
-    describe_ranks,
-    device_memory,
-    gather_ranks,
-    host_memory,
-    refuse_faults,
-)
+from pipeline.checks.devices import Fault, Finding, Ranks
+from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import tokenizer_file
-from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import DataError, PreflightError
 from pipeline.files import free_bytes, read_bytes, sync
-from pipeline.model.base_folder import BaseFolder
-from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
+from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.scale import expansion as expansions
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.estimate import Estimator
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
 
-_logger = log.get_logger(__name__)
 
+@dataclass(frozen=True)
+class Allocation:
+    """The ranks that are to train a run."""
 
-def check_allocation(
-    config: RunConfig,
-    deepspeed_config: DeepSpeedConfig,
-    base: BaseFolder,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> None:
-    """Checks the allocation; every rank must call it, before it allocates anything.
+    inputs: Inputs
+    groups: ProcessGroups
+    device: torch.device
+    ranks: Ranks
 
-    Raises:
-        PreflightError: with all faults, on rank 0.
-        SystemExit: on the other ranks.
-    """
-    if not config.preflight.enabled:
-        return
-    started = time.perf_counter()
-    findings = []
-    for finding in _findings(config, deepspeed_config, base, groups, device):
-        _logger.info("preflight: %s", finding.measured)
-        for warning in finding.warnings:
-            _logger.warning("preflight: %s", warning)
-        findings.append(finding)
-    run_on_all_ranks(lambda: refuse_faults(findings))
-    _logger.info("preflight: passed after %.1f s", time.perf_counter() - started)
-
-
-def _findings(
-    config: RunConfig,
-    deepspeed_config: DeepSpeedConfig,
-    base: BaseFolder,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> Iterator[Finding]:
-    settings, layout = config.preflight, groups.layout
-    ranks = gather_ranks()
-    yield describe_ranks(ranks)
-    floor = settings.min_gb_per_s_on(device.type)
-    tp_group, dp_group = groups.get_model_parallel_group(), groups.get_data_parallel_group()
-    yield check_all_reduce("tensor-parallel", tp_group, layout.tp_groups(), ranks, device, floor)
-    yield check_all_reduce("data-parallel", dp_group, layout.dp_groups(), ranks, device, floor)
-    yield check_products(ranks, deepspeed_config.dtype, device, settings.slow_factor)
-    yield check_same_files(config, base, ranks)
-    yield check_corpora(config, ranks)
-    need, disk_bytes = broadcast_from_rank0(lambda: _needs(config, deepspeed_config, base, ranks))
-    yield check_memory(need, ranks, device)
-    yield check_disk(config.folder / "checkpoints", disk_bytes, ranks)
-
-
-def _needs(config: RunConfig, deepspeed_config: DeepSpeedConfig, base: BaseFolder, ranks: Ranks) -> tuple[Need, int]:
-    """The estimate: bytes of memory per rank, and bytes on disk for all checkpoints."""
-    cluster = Cluster(len(ranks.nodes), gpus_per_node=ranks.count_on_node)
-    estimator = Estimator(config, base.spec, deepspeed_config, cluster)
-    memory, host_bytes = estimator.memory(estimator.own_choice)
-    disk_bytes = checkpoints_bytes(config, estimator.parameters)
-    return Need(memory.total, host_bytes), disk_bytes
+    def estimator(self) -> Estimator:
+        """The estimate of the run's own layout."""
+        cluster = Cluster(len(self.ranks.nodes), gpus_per_node=self.ranks.count_on_node)
+        return Estimator(self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster)
 
 
 # --- Memory: what the estimate needs, and what devices and hosts have ------------------------------------------------
@@ -125,21 +67,21 @@ class Room(NamedTuple):
     host: int
 
 
-def measure_room(ranks: Ranks, device: torch.device) -> Room:
-    """The room on this rank's device and node."""
-    host = int(host_memory() * USABLE_FRACTION) // ranks.count_on_node
-    if device.type != "cuda":
-        return Room(host, host, host)
-    free, total = device_memory(device)
-    return Room(free, int(total * USABLE_FRACTION), host)
+def check_memory(run: Allocation) -> Finding:
+    """Compares the estimate with every rank's room."""
 
+    def needed() -> Need:
+        estimator = run.estimator()
+        memory, host_bytes = estimator.memory(estimator.own_choice)
+        return Need(memory.total, host_bytes) if on_gpu else Need(0, memory.total + host_bytes)
 
-def check_memory(need: Need, ranks: Ranks, device: torch.device) -> Finding:
-    """Compares `need` with every rank's room."""
-    rooms: list[Room] = [Room(0, 0, 0)] * len(ranks.nodes)
-    dist.all_gather_object(rooms, run_on_all_ranks(lambda: measure_room(ranks, device)))
-    on_gpu = device.type == "cuda"
-    return judge_memory(need if on_gpu else Need(0, need.device + need.host), rooms, ranks)
+    def available() -> Room:
+        host = int(host_memory() * USABLE_FRACTION) // run.ranks.count_on_node
+        free, total = torch.cuda.mem_get_info(run.device) if on_gpu else (0, 0)
+        return Room(int(free), int(total * USABLE_FRACTION), host)
+
+    on_gpu = run.device.type == "cuda"
+    return judge_memory(broadcast_from_rank0(needed), all_gathered(run_on_all_ranks(available)), run.ranks)
 
 
 def judge_memory(need: Need, rooms: Sequence[Room], ranks: Ranks) -> Finding:
@@ -150,7 +92,7 @@ def judge_memory(need: Need, rooms: Sequence[Room], ranks: Ranks) -> Finding:
         faults.append(
             Fault(
                 f"a rank needs {_gib(need.device)} of the {_gib(rooms[smallest].usable)} GiB that are usable on a GPU "
-                f"of {ranks.nodes[smallest]}; tools/estimate.py recommends a layout that fits"
+                f"of {ranks.nodes[smallest]}; scale-cpt estimate recommends a layout that fits"
             )
         )
     else:
@@ -177,7 +119,20 @@ def judge_memory(need: Need, rooms: Sequence[Room], ranks: Ranks) -> Finding:
         measured.append(f"{_gib(need.device)} of {_gib(rooms[smallest].usable)} usable GiB on a GPU")
     if need.host:
         measured.append(f"{_gib(need.host)} of {_gib(rooms[tightest].host)} GiB of host memory")
-    return Finding(f"a rank needs {' and '.join(measured)}", tuple(faults))
+    return Finding(f"a rank needs {' and '.join(measured)}", faults)
+
+
+def host_memory() -> int:
+    """Bytes that this node's processes may still take: Linux's MemAvailable, within the job's control groups (v2)."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    bounds = [next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")]
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        if line.startswith("0::"):
+            group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+            files = (folder / "memory.max" for folder in (group, *group.parents))
+            limits = (file.read_text(encoding="ascii").strip() for file in files if file.is_file())
+            bounds += [int(limit) for limit in limits if limit != "max"]
+    return min(bounds)
 
 
 def _gib(count: int) -> str:
@@ -190,81 +145,56 @@ PATIENCE_S = 10.0
 """How long a network file system may take to show a node the files of another."""
 
 
-class FolderAccess(NamedTuple):
-    """A node's access to the folder: why it cannot write, the free bytes, and the name of the file that it wrote."""
-
-    fault: str | None
-    free_bytes: int
-    written: str
-
-
-def check_disk(folder: Path, needed_bytes: int, ranks: Ranks) -> Finding:
+def check_disk(run: Allocation) -> Finding:
     """Writes a small file from every node, and waits until every node sees the files of the others.
 
-    `needed_bytes` is the total that `folder` will hold. Free space is statvfs's, which respects quotas on some file
-    systems only.
+    Free space is statvfs's, which respects quotas on some file systems only. If the run has already saved, a full disk
+    is a passing fault: other users filled it and may make room.
     """
-    own = _write_probe(folder) if ranks.is_first_on_node else None
-    folders: list[FolderAccess | None] = [None] * len(ranks.nodes)
-    dist.all_gather_object(folders, own)
-    names = [found.written for found in folders if found is not None and found.fault is None]
-    unseen: list[list[str]] = [[]] * len(ranks.nodes)
-    writes = own is not None and own.fault is None
-    dist.all_gather_object(unseen, run_on_all_ranks(lambda: _unseen(folder, names) if writes else []))
-    if own is not None:
-        with contextlib.suppress(OSError):  # reported already
-            (folder / own.written).unlink(missing_ok=True)
-    held = broadcast_from_rank0(lambda: held_bytes(folder))
-    return judge_disk(folder, folders, unseen, held, needed_bytes, ranks)
+    folder, ranks = run.inputs.config.folder / "checkpoints", run.ranks
+    probe = folder / f".preflight.{uuid.uuid4().hex}"
+    refusals = all_gathered(_why_not_written(probe) if ranks.is_first_on_node else None)
+    names = all_gathered(probe.name)
+    written = [names[rank] for rank in ranks.first_rank_of.values() if refusals[rank] is None]
+    unseen = all_gathered(run_on_all_ranks(lambda: _unseen(folder, written) if ranks.is_first_on_node else []))
+    if probe.name in written:
+        probe.unlink(missing_ok=True)
 
+    def measure() -> tuple[int, int, int]:
+        return checkpoints_bytes(run.inputs.config, run.estimator().parameters), held_bytes(folder), free_bytes(folder)
 
-def judge_disk(
-    folder: Path,
-    folders: Sequence[FolderAccess | None],
-    unseen: Sequence[Sequence[str]],
-    held_bytes: int,
-    needed_bytes: int,
-    ranks: Ranks,
-) -> Finding:
-    """Judges the nodes' access, by rank, where `held_bytes` of the `needed_bytes` are already written.
-
-    If the run has already saved, a full disk is a passing fault: other users filled it and may make room.
-    """
-    faults, passing = [], held_bytes > 0
-    more_bytes = max(0, needed_bytes - held_bytes)
-    accesses = [(ranks.nodes[rank], found) for rank, found in enumerate(folders) if found is not None]
-    for node, found in accesses:
-        if found.fault is not None:
-            faults.append(Fault(f"{folder}: {node} cannot write there: {found.fault}", passing=passing))
-    for rank, names in enumerate(unseen):
-        if names:
-            writers = ", ".join(node for node, found in accesses if found.written in names)
+    needed, held, free = broadcast_from_rank0(measure)
+    more = max(0, needed - held)
+    faults = [
+        Fault(f"{folder}: {ranks.nodes[rank]} cannot write there: {why}", passing=held > 0)
+        for rank, why in enumerate(refusals)
+        if why is not None
+    ]
+    for rank, missing in enumerate(unseen):
+        if missing:
+            writers = ", ".join(ranks.nodes[names.index(name)] for name in missing)
             faults.append(
                 Fault(
                     f"{folder}: {ranks.nodes[rank]} does not see what {writers} wrote there; set folder to a file "
                     "system that all nodes share"
                 )
             )
-    free = min((found.free_bytes for _, found in accesses if found.fault is None), default=0)
-    if free < more_bytes and not faults:
-        faults.append(Fault(str(no_room(folder, more_bytes, free)), passing=passing))
-    return Finding(
-        f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more_bytes / 1e9:.3g} GB more", tuple(faults)
-    )
+    if free < more and not faults:
+        faults.append(Fault(str(no_room(folder, more, free)), passing=held > 0))
+    return Finding(f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults)
 
 
-def _write_probe(folder: Path) -> FolderAccess:
-    name = f".preflight.{uuid.uuid4().hex}"
+def _why_not_written(probe: Path) -> str | None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as file:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as file:
             file.write(b"preflight\n")
             file.flush()
             os.fsync(file.fileno())
-        sync(folder)
-        return FolderAccess(None, free_bytes(folder), name)
+        sync(probe.parent)
     except OSError as error:
-        return FolderAccess(error.strerror or str(error), 0, name)
+        return error.strerror or str(error)
+    return None
 
 
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
@@ -289,6 +219,42 @@ BLOCKS = 512
 Digests = Mapping[str, str]
 
 
+def check_same_files(run: Allocation) -> Finding:
+    """Compares the hashes of every node's files with the first node's."""
+    ranks = run.ranks
+    seen = all_gathered(run_on_all_ranks(lambda: _digests(run.inputs) if ranks.is_first_on_node else {}))
+    nodes = [(node, seen[rank]) for node, rank in ranks.first_rank_of.items()]
+    reference_node, reference = nodes[0]
+    faults = [
+        Fault(
+            f"{name}: differs between {node} and {reference_node}; every node must read the same file: copy it there "
+            "again, or use a file system that all nodes share"
+        )
+        for node, own in nodes
+        for name in sorted({*reference, *own})
+        if own.get(name) != reference.get(name)
+    ]
+    result = "differ between nodes" if faults else f"are the same on {len(nodes)} node(s)"
+    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
+
+
+def _digests(inputs: Inputs) -> Digests:
+    """The hashes of the files on this node, by name."""
+    config, weights = inputs.config, sorted(set(inputs.base.file_of.values()))
+    seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
+    small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
+    if isinstance(config.method, ScaleMethod):
+        small.append(config.upscaled_folder / expansions.MANIFEST)
+    for name in config.data.corpora:
+        small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
+    for file in small:
+        try:
+            seen[str(file)] = hashlib.sha256(read_bytes(file, PreflightError)).hexdigest()
+        except FileNotFoundError:
+            seen[str(file)] = "missing"
+    return seen
+
+
 def sampled_hash(path: Path, blocks: int) -> str:
     """A hash of a file's size and of `blocks` of its blocks, the first and the last included."""
     size = path.stat().st_size
@@ -301,75 +267,24 @@ def sampled_hash(path: Path, blocks: int) -> str:
     return digest.hexdigest()
 
 
-def digests(config: RunConfig, base: BaseFolder) -> dict[str, str]:
-    """The hashes of the files on this node, by name."""
-    weights = sorted(set(base.file_of.values()))
-    seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
-    for file in _small_files(config):
-        try:
-            seen[str(file)] = hashlib.sha256(read_bytes(file, PreflightError)).hexdigest()
-        except FileNotFoundError:
-            seen[str(file)] = "missing"
-    return seen
-
-
-def _small_files(config: RunConfig) -> Iterator[Path]:
-    yield config.base / "config.json"
-    yield tokenizer_file(config.tokenizer)
-    if isinstance(config.method, ScaleMethod):
-        yield config.upscaled_folder / expansions.MANIFEST
-    for name in config.data.corpora:
-        yield train_folder(config.data, name) / MANIFEST
-        yield heldout_folder(config.data, name) / MANIFEST
-
-
-def check_same_files(config: RunConfig, base: BaseFolder, ranks: Ranks) -> Finding:
-    """Compares the hashes of all nodes."""
-    seen: list[Digests | None] = [None] * len(ranks.nodes)
-    own = run_on_all_ranks(lambda: digests(config, base) if ranks.is_first_on_node else None)
-    dist.all_gather_object(seen, own)
-    return judge_same_files(seen, ranks)
-
-
-def judge_same_files(seen: Sequence[Digests | None], ranks: Ranks) -> Finding:
-    """Compares the hashes in `seen`, by rank, with the first node's."""
-    by_node = {node: seen[first] or {} for node, first in ranks.first_rank_of.items()}
-    reference_node, reference = next(iter(by_node.items()))
-    faults = tuple(
-        Fault(
-            f"{name}: differs between {node} and {reference_node}; every node must read the same file: copy it there "
-            "again, or use a file system that all nodes share"
-        )
-        for node, own in by_node.items()
-        for name in sorted({*reference, *own})
-        if own.get(name) != reference.get(name)
-    )
-    result = "differ between nodes" if faults else f"are the same on {len(by_node)} node(s)"
-    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
-
-
-# --- Corpora: their files are those that were written ----------------------------------------------------------------
-
-
-def check_corpora(config: RunConfig, ranks: Ranks) -> Finding:
+def check_corpora(run: Allocation) -> Finding:
     """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
-    folders = [train_folder(config.data, name) for name in config.data.corpora]
-    folders += [heldout_folder(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)]
+    data, nodes = run.inputs.config.data, run.ranks.nodes
+    folders = [train_folder(data, name) for name in data.corpora]
+    folders += [heldout_folder(data, name) for name in data.corpora if has_heldout(data, name)]
     folders = [folder for folder in folders if (folder / MANIFEST).exists()]  # check_same_files finds missing ones
-    world_size = len(ranks.nodes)
-    share, blocks = (dist.get_rank(), world_size), math.ceil(SAMPLED_BLOCKS / world_size / max(1, len(folders)))
-    faults: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(faults, run_on_all_ranks(lambda: _damage(folders, blocks, share)))
-    damage = [Fault(f"{fault} (seen on {ranks.nodes[rank]})") for rank, own in enumerate(faults) for fault in own]
-    result = "are damaged" if damage else "are those that were written"
-    return Finding(f"corpora: sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens {result}", tuple(damage))
+    blocks = math.ceil(SAMPLED_BLOCKS / len(nodes) / max(1, len(folders)))
 
+    def damaged() -> list[str]:
+        found = []
+        for folder in folders:
+            try:
+                TokenCorpus(folder).check(blocks=blocks, share=(dist.get_rank(), len(nodes)))
+            except DataError as error:
+                found.append(str(error))
+        return found
 
-def _damage(folders: Sequence[Path], blocks: int, share: tuple[int, int]) -> list[str]:
-    faults = []
-    for folder in folders:
-        try:
-            TokenCorpus(folder).check(blocks=blocks, share=share)
-        except DataError as error:
-            faults.append(str(error))
-    return faults
+    seen = all_gathered(run_on_all_ranks(damaged))
+    faults = [Fault(f"{fault} (seen on {nodes[rank]})") for rank, own in enumerate(seen) for fault in own]
+    result = "are damaged" if faults else "are those that were written"
+    return Finding(f"corpora: sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens {result}", faults)

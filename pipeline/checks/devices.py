@@ -1,26 +1,19 @@
-"""Checks of nodes, devices and links before the first step: exact matrix products and sums, and their speed.
+"""Nodes, devices and links before the first step: exact matrix products and sums, and their speed.
 
-Every check ends in a `Finding`, which is the same on all ranks. The functions named `judge_...` are pure.
+`measure_...` measures this rank's; `judge_...` is a pure function of what all ranks measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from pipeline import log
-from pipeline.errors import PassingPreflightError, PreflightError
 
 
 class Fault(NamedTuple):
@@ -38,43 +31,25 @@ class Finding(NamedTuple):
     """What a check measured, as a line for the log, its faults, and what does not keep the run from starting."""
 
     measured: str
-    faults: tuple[Fault, ...] = ()
-    warnings: tuple[str, ...] = ()
+    faults: Sequence[Fault] = ()
+    warnings: Sequence[str] = ()
 
 
-def refuse_faults(findings: Sequence[Finding]) -> None:
-    """Raises PreflightError with every fault of `findings`, and the Slurm option that excludes the broken nodes.
-
-    It is a PassingPreflightError if all faults are `passing`.
-    """
-    faults = [fault for finding in findings for fault in finding.faults]
-    if not faults:
-        return
-    nodes = sorted({fault.node for fault in faults if fault.node is not None})
-    exclude = f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}" if nodes else ""
-    kind = PassingPreflightError if all(fault.passing for fault in faults) else PreflightError
-    raise kind(f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}")
-
-
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The node of every rank, by rank, under its Slurm name; and this rank's number."""
 
     nodes: tuple[str, ...]
     rank: int
 
-    @cached_property
+    @property
     def first_rank_of(self) -> dict[str, int]:
         """The lowest rank of each node, in the order of ranks."""
-        first: dict[str, int] = {}
-        for rank, node in enumerate(self.nodes):
-            first.setdefault(node, rank)
-        return first
+        return {node: self.nodes.index(node) for node in dict.fromkeys(self.nodes)}
 
     @property
     def is_first_on_node(self) -> bool:
         """Whether this rank is the first of its node."""
-        return self.first_rank_of[self.nodes[self.rank]] == self.rank
+        return self.nodes.index(self.nodes[self.rank]) == self.rank
 
     @property
     def count_on_node(self) -> int:
@@ -84,13 +59,6 @@ class Ranks:
     def nodes_of(self, ranks: Iterable[int]) -> list[str]:
         """The distinct nodes of `ranks`."""
         return list(dict.fromkeys(self.nodes[rank] for rank in ranks))
-
-
-def gather_ranks() -> Ranks:
-    """Asks every rank for its node; every rank must call it."""
-    nodes = [""] * dist.get_world_size()
-    dist.all_gather_object(nodes, log.node())
-    return Ranks(tuple(nodes), dist.get_rank())
 
 
 def describe_ranks(ranks: Ranks) -> Finding:
@@ -107,32 +75,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a GPU."""
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free), int(total)
-
-
-def host_memory() -> int:
-    """Bytes that this node's processes may still take: Linux's MemAvailable, within the job's own limit."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    available = next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")
-    return min([available, *_job_limits()])
-
-
-def _job_limits() -> list[int]:
-    """The memory limits (bytes) of this process's control groups (v2), from the innermost to the outermost."""
-    own = [line[3:] for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines() if line[:3] == "0::"]
-    limits = []
-    for path in own:
-        group = Path("/sys/fs/cgroup") / path.lstrip("/")
-        for folder in (group, *group.parents):
-            file = folder / "memory.max"
-            if file.is_file() and (limit := file.read_text(encoding="ascii").strip()).isdecimal():
-                limits.append(int(limit))
-    return limits
-
-
 # --- Matrix products: correct on every rank, and about equally fast -------------------------------------------------
 # The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n. So the
 # result is known in advance, and bf16 and fp16 represent every partial sum over an aligned run of products: the result
@@ -140,7 +82,7 @@ def _job_limits() -> list[int]:
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
-_NOTABLY_SLOW = {"cuda": 1.5, "cpu": 20.0}
+_NOTABLY_SLOW = {"cuda": 1.5, "cpu": 20.0}  # the cores of CPUs may be shared
 _SCALES = 16
 
 
@@ -176,58 +118,50 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
             synchronize(device)
             seconds.append(time.perf_counter() - started)
             differing = max(differing, int((product != expected).sum()))
+        if device.type == "cuda":
+            del left, right, hadamard, product, expected
+            torch.cuda.empty_cache()  # torch's cache would look like another process's memory
     except RuntimeError as error:  # CUDA errors are RuntimeErrors
         return Product(f"failed: {str(error).splitlines()[0]}", 0.0)
     wrong = f"has {differing} wrong elements of {size * size}" if differing else None
     return Product(wrong, statistics.median(seconds[1:]))
 
 
-def check_products(ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_factor: float | None) -> Finding:
-    """Runs the products on all ranks at the same time; every rank must call it.
+def judge_products(
+    products: Sequence[Product], ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_factor: float | None
+) -> Finding:
+    """Judges the products of all ranks, each compared with those of other nodes, if there are any.
 
-    A rank slower by `slow_factor` is a fault; by default, one by 1.5 (20 on CPUs, whose cores may be shared) is named.
+    A rank slower by `slow_factor` is a fault; by default, one by 1.5 (20 on CPUs) is a warning.
     """
-    products: list[Product] = [Product(None, 0.0)] * len(ranks.nodes)
-    dist.all_gather_object(products, measure_product(dtype, device))
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # of a GPU that failed above
-            torch.cuda.empty_cache()  # torch's cache would look like another process's memory
-    factor = slow_factor or _NOTABLY_SLOW[device.type]
-    finding = judge_products(products, ranks, factor, refuse=slow_factor is not None)
-    speed = 2 * SIZE[device.type] ** 3 / max(products[0].seconds, 1e-9) / 1e12
-    return finding._replace(measured=f"{finding.measured}, {speed:.3g} TFLOP/s in {str(dtype).removeprefix('torch.')}")
-
-
-def judge_products(products: Sequence[Product], ranks: Ranks, slow_factor: float, *, refuse: bool) -> Finding:
-    """Judges `products`, by rank. A rank is compared with the ranks of other nodes, if there are any."""
     faults, warnings = [], []
-    slownesses = [slowness(rank, products, ranks) for rank in range(len(products))]
-    for node, first in ranks.first_rank_of.items():
-        on_node = [rank for rank in range(first, len(products)) if ranks.nodes[rank] == node]
-        for rank in on_node:
-            if (wrong := products[rank].wrong) is not None:
-                text = f"rank {rank} on {node}: a matrix product {wrong}; its processor is broken"
-                faults.append(Fault(text, node, passing=True))
-        worst = max(on_node, key=slownesses.__getitem__)
-        if slownesses[worst] > slow_factor:
-            text = f"rank {worst} on {node}: a matrix product takes {slownesses[worst]:.1f} times as long as elsewhere"
-            if refuse:
-                limit = f"{text}, expected at most {slow_factor:g} (preflight.slow_factor)"
-                faults.append(Fault(limit, node, passing=True))
-            else:
-                warnings.append(f"{text}: every step waits for it (preflight.slow_factor refuses it)")
+    slownesses = [_slowness(rank, products, ranks) for rank in range(len(products))]
+    for rank, product in enumerate(products):
+        if product.wrong is not None:
+            text = f"rank {rank} on {ranks.nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
+            faults.append(Fault(text, ranks.nodes[rank], passing=True))
+    for node in ranks.first_rank_of:
+        worst = max((rank for rank, own in enumerate(ranks.nodes) if own == node), key=slownesses.__getitem__)
+        text = f"rank {worst} on {node}: a matrix product takes {slownesses[worst]:.1f} times as long as elsewhere"
+        if slow_factor is not None and slownesses[worst] > slow_factor:
+            limit = f"expected at most {slow_factor:g} (preflight.slow_factor)"
+            faults.append(Fault(f"{text}, {limit}", node, passing=True))
+        elif slow_factor is None and slownesses[worst] > _NOTABLY_SLOW[device.type]:
+            warnings.append(f"{text}: every step waits for it (preflight.slow_factor refuses it)")
     worst = max(range(len(products)), key=slownesses.__getitem__)
     wrong_ranks = sum(product.wrong is not None for product in products)
     verdict = f"wrong on {wrong_ranks} rank(s)" if wrong_ranks else "right on every rank"
+    speed = 2 * SIZE[device.type] ** 3 / max(products[0].seconds, 1e-9) / 1e12
     return Finding(
         f"matrix products {verdict}; the slowest, rank {worst} on {ranks.nodes[worst]}, takes "
-        f"{products[worst].seconds * 1e3:.3g} ms, {slownesses[worst]:.2f} times what others take",
-        tuple(faults),
-        tuple(warnings),
+        f"{products[worst].seconds * 1e3:.3g} ms, {slownesses[worst]:.2f} times what others take, {speed:.3g} TFLOP/s "
+        f"in {str(dtype).removeprefix('torch.')}",
+        faults,
+        warnings,
     )
 
 
-def slowness(rank: int, products: Sequence[Product], ranks: Ranks) -> float:
+def _slowness(rank: int, products: Sequence[Product], ranks: Ranks) -> float:
     """The time of `rank`'s product divided by the median of the others; 1 where there are no others."""
     correct = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
     elsewhere = [other for other in correct if ranks.nodes[other] != ranks.nodes[rank]]
@@ -274,31 +208,12 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     return Link(wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9)  # the first opens the connections
 
 
-def check_all_reduce(
-    kind: str,
-    group: dist.ProcessGroup,
-    members: Sequence[Sequence[int]],
-    ranks: Ranks,
-    device: torch.device,
-    min_gb_per_s: float,
-) -> Finding:
-    """Measures all groups of a `kind` at the same time, as training uses them; `members` are the ranks of each.
-
-    Every rank must call it.
-    """
-    if len(members[0]) == 1:
-        return Finding(f"no {kind} all-reduce: a group is one rank")
-    links: list[Link] = [Link(None, 0.0)] * len(ranks.nodes)
-    dist.all_gather_object(links, measure_all_reduce(group, device))
-    return judge_all_reduce(kind, links, members, ranks, min_gb_per_s)
-
-
 def judge_all_reduce(
-    kind: str, links: Sequence[Link], members: Sequence[Sequence[int]], ranks: Ranks, min_gb_per_s: float
+    kind: str, links: Sequence[Link], groups: Sequence[Sequence[int]], ranks: Ranks, min_gb_per_s: float
 ) -> Finding:
-    """Judges `links`, by rank."""
+    """Judges the links of all ranks, whose `groups` of a `kind` were measured at the same time, as training does."""
     faults = []
-    for group in members:
+    for group in groups:
         where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(ranks.nodes_of(group))})"
         if wrong := [rank for rank in group if links[rank].wrong is not None]:
             on = _join([f"{rank} ({ranks.nodes[rank]})" for rank in wrong])
@@ -306,20 +221,14 @@ def judge_all_reduce(
             text = f"{where}: {what} on rank(s) {on}; exclude the nodes of the group one after the other"
             faults.append(Fault(text, passing=True))
         elif (slowest := min(links[rank].gb_per_s for rank in group)) < min_gb_per_s:
-            faults.append(
-                Fault(
-                    f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s); check "
-                    "the network between these nodes, and NETWORK_INTERFACE in slurm/site.env",
-                    passing=True,
-                )
-            )
-    slow = min(members, key=lambda group: min(links[rank].gb_per_s for rank in group))
+            text = f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
+            advice = "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
+            faults.append(Fault(f"{text}; {advice}", passing=True))
+    slow = min(groups, key=lambda group: min(links[rank].gb_per_s for rank in group))
     speed = min(links[rank].gb_per_s for rank in slow)
-    reach = "within a node" if all(len(ranks.nodes_of(group)) == 1 for group in members) else "across nodes"
-    slowest_group = f"the slowest group: ranks {_join(slow)}"
-    return Finding(
-        f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s ({slowest_group})", tuple(faults)
-    )
+    reach = "within a node" if all(len(ranks.nodes_of(group)) == 1 for group in groups) else "across nodes"
+    measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s"
+    return Finding(f"{measured} (the slowest group: ranks {_join(slow)})", faults)
 
 
 def _join(items: Sequence[object], most: int = 8) -> str:

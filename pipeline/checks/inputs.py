@@ -1,4 +1,4 @@
-"""What a run reads, checked before any rank allocates memory. Nothing here communicates with other ranks."""
+"""The checks of what a run reads, before any rank allocates memory. Nothing here communicates with other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.methods import build_model
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
-from pipeline.run_folder.status import TRAINING
+from pipeline.run_folder.status import is_trained
 from pipeline.sizing.micro_batch import imagined_ranks
 
 _logger = log.get_logger(__name__)
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         starts_at_base: whether the model's logits must equal the base's before the first step.
-        finished: whether an earlier attempt finished the run. Then nothing after the corpora was checked.
+        finished: whether an earlier attempt finished the run.
     """
 
     config: RunConfig
@@ -117,10 +117,7 @@ def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Sample
     """
     sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
     training = TrainingSamples(
-        config.data,
-        seed=config.seed,
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        sampled_fingerprint=sampled,
+        config.data, seed=config.seed, tokenizer_fingerprint=tokenizer_fingerprint, sampled_fingerprint=sampled
     )
     needed = config.schedule.steps * config.schedule.global_batch_size
     if training.total is not None and training.total < needed:
@@ -162,10 +159,9 @@ def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str
             manifest = load_manifest(checkpoint)
         except DamagedCheckpointError:
             continue  # resuming reports it, and takes the one before
-        step, steps = manifest.position.step, config.schedule.steps
-        if (config.folder / TRAINING).exists() and manifest.position.is_end_of(config):
+        if is_trained(config.folder) and manifest.position.is_end_of(config):  # not if steps were added
             check_same_model(manifest, checkpoint, base.hashes(), config)
-            _logger.info("%s is already at step %d of %d: nothing to train", config.folder, step, steps)
+            _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
             return True
         with torch.device("meta"):
             model = build_model(config, base.spec, SINGLE)

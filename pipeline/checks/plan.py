@@ -17,7 +17,8 @@ from pipeline.checks.door import Opened, faults_of
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, learning_rate, load_config
 from pipeline.conversion.formats import describe_formats, why_not
-from pipeline.data.corpora import SAMPLER, is_tokenized, made_by, train_folder, unfinished_corpora
+from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
+from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import LayoutError, UserError
 from pipeline.files import free_bytes
@@ -49,25 +50,6 @@ class Milestone:
     what: str
 
 
-def milestones(config: RunConfig) -> tuple[Milestone, ...]:
-    """The points where the learning-rate schedule changes."""
-    schedule = config.schedule
-    warmup = math.ceil(schedule.warmup_fraction * schedule.steps)
-    decay_start = warmup
-    if schedule.decay == "wsd":
-        decay_start = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
-    points = {0: "first step", warmup: "warm-up ends", decay_start: f"{schedule.decay} decay begins"}
-    if warmup == decay_start:
-        points[warmup] = f"warm-up ends, {schedule.decay} decay begins"
-    points[schedule.steps - 1] = "last step"
-    return tuple(Milestone(step, learning_rate(step, schedule), what) for step, what in sorted(points.items()))
-
-
-def times(config: RunConfig, every_steps: int) -> int:
-    """How often something happens that is done every `every_steps` steps and at the end."""
-    return math.ceil(config.schedule.steps / every_steps)
-
-
 @dataclass(frozen=True)
 class Duration:
     """The time of the remaining steps, without validations and saves; `source` says how it was estimated."""
@@ -76,22 +58,6 @@ class Duration:
     step_s: float
     left_s: float
     source: str
-
-
-def duration_of(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Duration | None:
-    """The duration from the speed in the run folder's metrics, else from the estimate; None without either."""
-    lines = [line for line in read_metrics(config.folder / METRICS) if _SPEED in line]
-    steps_done = int(lines[-1]["step"]) if lines else 0
-    left = max(0, config.schedule.steps - steps_done)
-    if lines:
-        speed = statistics.median(line[_SPEED] for line in lines[-_LATEST_STEPS:])
-        tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
-        step_s = tokens_per_step / (speed * cluster.gpus)
-        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a rank, measured in {METRICS}")
-    if estimate is None or cluster.on_cpu:
-        return None
-    source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}; see --peak-tflops, --mfu"
-    return Duration(0, estimate.step_s, left * estimate.step_s, source)
 
 
 @dataclass(frozen=True)
@@ -110,7 +76,7 @@ class CheckpointPlan:
 class CorpusPlan:
     """One corpus of a run.
 
-    `tokens` and `epochs` are None until it is made, and `epochs` also where the run does not read it.
+    `tokens` and `epochs` are None until it is made, and `epochs` is 0 where the run does not read it.
     `validation_sequences` is how many of its held-out sequences each validation reads.
     """
 
@@ -160,8 +126,6 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     run = Opened(config, cluster.gpus, base_config)
     faults = faults_of(run)
     estimator, estimate = _estimate(run, cluster, faults)
-    checkpoints = _checkpoints(config, estimator, faults) if estimator else None
-    to_make = tuple(_to_make(config))
     return Plan(
         name=config.name,
         folder=str(config.folder),
@@ -175,14 +139,49 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         estimate=estimate,
         corpora=tuple(_corpora(run)),
         learning_rates=milestones(config),
-        checkpoints=checkpoints,
-        validations=1 + times(config, config.validation.every_steps),
-        duration=duration_of(config, estimate, cluster),
+        checkpoints=_checkpoints(config, estimator, faults) if estimator else None,
+        validations=1 + _times(config, config.validation.every_steps),
+        duration=_duration(config, estimate, cluster),
         stages=tuple(_stages(config)),
         export=_export(run),
-        to_make=to_make,
+        to_make=tuple(_to_make(config)),
         faults=tuple(map(str, faults)),
     )
+
+
+def milestones(config: RunConfig) -> tuple[Milestone, ...]:
+    """The points where the learning-rate schedule changes."""
+    schedule = config.schedule
+    warmup = math.ceil(schedule.warmup_fraction * schedule.steps)
+    decay_start = warmup
+    if schedule.decay == "wsd":
+        decay_start = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
+    points = {0: "first step", warmup: "warm-up ends", decay_start: f"{schedule.decay} decay begins"}
+    if warmup == decay_start:
+        points[warmup] = f"warm-up ends, {schedule.decay} decay begins"
+    points[schedule.steps - 1] = "last step"
+    return tuple(Milestone(step, learning_rate(step, schedule), what) for step, what in sorted(points.items()))
+
+
+def _times(config: RunConfig, every_steps: int) -> int:
+    """How often something happens that is done every `every_steps` steps and at the end."""
+    return math.ceil(config.schedule.steps / every_steps)
+
+
+def _duration(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Duration | None:
+    """The duration from the speed in the run folder's metrics, else from the estimate; None without either."""
+    lines = [line for line in read_metrics(config.folder / METRICS) if _SPEED in line]
+    steps_done = int(lines[-1]["step"]) if lines else 0
+    left = max(0, config.schedule.steps - steps_done)
+    if lines:
+        speed = statistics.median(line[_SPEED] for line in lines[-_LATEST_STEPS:])
+        tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        step_s = tokens_per_step / (speed * cluster.gpus)
+        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a rank, measured in {METRICS}")
+    if estimate is None or cluster.on_cpu:
+        return None
+    source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}; see --peak-tflops, --mfu"
+    return Duration(0, estimate.step_s, left * estimate.step_s, source)
 
 
 def _estimate(run: Opened, cluster: Cluster, faults: list[UserError]) -> tuple[Estimator | None, Estimate | None]:
@@ -200,7 +199,7 @@ def _estimate(run: Opened, cluster: Cluster, faults: list[UserError]) -> tuple[E
         faults.append(
             LayoutError(
                 f"memory: a rank needs {estimate.memory.total / GIB:.1f} GiB of the usable "
-                f"{cluster.usable_bytes / GIB:.0f}; tools/estimate.py recommends a layout that fits"
+                f"{cluster.usable_bytes / GIB:.0f}; scale-cpt estimate recommends a layout that fits"
             )
         )
     return estimator, estimate
@@ -215,7 +214,7 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: list[UserError
         faults.append(no_room(folder, needed, free))
     return CheckpointPlan(
         folder=str(folder),
-        written=times(config, config.checkpoints.every_steps),
+        written=_times(config, config.checkpoints.every_steps),
         bytes_each=checkpoint_bytes(estimator.parameters),
         most_at_once=most_checkpoints(config),
         needed_bytes=needed,
@@ -224,17 +223,23 @@ def _checkpoints(config: RunConfig, estimator: Estimator, faults: list[UserError
 
 
 def _corpora(run: Opened) -> Iterator[CorpusPlan]:
-    config = run.config
-    samples = run.get("samples") if is_tokenized(config.data) else None
+    data, config = run.config.data, run.config
+    samples = run.get("samples") if is_tokenized(data) else None
     read = config.schedule.steps * config.schedule.global_batch_size
     epochs = samples.training.epochs_after(read) if samples else {}
-    for name, corpus in config.data.corpora.items():
+    for name, corpus in data.corpora.items():
+        folder = train_folder(data, name)
+        tokens = load_manifest(folder).tokens if (folder / CORPUS_MANIFEST).exists() else None
+        if samples is None and tokens:  # others are not made yet: as if no corpus came to its end
+            weights = sum(other.weight for other in data.corpora.values() if other.role == corpus.role)
+            share = data.fractions.get(corpus.role, 1 - sum(data.fractions.values())) * corpus.weight / weights
+            epochs[name] = read * share * data.sequence_length / tokens
         heldout = samples.heldout.get(name) if samples else None
         yield CorpusPlan(
             name=name,
             role=corpus.role,
-            tokens=load_manifest(train_folder(config.data, name)).tokens if samples else None,
-            epochs=epochs.get(name),
+            tokens=tokens,
+            epochs=None if tokens is None else epochs.get(name, 0.0),
             validation_sequences=None if heldout is None else min(len(heldout), config.validation.max_sequences),
         )
 
@@ -260,12 +265,13 @@ def _export(run: Opened) -> str | None:
 
 def _to_make(config: RunConfig) -> Iterator[str]:
     """The inputs that earlier stages have not made yet."""
-    corpora = config.data.corpora
-    for tool in sorted({made_by(corpora[name]) for name in unfinished_corpora(config.data)}):
-        what = "the text that the base writes" if tool == SAMPLER else "the token corpora"
-        yield f"{config.data.folder}: {what} ({tool})"
+    unfinished = [config.data.corpora[name] for name in unfinished_corpora(config.data)]
+    if any(corpus.sample is None for corpus in unfinished):
+        yield f"{config.data.folder}: the token corpora (scale-cpt tokenize)"
+    if any(corpus.sample is not None for corpus in unfinished):
+        yield f"{config.data.folder}: the text that the base writes (scale-cpt sample)"
     if isinstance(config.method, ScaleMethod) and not (config.upscaled_folder / MANIFEST).exists():
-        yield f"{config.upscaled_folder}: the initial expansion (tools/upscale.py)"
+        yield f"{config.upscaled_folder}: the initial expansion (scale-cpt upscale)"
 
 
 _UNKNOWN = "unknown: see the errors below"
@@ -291,20 +297,7 @@ def _end(duration: Duration, now: datetime) -> datetime:
 
 def as_text(plan: Plan, now: datetime) -> str:
     """The plan as a few dozen lines, with the errors at the end."""
-    rows = [("run", f"{plan.name}, in {plan.folder}"), ("layout", _layout(plan))]
-    rows += [("parameters", str(plan.parameters or _UNKNOWN)), *_memory(plan)]
-    rows += [("batch", f"{plan.tokens_per_step:,} tokens a step, {plan.micro_batches or '?'} micro-batches a rank")]
-    rows += [("steps", f"{plan.steps:,}, {plan.steps * plan.tokens_per_step:,} tokens in all")]
-    rows += [(f"corpus {corpus.name}", _corpus(corpus)) for corpus in plan.corpora]
-    rows += [
-        ("learning rate", f"{point.learning_rate:.3g} from step {point.step:,}: {point.what}")
-        for point in plan.learning_rates
-    ]
-    rows += [("checkpoints", line) for line in _checkpoint_lines(plan)]
-    rows += [("validation", _validation(plan)), ("duration", _duration(plan, now))]
-    rows += [("stages", ", ".join(plan.stages)), ("export", plan.export or _UNKNOWN)]
-    rows += [("yet to make", line) for line in plan.to_make]
-    rows += [("errors", line) for line in plan.faults or ("none found",)]
+    rows = list(_rows(plan, now))
     width = max(len(name) for name, _ in rows)
     lines, before = [], ""
     for name, text in rows:
@@ -313,56 +306,56 @@ def as_text(plan: Plan, now: datetime) -> str:
     return "\n".join(lines)
 
 
-def _layout(plan: Plan) -> str:
-    kind = "CPU processes" if plan.cluster.on_cpu else "GPUs"
-    gpus = f"{plan.cluster.gpus} {kind} on {plan.cluster.nodes} node(s)"
-    return gpus if plan.choice is None else f"{gpus}: dp {plan.dp_size}, {plan.choice}"
-
-
-def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.estimate is None:
+def _rows(plan: Plan, now: datetime) -> Iterator[tuple[str, str]]:
+    """The lines of the plan, each under a name."""
+    cluster, estimate, saved, duration = plan.cluster, plan.estimate, plan.checkpoints, plan.duration
+    yield "run", f"{plan.name}, in {plan.folder}"
+    ranks = f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
+    yield "layout", ranks if plan.choice is None else f"{ranks}: dp {plan.dp_size}, {plan.choice}"
+    yield "parameters", str(plan.parameters or _UNKNOWN)
+    if estimate is None:
         yield "memory a rank", _UNKNOWN
-        return
-    memory = plan.estimate.memory
-    kinds = ", ".join(f"{kind.name} {getattr(memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
-    yield "memory a rank", f"{memory.total / GIB:.2f} of {plan.cluster.usable_bytes / GIB:.0f} usable GiB: {kinds}"
-    if plan.estimate.host_bytes:
-        yield "memory a rank", f"{plan.estimate.host_bytes / GIB:.2f} GiB in its host's memory"
-
-
-def _corpus(corpus: CorpusPlan) -> str:
-    if corpus.tokens is None:
-        return f"{corpus.role}, not made yet: the number of epochs is unknown"
-    epochs = "not read" if corpus.epochs is None else f"{corpus.epochs:.3g} epochs"
-    return f"{corpus.role}, {corpus.tokens:,} tokens, {epochs}"
-
-
-def _checkpoint_lines(plan: Plan) -> Iterator[str]:
-    checkpoints = plan.checkpoints
-    if checkpoints is None:
-        yield _UNKNOWN
-        return
-    size, most = checkpoints.bytes_each / 1e9, checkpoints.most_at_once
-    yield f"{checkpoints.written:,} of {size:.3g} GB each, at most {most} at once"
-    yield f"{checkpoints.needed_bytes / 1e9:.3g} GB more needed, {checkpoints.free_bytes / 1e9:.3g} GB free"
-
-
-def _validation(plan: Plan) -> str:
-    read = [
-        f"{corpus.validation_sequences} of {corpus.name}"
-        for corpus in plan.corpora
-        if corpus.validation_sequences is not None
+    else:
+        kinds = ", ".join(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
+        usable = f"{estimate.memory.total / GIB:.2f} of {cluster.usable_bytes / GIB:.0f} usable GiB"
+        yield "memory a rank", f"{usable}: {kinds}"
+        if estimate.host_bytes:
+            yield "memory a rank", f"{estimate.host_bytes / GIB:.2f} GiB in its host's memory"
+    batches = "1 micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches or '?'} micro-batches"
+    yield "batch", f"{plan.tokens_per_step:,} tokens a step, {batches} a rank"
+    yield "steps", f"{plan.steps:,}, {plan.steps * plan.tokens_per_step:,} tokens in all"
+    for corpus in plan.corpora:
+        yield f"corpus {corpus.name}", f"{corpus.role}, {_size(corpus)}"
+    for point in plan.learning_rates:
+        yield "learning rate", f"{point.learning_rate:.3g} from step {point.step:,}: {point.what}"
+    if saved is None:
+        yield "checkpoints", _UNKNOWN
+    else:
+        size = f"{saved.bytes_each / 1e9:.3g} GB each"
+        yield "checkpoints", f"{saved.written:,} of {size}, at most {saved.most_at_once} at once"
+        yield "checkpoints", f"{saved.needed_bytes / 1e9:.3g} GB more needed, {saved.free_bytes / 1e9:.3g} GB free"
+    heldout = [
+        f"{corpus.validation_sequences} of {corpus.name}" for corpus in plan.corpora if corpus.validation_sequences
     ]
-    return f"{plan.validations:,} times" + (f", sequences: {', '.join(read)}" if read else "")
+    yield "validation", f"{plan.validations:,} times" + (f", sequences: {', '.join(heldout)}" if heldout else "")
+    if duration is None:
+        yield "duration", "unknown on CPUs until the first steps are measured" if cluster.on_cpu else _UNKNOWN
+    else:
+        left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
+        end = f"until {_end(duration, now).strftime('%Y-%m-%d %H:%M')} if it starts now"
+        yield "duration", f"{timedelta(seconds=round(duration.left_s))} for {left}, {end} ({duration.source})"
+    yield "stages", ", ".join(plan.stages)
+    yield "export", plan.export or _UNKNOWN
+    for missing in plan.to_make:
+        yield "yet to make", missing
+    for fault in plan.faults or ("none found",):
+        yield "errors", fault
 
 
-def _duration(plan: Plan, now: datetime) -> str:
-    if plan.duration is None:
-        return "unknown on CPUs until the first steps are measured" if plan.cluster.on_cpu else _UNKNOWN
-    duration = plan.duration
-    left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
-    end = _end(duration, now).strftime("%Y-%m-%d %H:%M")
-    return f"{timedelta(seconds=round(duration.left_s))} for {left}, until {end} if it starts now ({duration.source})"
+def _size(corpus: CorpusPlan) -> str:
+    if corpus.tokens is None:
+        return "not made yet: the number of epochs is unknown"
+    return f"{corpus.tokens:,} tokens, {f'{corpus.epochs:.3g} epochs' if corpus.epochs else 'not read'}"
 
 
 def dry_run(arguments: argparse.Namespace) -> int:

@@ -11,12 +11,11 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from pipeline import log
 from pipeline.config.run import RunConfig, write_run
@@ -28,41 +27,40 @@ from pipeline.errors import (
     RESUME_LATER,
     USER_ERROR,
     RunFolderError,
-    UserError,
     exit_code_of,
     in_one_line,
     worth_another_attempt,
 )
 from pipeline.files import read_bytes
 from pipeline.log import node
-from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
+from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 from pipeline.run_folder.lock import LockOwner, RunLock
 
 NAME = "attempts.jsonl"
-_logger = log.get_logger(__name__)
 _RESUMABLE = ("tokenize", "sample")
 """The stages that resume where they were stopped, but write no checkpoint."""
+_logger = log.get_logger(__name__)
 
 
-class StageStart(BaseModel):
-    """A serial stage starts in the process `by`. Training's process is in the lock instead."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     attempt: str
+
+
+class StageStart(_Record):
+    """A serial stage starts in the process `by`. Training's process is in the lock instead."""
+
     stage: str
     by: LockOwner
 
 
-class TrainingStart(BaseModel):
+class TrainingStart(_Record):
     """An attempt starts to train at `step`; `checkpoint_step` is the newest checkpoint's.
 
     `changed` are the settings that differ from those of the attempt before: theirs, and now.
     """
 
-    model_config = ConfigDict(frozen=True)
-
-    attempt: str
     job: str | None
     node: str
     time: float
@@ -75,18 +73,16 @@ class TrainingStart(BaseModel):
 
 
 class Decision(NamedTuple):
-    """Whether there is another attempt, and the reason, for messages."""
+    """Whether there is another attempt, the reason, for messages, and how many in a row brought no newer checkpoint."""
 
     again: bool
     why: str
+    idle: int = 0
 
 
-class StageEnd(BaseModel):
+class StageEnd(_Record):
     """A stage ended after `step`. `step` and `retry` are None where unknown."""
 
-    model_config = ConfigDict(frozen=True)
-
-    attempt: str
     job: str | None = None
     stage: str
     time: float
@@ -97,7 +93,11 @@ class StageEnd(BaseModel):
     retry: Decision | None = None
 
 
-class Attempt(BaseModel):
+_RECORD: TypeAdapter[StageEnd | TrainingStart | StageStart] = TypeAdapter(StageEnd | TrainingStart | StageStart)
+
+
+@dataclass
+class Attempt:
     """All lines of one attempt: its last stage, and its training."""
 
     name: str
@@ -119,23 +119,14 @@ class Attempt(BaseModel):
     @property
     def job(self) -> str | None:
         """Its Slurm job, if any."""
-        if self.ended is not None:
-            return self.ended.job
-        if self.started is not None:
-            return self.started.job
-        return None if self.began is None else self.began.by.job
+        record = self.ended or self.started or (self.began and self.began.by)
+        return record.job if record else None
 
     @property
     def stage(self) -> str:
         """The last stage that it reached."""
-        if self.ended is not None:
-            return self.ended.stage
-        return "train" if self.began is None else self.began.stage
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts against the limits: it trained or failed. A serial stage may take many requeues."""
-        return self.started is not None or (self.ended is not None and self.ended.exit_code != FINISHED)
+        record = self.ended or self.began
+        return record.stage if record else "train"
 
 
 def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
@@ -147,11 +138,6 @@ def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
     return f"{socket.gethostname()}-{os.getpid()}.0"
 
 
-def record_stage(folder: Path, stage: str) -> None:
-    """Records that a serial stage starts in this process."""
-    _append(folder, StageStart(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
-
-
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
     """Records that this attempt starts to train, after `step` steps, and the run that it trains."""
     changed = {}
@@ -160,21 +146,19 @@ def record_start(config: RunConfig, world_size: int, step: int) -> None:
             _logger.info("changed: %s", ", ".join(f"{key} {old} → {new}" for key, (old, new) in changed.items()))
     except OSError as error:  # a full disk must not end the work
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
-    _append(
-        config.folder,
-        TrainingStart(
-            attempt=this_attempt(),
-            job=os.environ.get("SLURM_JOB_ID"),
-            node=node(),
-            time=time.time(),
-            world_size=world_size,
-            step=step,
-            steps=config.schedule.steps,
-            tokens_per_step=config.schedule.global_batch_size * config.data.sequence_length,
-            checkpoint_step=newest_checkpoint_step(config.folder),
-            changed=changed,
-        ),
+    started = TrainingStart(
+        attempt=this_attempt(),
+        job=os.environ.get("SLURM_JOB_ID"),
+        node=node(),
+        time=time.time(),
+        world_size=world_size,
+        step=step,
+        steps=config.schedule.steps,
+        tokens_per_step=config.schedule.global_batch_size * config.data.sequence_length,
+        checkpoint_step=newest_checkpoint_step(config.folder),
+        changed=changed,
     )
+    _append(config.folder, started)
 
 
 def record_end(
@@ -205,6 +189,21 @@ def record_end(
     _append(folder, ended)
 
 
+def _append(folder: Path, record: _Record) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A single write to a file opened for appending: lines of several processes do not mix.
+        with (folder / NAME).open("a+b", buffering=0) as file:
+            cut_short = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+            file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
+            os.fsync(file.fileno())
+    except OSError as error:
+        if exit_code_of(error) == USER_ERROR and not isinstance(record, StageEnd):
+            raise  # nothing else could be written there either
+        # A full disk must not end the work.
+        _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
+
+
 def read_attempts(folder: Path) -> list[Attempt]:
     """The attempts at the run in `folder`, the one with the newest line last.
 
@@ -219,18 +218,18 @@ def read_attempts(folder: Path) -> list[Attempt]:
     except FileNotFoundError:
         return []
     for line in lines:
-        record = _parse(line)
-        if record is None:
+        try:
+            record = _RECORD.validate_json(line)
+        except ValidationError:
             continue
         attempt = attempts.pop(record.attempt, None) or Attempt(name=record.attempt)
         attempts[record.attempt] = attempt
-        attempt.ended = None
-        if isinstance(record, StageStart):
-            attempt.began = record
-        elif isinstance(record, TrainingStart):
-            attempt.began, attempt.started = None, record
-        else:
+        if isinstance(record, StageEnd):
             attempt.ended = record
+        elif isinstance(record, TrainingStart):
+            attempt.began, attempt.started, attempt.ended = None, record, None
+        else:
+            attempt.began, attempt.ended = record, None
     return [
         attempt for attempt in attempts.values() if attempt.ended is None or attempt.ended.exit_code != FOLDER_TAKEN
     ]
@@ -250,99 +249,47 @@ def count_restarts(attempts: Iterable[Attempt], *starting: str) -> int:
     return max(0, len({attempt.name for attempt in attempts if attempt.started is not None} | {*starting}) - 1)
 
 
-def newest_checkpoint_step(folder: Path) -> int:
-    """The step of the checkpoint from which the run in `folder` would resume; 0 if there is none.
-
-    Checkpoints after the one in `latest` were voided by a rollback.
-    """
-    checkpoints = folder / "checkpoints"
-    found = (step_in(path.parent.name) for path in checkpoints.glob("step_*/manifest.json"))
-    try:
-        named = named_checkpoint(checkpoints)
-    except UserError:  # resuming reports it
-        named = None
-    newest = None if named is None else step_in(named.name)
-    return max((step for step in found if step is not None and (newest is None or step <= newest)), default=0)
-
-
-def _append(folder: Path, record: BaseModel) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # A single write to a file opened for appending: lines of several processes do not mix.
-        with (folder / NAME).open("a+b", buffering=0) as file:
-            cut_short = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-            file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
-            os.fsync(file.fileno())
-    except OSError as error:
-        if exit_code_of(error) == USER_ERROR and not isinstance(record, StageEnd):
-            raise  # nothing else could be written there either
-        # A full disk must not end the work.
-        _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
-
-
-def _parse(line: bytes) -> StageStart | TrainingStart | StageEnd | None:
-    try:
-        values: Any = orjson.loads(line)
-        kind = StageEnd if "exit_code" in values else StageStart if "by" in values else TrainingStart
-        return kind.model_validate(values)
-    except (ValueError, TypeError, ValidationError):
-        return None
-
-
 def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int) -> Decision:
     """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
 
     A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
     attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
-    Only tokenizing and sampling that were stopped by a signal always count as progress. The attempts since the last
-    one on record brought none: their number is in this attempt's name, so a disk that takes no record ends a run too.
     """
-    own = Attempt(name=this_attempt())
-    series = [attempt for attempt in _known_attempts(folder) if attempt.series == own.series]
-    own = next((attempt for attempt in series if attempt.name == own.name), own)
-    others = [attempt for attempt in series if attempt is not own]
-    restarts = own.number
-    attempts = [
-        attempt
-        for attempt in others
-        if attempt.counts and not (attempt.ended and _will_resume(attempt.ended.stage, attempt.ended.exit_code))
-    ]
-    if not _will_resume(stage, exit_code):
-        attempts.append(own)
-    idle = idle_attempts(attempts, newest_checkpoint_step(folder))
-    if idle or _will_resume(stage, exit_code):
-        idle += max(0, restarts - 1 - max((attempt.number for attempt in others), default=-1))
+    restarts = Attempt(this_attempt()).number
+    idle = _idle_attempts(folder, stage, exit_code)
     if not worth_another_attempt(exit_code):
-        decision = Decision(False, "its cause must be fixed first")
+        decision = Decision(False, "its cause must be fixed first", idle)
     elif restarts >= most:
-        decision = Decision(False, f"it was restarted {restarts} times, and MAX_RESTARTS is {most}")
+        decision = Decision(False, f"it was restarted {restarts} times, and MAX_RESTARTS is {most}", idle)
     elif idle > without_progress:
         limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
-        decision = Decision(False, f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}")
+        decision = Decision(False, f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}", idle)
     else:
-        decision = Decision(True, f"restart {restarts + 1}, {idle} of at most {without_progress} without progress")
+        why = f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
+        decision = Decision(True, why, idle)
     record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
     return decision
 
 
-def _will_resume(stage: str, exit_code: int) -> bool:
-    return stage in _RESUMABLE and exit_code == RESUME_LATER
+def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
+    """How many attempts in a row, up to the one that just ended, brought no newer checkpoint.
 
-
-def idle_attempts(attempts: list[Attempt], newest: int) -> int:
-    """How many attempts in a row, up to the last, brought no newer checkpoint; `newest` is the newest's step."""
-    # A first attempt that did not train brought none of the checkpoints that an earlier job left.
-    idle, reached = 0, newest if attempts and attempts[0].started is None else 0
-    for attempt, following in zip_longest(attempts, attempts[1:]):
-        began = reached if attempt.started is None else attempt.started.checkpoint_step
-        if following is None:
-            reached = newest
-        elif following.started is not None:
-            reached = following.started.checkpoint_step
-        else:
-            reached = began if attempt.ended is None else attempt.ended.checkpoint_step
-        idle = 0 if reached > began else idle + 1
-    return idle
+    Counted from the last decision. Attempts that left no line count too, by their numbers: a disk that takes no records
+    ends a run as well. Serial stages that were killed do not, nor does tokenizing or sampling that a signal stopped.
+    """
+    own = Attempt(this_attempt())
+    series = [attempt for attempt in _known_attempts(folder) if attempt.series == own.series]
+    newest = newest_checkpoint_step(folder)
+    starts = [attempt.started.checkpoint_step for attempt in series if attempt.started]
+    idle, decided, reached = 0, -1, starts[0] if starts else newest
+    for attempt in series:
+        if attempt.ended and attempt.ended.retry and decided < attempt.number < own.number:
+            idle, decided, reached = attempt.ended.retry.idle, attempt.number, attempt.ended.checkpoint_step
+    if newest > reached:
+        return 0
+    serial = {attempt.number for attempt in series if attempt.started is None}
+    unknown = {*range(decided + 1, own.number)} - serial
+    return idle + len(unknown) + (0 if stage in _RESUMABLE and exit_code == RESUME_LATER else 1)
 
 
 @contextmanager
@@ -358,10 +305,8 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
     if config is None:
         yield
         return
-    folder = config.folder
-    recorded = _recorded(stage, folder) if "ATTEMPT" in os.environ else nullcontext()
-    alone_in_it = RunLock(folder, stage) if alone else nullcontext()
-    with recorded, alone_in_it:
+    recorded = _recorded(stage, config.folder) if "ATTEMPT" in os.environ else nullcontext()
+    with recorded, RunLock(config.folder, stage) if alone else nullcontext():
         yield
         begin_run(config)
 
@@ -372,16 +317,19 @@ def begin_run(config: RunConfig) -> None:
         write_run(config)
 
 
+def record_stage(folder: Path, stage: str) -> None:
+    """Records that a serial stage starts in this process."""
+    _append(folder, StageStart(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
+
+
 @contextmanager
 def _recorded(stage: str, folder: Path) -> Iterator[None]:
     record_stage(folder, stage)
     try:
         yield
-    except KeyboardInterrupt:
-        record_end(folder, stage=stage, exit_code=INTERRUPTED)
-        raise
-    except Exception as error:
-        code = exit_code_of(error)
-        record_end(folder, stage=stage, exit_code=code, error=in_one_line(error))
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        code, said = (INTERRUPTED, None) if interrupted else (exit_code_of(error), in_one_line(error))
+        record_end(folder, stage=stage, exit_code=code, error=said)
         raise
     record_end(folder, stage=stage, exit_code=FINISHED)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, UserError
 from pipeline.files import read_bytes
 
 LATEST = "latest"
-CHECKPOINTS = "checkpoints"
-"""Their folder in a run's."""
 # At most 15 digits: every step is exact in JSON, and no name is too long for a file system.
 _NAME = re.compile(r"step_(\d{8,15})", re.ASCII)
 
@@ -38,7 +36,7 @@ def checkpoint_at(path: Path) -> Path:
     Raises:
         CheckpointError: it means none.
     """
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if path.name == LATEST and not path.is_dir():
         folder = path.parent
     elif not (folder / LATEST).exists() and folder == path:
@@ -66,6 +64,21 @@ def named_checkpoint(folder: Path) -> Path | None:
             f"{path}: names {name[:80]!r}, which is not a checkpoint's name; write one of these names: {_names(folder)}"
         )
     return folder / name if name else None
+
+
+def newest_checkpoint_step(run: Path) -> int:
+    """The step of the checkpoint from which the run in the folder `run` would resume; 0 if there is none.
+
+    Checkpoints after the one in `latest` were voided by a rollback.
+    """
+    try:
+        named = named_checkpoint(run / "checkpoints")
+    except UserError:  # resuming reports it
+        named = None
+    last = None if named is None else step_in(named.name)
+    complete = (path for path in all_checkpoints(run / "checkpoints") if (path / "manifest.json").exists())
+    steps = (step for path in complete if (step := step_in(path.name)) is not None)
+    return max((step for step in steps if last is None or step <= last), default=0)
 
 
 def _names(folder: Path) -> str:

@@ -39,38 +39,25 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, none if there is no file, without the unfinished lines of killed processes.
 
-    Raises:
-        RunFolderError: the file cannot be read.
+    `tail_bytes`: reads no more than these at its end.
     """
-    try:
-        with path.open("rb") as file:
-            return _whole(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def last_metrics(path: Path, count: int, tail_bytes: int) -> list[dict[str, Any]]:
-    """At most the last `count` lines of the last `tail_bytes` bytes, oldest first. Raises as `read_metrics`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - tail_bytes))
-            return _whole(file.read().splitlines()[-count:])
-    except FileNotFoundError:
-        return []
-
-
-def _whole(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     lines = []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
+    try:
+        with path.open("rb") as file:
+            if tail_bytes is not None:
+                file.seek(max(0, file.seek(0, 2) - tail_bytes))
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    lines.append(line)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     return lines
 
 
@@ -102,8 +89,17 @@ class ValidationRecord(BaseModel):
 
 
 def validations_in(lines: Iterable[Mapping[str, Any]]) -> list[ValidationRecord]:
-    """All validations in `lines`, the one at step 0 included."""
-    return [ValidationRecord(step=line["step"], figures=figures) for line in lines if (figures := _figures_of(line))]
+    """All validations in `lines`, the one at step 0 included. Their figures are named `<figure>/<corpus>`."""
+    found = []
+    for line in lines:
+        figures: Figures = {name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")}
+        for name, value in line.items():
+            figure, _, corpus = name.partition("/")
+            if corpus in figures and figure not in _NOT_OF_A_CORPUS:
+                figures[corpus][figure] = value
+        if figures:
+            found.append(ValidationRecord(step=line["step"], figures=figures))
+    return found
 
 
 def read_validations(lines: Iterable[Mapping[str, Any]], path: Path) -> list[ValidationRecord]:
@@ -124,14 +120,3 @@ def read_validations(lines: Iterable[Mapping[str, Any]], path: Path) -> list[Val
 def peak_memory_gib(lines: Iterable[Mapping[str, Any]]) -> float | None:
     """The peak of rank 0: GPU memory of its tensors, or on CPUs host memory of its process."""
     return max((line[name] for line in lines for name in _MEMORY if name in line), default=None)
-
-
-def _figures_of(line: Mapping[str, Any]) -> Figures:
-    """The figures of each corpus in a line, where they are named `<figure>/<corpus>`."""
-    found: Figures = {}
-    corpora = {name.partition("/")[2] for name in line if name.startswith("perplexity/")}
-    for name, value in line.items():
-        figure, _, corpus = name.partition("/")
-        if corpus in corpora and figure not in _NOT_OF_A_CORPUS:
-            found.setdefault(corpus, {})[figure] = value
-    return found

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
-from pipeline.run_folder.attempts import Attempt, StageEnd, count_restarts, newest_checkpoint_step, read_attempts
-from pipeline.run_folder.lock import LockOwner, age_s, job_state, living_owner, lock_path
-from pipeline.run_folder.metrics import METRICS, last_metrics, only_numbers
+from pipeline.run_folder.attempts import Attempt, count_restarts, read_attempts
+from pipeline.run_folder.checkpoint_names import checkpoint_name, newest_checkpoint_step
+from pipeline.run_folder.lock import age_s, living_owner, lock_path
+from pipeline.run_folder.metrics import METRICS, only_numbers, read_metrics
 
 TRAINING = "training.json"
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
-
+_SLURM_TIMEOUT_S = 20.0
 _QUEUED_OR_RUNNING = ("PENDING", "RUNNING", "REQUEUED", "CONFIGURING", "COMPLETING")
 _REQUEUE_DELAY = "Slurm holds a requeued job for about two minutes"
 
@@ -54,6 +56,11 @@ class RunStatus:
     expected_end: float | None
 
 
+def is_trained(folder: Path) -> bool:
+    """Whether the run in `folder` is trained to its end: its last step, or before where it stopped early."""
+    return (folder / TRAINING).exists()
+
+
 def read_status(folder: Path) -> RunStatus:
     """The state of the run in `folder`.
 
@@ -67,15 +74,18 @@ def read_status(folder: Path) -> RunStatus:
         )
     attempts = read_attempts(folder)
     start = next((attempt.started for attempt in reversed(attempts) if attempt.started), None)
+    state, why = _state(folder, attempts)
+    if is_trained(folder) and state != "done":
+        why += " (all steps are trained)"
     saved = newest_checkpoint_step(folder)
-    trained = (folder / TRAINING).exists()
-    state, why = _state(folder, attempts, trained=trained)
-    lines = [only_numbers(line) for line in last_metrics(folder / METRICS, _RECENT_STEPS, _TAIL_BYTES)]
-    step = max([saved, *(int(line["step"]) for line in lines[-1:])])
+    checkpoint = folder / "checkpoints" / checkpoint_name(saved) if saved else None
+    lines = [only_numbers(line) for line in read_metrics(folder / METRICS, _TAIL_BYTES)[-_RECENT_STEPS:]]
+    last = {name: value for line in lines for name, value in line.items()}
+    step = max(saved, int(last.get("step", 0)))
     speeds = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
     speed = median(speeds) * start.world_size if speeds and start else None
     left = None
-    if start and speed and not trained and state in ("running", "waiting", "stopped"):
+    if start and speed and not is_trained(folder) and state in ("running", "waiting", "stopped"):
         resumes_at = step if state == "running" and attempts[-1].started else saved
         left = round((start.steps - resumes_at) * start.tokens_per_step / speed, 1)
     return RunStatus(
@@ -85,11 +95,12 @@ def read_status(folder: Path) -> RunStatus:
         step=step,
         steps=start.steps if start else None,
         tokens_seen=step * start.tokens_per_step if start else None,
-        loss=next((line["loss"] for line in reversed(lines) if "loss" in line), None),
+        loss=last.get("loss"),
         tokens_per_second=round(speed, 1) if speed else None,
         restarts=count_restarts(attempts),
-        skipped_steps=next((int(line["skipped_steps"]) for line in reversed(lines) if "skipped_steps" in line), 0),
-        **_checkpoint(folder),
+        skipped_steps=int(last.get("skipped_steps", 0)),
+        checkpoint=str(checkpoint) if checkpoint else None,
+        checkpoint_age_s=round(age_s(checkpoint), 1) if checkpoint else None,
         seconds_left=left,
         expected_end=round(time.time() + left) if left is not None and state == "running" else None,
     )
@@ -102,82 +113,75 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{ATTEMPTS}"))
 
 
-def _state(folder: Path, attempts: list[Attempt], *, trained: bool) -> tuple[State, str]:
-    note = " (all steps are trained)" if trained else ""
+def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     if owner := living_owner(lock_path(folder)):
         return "running", f"train: {owner}"
     if not attempts:
         return "not started", "no attempt is on record"
     last = attempts[-1]
-    if owner := _stage_owner(attempts, last.stage):
-        return "running", f"{last.stage}: {owner}{note}"
-    queued = "" if last.job is None else job_state(last.job)
-    if last.ended is None:
-        if queued in _QUEUED_OR_RUNNING:
+    working = [attempt.began for attempt in attempts if attempt.began and not attempt.ended]  # tasks of an array
+    for began in reversed(working):
+        if began.stage == last.stage and not began.by.is_gone:
+            return "running", f"{began.stage}: {began.by}"
+    job = _job_state(last.job) if last.job else ""
+    queued = job in _QUEUED_OR_RUNNING
+    ended = last.ended
+    if ended is None:
+        if queued:
             return "waiting", f"the last attempt left no reason; job {last.job} will restart; {_REQUEUE_DELAY}"
         return "failed", "the last attempt left no reason (killed?); the same command resumes"
-    if last.ended.exit_code == FINISHED and queued == "RUNNING":
-        return "running", f"job {last.job} continues after {last.stage}{note}"
-    state, why = _state_after(last.ended, trained=trained)
-    if state == "waiting" and last.ended.exit_code != FINISHED:
-        if queued == "PENDING":
-            return state, f"{why}; {_REQUEUE_DELAY}"
-        if queued != "" and queued not in _QUEUED_OR_RUNNING:
-            return "stopped", f"{why}; job {last.job} is no longer queued: the same command resumes"
-    return state, why
-
-
-def _stage_owner(attempts: list[Attempt], stage: str) -> LockOwner | None:
-    """A process at that serial stage, if any; several jobs of an array may be."""
-    here = LockOwner.this_process()
-    starts = (attempt.began for attempt in reversed(attempts) if attempt.began and attempt.ended is None)
-    return next((start.by for start in starts if start.stage == stage and not start.by.is_gone(here)), None)
-
-
-def _state_after(ended: StageEnd, *, trained: bool) -> tuple[State, str]:
-    """The state that follows from the end of the last attempt."""
-    note = " (all steps are trained)" if trained else ""
     if ended.exit_code == FINISHED:
-        if trained:
+        if job == "RUNNING":
+            return "running", f"job {last.job} continues after {ended.stage}"
+        if is_trained(folder):
             return "done", "all steps are done"
         return "waiting", f"{ended.stage} is done, the next stage follows"
-    if ended.exit_code == RESUME_LATER:
-        if ended.retry is not None and not ended.retry.again:
-            return "failed", f"{ended.stage}: saved, and given up ({ended.retry.why})"
-        return "waiting", "saved, resumes later"
     if ended.exit_code == INTERRUPTED:
-        return "stopped", f"{ended.stage}: interrupted by the user{note}; the same command resumes"
-    why = f"{ended.stage}: {ended.error or f'exit code {ended.exit_code}'}"
-    if ended.retry is None:
+        return "stopped", f"{ended.stage}: interrupted by the user; the same command resumes"
+    saved = ended.exit_code == RESUME_LATER
+    why = f"{ended.stage}: {'saved' if saved else ended.error or f'exit code {ended.exit_code}'}"
+    if ended.retry is not None:
+        why += f" ({ended.retry.why})"
+    if not (saved if ended.retry is None else ended.retry.again):
         return "failed", why
-    return ("waiting" if ended.retry.again else "failed"), f"{why} ({ended.retry.why})"
+    if job == "PENDING":
+        return "waiting", f"{why}; {_REQUEUE_DELAY}"
+    if job is None or (job and not queued):
+        return "stopped", f"{why}; job {last.job} is no longer queued: the same command resumes"
+    return "waiting", f"{why}; resumes later"
 
 
-def _checkpoint(folder: Path) -> dict[str, Any]:
-    step = newest_checkpoint_step(folder)
-    if step == 0:
-        return {"checkpoint": None, "checkpoint_age_s": None}
-    newest = folder / "checkpoints" / f"step_{step:08d}"
-    return {"checkpoint": str(newest), "checkpoint_age_s": round(age_s(newest), 1)}
+def _job_state(job: str) -> str | None:
+    """Slurm's name for a job's state, None for a job that it no longer knows, "" where it cannot be asked."""
+    command = ["squeue", "--noheader", "--jobs", job, "--format=%T"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    if asked.returncode and "Invalid job id" not in asked.stderr:
+        return ""
+    return asked.stdout.strip() or None
 
 
 def as_text(status: RunStatus) -> str:
     """Aligned lines, one per known fact."""
+    steps, saved, left = status.steps, status.checkpoint_age_s, status.seconds_left
     facts = {
         "run": status.folder,
         "state": f"{status.state}: {status.why}",
-        "step": f"{status.step:,} of {status.steps:,} ({status.step / status.steps:.1%})" if status.steps else None,
+        "step": f"{status.step:,} of {steps:,} ({status.step / steps:.1%})" if steps else None,
         "tokens": f"{status.tokens_seen:,}" if status.tokens_seen is not None else None,
         "loss": f"{status.loss:.4f}" if status.loss is not None else None,
         "speed": f"{status.tokens_per_second:,.0f} tokens/s" if status.tokens_per_second else None,
         "restarts": f"{status.restarts} so far",
         "skipped": f"{status.skipped_steps} step(s)" if status.skipped_steps else None,
-        "checkpoint": _checkpoint_line(status),
-        "end": _end(status),
+        "checkpoint": "none yet" if saved is None else f"{status.checkpoint}, {_duration(saved)} old",
+        "end": None if left is None else f"after {_duration(left)} of training from the newest checkpoint",
     }
-    known = {name: text for name, text in facts.items() if text is not None}
-    width = max(map(len, known))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in known.items())
+    if left is not None and status.expected_end is not None:
+        moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.expected_end))
+        facts["end"] = f"in {_duration(left)}, on {moment}"
+    return "\n".join(f"{name:<10}  {text}" for name, text in facts.items() if text is not None)
 
 
 def as_lines(statuses: Sequence[RunStatus]) -> str:
@@ -190,21 +194,6 @@ def as_lines(statuses: Sequence[RunStatus]) -> str:
     return "\n".join(
         "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _checkpoint_line(status: RunStatus) -> str | None:
-    if status.checkpoint is None or status.checkpoint_age_s is None:
-        return "none yet"
-    return f"{status.checkpoint}, {_duration(status.checkpoint_age_s)} old"
-
-
-def _end(status: RunStatus) -> str | None:
-    if status.seconds_left is None:
-        return None
-    if status.expected_end is None:
-        return f"after {_duration(status.seconds_left)} of training from the newest checkpoint"
-    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.expected_end))
-    return f"in {_duration(status.seconds_left)}, on {moment}"
 
 
 def _duration(seconds: float) -> str:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from pipeline import log, methods
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
-from pipeline.checks.allocation import check_allocation
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import check_allocation, read_inputs
 from pipeline.checks.inputs import Inputs, Samples, check_model, open_samples
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
@@ -147,7 +146,7 @@ def prepare(
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
     timeout = collective_timeout(config.watchdog)
     groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
-    check_allocation(config, inputs.deepspeed_config, inputs.base, groups, device)
+    check_allocation(inputs, groups, device)
     torch.manual_seed(config.seed)
     inputs, samples = open_own_files(inputs, groups.tensor_parallel)
     model = load_model(inputs, groups, device)

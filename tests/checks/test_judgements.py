@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.checks.allocation import BLOCK_BYTES, Need, Room, judge_memory, sampled_hash
+from pipeline.checks.allocation import BLOCK_BYTES, Need, Room, host_memory, judge_memory, sampled_hash
 from pipeline.checks.devices import (
     Fault,
     Finding,
@@ -15,14 +15,13 @@ from pipeline.checks.devices import (
     Product,
     Ranks,
     describe_ranks,
-    host_memory,
     judge_all_reduce,
     judge_products,
     measure_all_reduce,
     measure_product,
-    refuse_faults,
     sylvester,
 )
+from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
@@ -35,30 +34,31 @@ def faults_of(finding: Finding) -> list[str]:
     return [fault.text for fault in finding.faults]
 
 
+def judged(products: list[Product], slow_factor: float | None, ranks: Ranks = EIGHT, device: str = "cuda") -> Finding:
+    return judge_products(products, ranks, torch.bfloat16, torch.device(device), slow_factor)
+
+
 def test_unequal_nodes_are_described():
     assert describe_ranks(Ranks(("a", "a", "b"), 0)).measured == "3 rank(s), 1 to 2 on each of 2 node(s): a, b"
 
 
-def test_a_slow_node_is_compared_with_the_others():
+def test_a_slow_node_is_compared_with_the_others_and_refused_on_request():
     products = [SOUND] * 4 + [Product(None, 0.020)] * 4
-    (fault,) = judge_products(products, EIGHT, 1.5, refuse=True).faults
+    (fault,) = judged(products, 1.5).faults
     assert fault.node == "b"
     assert "2.0 times as long as elsewhere, expected at most 1.5" in fault.text
-    assert judge_products(products, EIGHT, 2.5, refuse=True).faults == ()
-    named = judge_products(products, EIGHT, 1.5, refuse=False)
-    assert named.faults == () and "rank 4 on b: a matrix product takes 2.0 times as long" in named.warnings[0]
+    assert not judged(products, 2.5).faults and not judged(products, 2.5).warnings
+    named = judged(products, None)
+    assert not named.faults and "rank 4 on b: a matrix product takes 2.0 times as long" in named.warnings[0]
+    assert not judged(products, None, device="cpu").warnings
+    assert not judged([SOUND], 1.01, Ranks(("a",), 0)).faults
 
 
 def test_one_option_excludes_two_broken_nodes():
-    products = [Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)]
-    finding = judge_products(products, EIGHT, 1.5, refuse=True)
+    finding = judged([Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)], 1.5)
     assert [fault.node for fault in finding.faults] == ["a", "b"]
     with pytest.raises(PreflightError, match=r"^preflight: 2 fault\(s\): .* --exclude=a,b$"):
         refuse_faults([finding])
-
-
-def test_a_single_rank_is_never_slow():
-    assert judge_products([SOUND], Ranks(("a",), 0), 1.01, refuse=True).faults == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,8 +84,9 @@ def test_a_group_with_a_wrong_or_slow_sum_is_named():
 
 
 def test_the_smallest_and_the_fullest_gpu_count():
+    assert 0 < host_memory() < 2**50
     room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
-    assert judge_memory(Need(60 * GIB, 0), [room] * 8, EIGHT).faults == ()
+    assert not judge_memory(Need(60 * GIB, 0), [room] * 8, EIGHT).faults
     (small,) = faults_of(judge_memory(Need(60 * GIB, 0), [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
     assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
     (full,) = judge_memory(Need(60 * GIB, 0), [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
@@ -96,10 +97,6 @@ def test_the_smallest_and_the_fullest_gpu_count():
     )
     (host,) = faults_of(judge_memory(Need(GIB, 200 * GIB), [room] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host
-
-
-def test_the_memory_of_this_machine_is_plausible():
-    assert 0 < host_memory() < 2**50
 
 
 def test_the_sampled_hash_covers_size_ends_and_blocks(tmp_path):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from pipeline.checks import allocation as disk
-from pipeline.checks.allocation import check_allocation
+from pipeline.checks import allocation
+from pipeline.checks.door import check_allocation
+from pipeline.checks.inputs import Inputs, open_layout
 from pipeline.config.run import load_config
-from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, metrics, train_each, write_config
@@ -30,12 +30,12 @@ def on_rank(config_path: Path, prepare: Callable[..., Any] | None = None, *argum
     """Checks the allocation on simulated nodes of two ranks; returns the logged lines, or how the rank ended."""
     rank = dist.get_rank()
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
-    with lines_of("pipeline.checks.allocation") as lines, prepared(prepare, *arguments):
+    with lines_of("pipeline.checks.door") as lines, prepared(prepare, *arguments):
         config = load_config(config_path)
-        groups = ProcessGroups(Layout(dist.get_world_size(), config.parallel.tp_size))
-        deepspeed = load_deepspeed_config(config.deepspeed, groups.layout)
+        layout, deepspeed = open_layout(config, dist.get_world_size())
+        inputs = Inputs(config, deepspeed, layout, open_base(config.base), tokenizer_fingerprint="")
         try:
-            check_allocation(config, deepspeed, open_base(config.base), groups, torch.device("cpu"))
+            check_allocation(inputs, ProcessGroups(layout), torch.device("cpu"))
         except UserError as error:
             return f"error: {error}"
         except SystemExit as end:
@@ -172,7 +172,7 @@ def test_a_slow_rank_is_named_with_its_node(tmp_path):
 
 def own_folder(folder: Path) -> None:
     """Gives each node a separate working directory, and so a separate base."""
-    disk.PATIENCE_S = 1.0
+    allocation.PATIENCE_S = 1.0
     os.chdir(folder / os.environ["SLURMD_NODENAME"])
 
 

@@ -52,7 +52,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
         TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
     plan = make_plan(config, cluster)
     assert plan.faults == ()
-    assert plan.to_make[0].endswith(": the text that the base writes (tools/sample_base.py)")
+    assert plan.to_make[0].endswith(": the text that the base writes (scale-cpt sample)")
     assert len(plan.to_make) == 2, "and the initial expansion"
 
     monkeypatch.setenv("ATTEMPT", "7.0")

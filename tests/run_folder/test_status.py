@@ -1,10 +1,9 @@
-"""The status of real run folders, in each state of a run."""
+"""The status of run folders, in each state of a run."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,33 +23,29 @@ from pipeline.errors import (
 )
 from pipeline.run_folder.attempts import decide, record_end, record_stage, record_start, stage_of
 from pipeline.run_folder.lock import RunLock
-from pipeline.run_folder.status import as_text, read_status
+from pipeline.run_folder.status import TRAINING, as_text, read_status
 from tests.distributed import run_ranks
 from tests.hostile import PLACES
 from tests.training.runs import STEPS, make_run, train
 
 PROJECT = Path(__file__).parents[2]
+LIMITS = {"without_progress": 3, "most": 100}
 
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory):
-    """The folder of a run that was stopped after its first step and then finished."""
+    """The folder of a run that was stopped after its first step and then finished, and its status between."""
     folder = tmp_path_factory.mktemp("finished")
     config = make_run(folder, tokens, zero=1)
-    assert run_ranks(_stopped, 2, config, "7.0") == [RESUME_LATER] * 2
+    assert run_ranks(_train, 2, config, "7.0", True) == [RESUME_LATER] * 2
     stopped = read_status(folder)
-    assert run_ranks(_goes_on, 2, config, "7.1") == [0, 0]
+    assert run_ranks(_train, 2, config, "7.1", False) == [0, 0]
     return folder, stopped
 
 
-def _stopped(config, attempt):
+def _train(config, attempt, stop):
     os.environ["ATTEMPT"] = attempt
-    return train(config, stop=True)
-
-
-def _goes_on(config, attempt):
-    os.environ["ATTEMPT"] = attempt
-    return train(config)
+    return train(config, stop=stop)
 
 
 @pytest.mark.parametrize("kind", PLACES)
@@ -81,69 +76,47 @@ def test_a_stopped_run_waits_and_a_finished_one_is_done(finished):
     assert not (folder / "training.lock").exists()
 
 
-def test_the_tool_prints_aligned_lines_or_json_and_loads_no_torch(finished):
-    folder, _ = finished
-    tool = [sys.executable, "-X", "importtime", "tools/status.py", str(folder)]
-    text = subprocess.run(tool, cwd=PROJECT, capture_output=True, text=True, check=True)
-    lines = text.stdout.splitlines()
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "tools/status.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+
+
+def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_no_torch(finished, tmp_path):
+    printed = tool(finished[0])
+    lines = printed.stdout.splitlines()
     assert lines[1] == "state       done: all steps are done"
     assert len({line.index(line.split(None, 1)[1]) for line in lines}) == 1
-    modules = {line.rpartition("|")[2].strip() for line in text.stderr.splitlines()}
+    modules = {line.rpartition("|")[2].strip() for line in printed.stderr.splitlines()}
     assert "pydantic" in modules and "torch" not in modules
-    as_json = subprocess.run([*tool, "--json"], cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert json.loads(as_json.stdout)["state"] == "done"
 
-
-def test_each_started_run_of_a_study_has_a_line(finished, tmp_path):
     (tmp_path / "a.seed_1").symlink_to(finished[0])
     (tmp_path / "b.seed_1").mkdir()
     record_end(tmp_path / "b.seed_1", exit_code=USER_ERROR, error="no text")
     (tmp_path / "tokens").mkdir()
-    tool = [sys.executable, "tools/status.py", str(tmp_path)]
-    text = subprocess.run(tool, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-    assert text.splitlines() == [
+    assert tool(tmp_path).stdout.splitlines() == [
         f"a.seed_1  done    {STEPS} of {STEPS}  all steps are done",
         "b.seed_1  failed          train: no text",
     ]
-    as_json = subprocess.run([*tool, "--json"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-    assert [run["state"] for run in json.loads(as_json)] == ["done", "failed"]
+    assert [run["state"] for run in json.loads(tool(tmp_path, "--json").stdout)] == ["done", "failed"]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A folder in which an attempt begins."""
+def config(tmp_path, monkeypatch):
+    """A run that a script is about to begin."""
     monkeypatch.setenv("ATTEMPT", "7.0")
-    config = load_config(PROJECT / "configs" / "demo.yaml").model_copy(update={"folder": tmp_path})
+    return load_config(PROJECT / "configs" / "demo.yaml").model_copy(update={"folder": tmp_path / "run"})
+
+
+@pytest.fixture
+def run(config):
+    """The folder of a run that has begun to train."""
     record_start(config, 2, 0)
-    return tmp_path
+    return config.folder
 
 
-def test_a_run_whose_lock_is_held_is_running(run):
-    with RunLock(run):
-        status = read_status(run)
-        assert status.state == "running"
-        assert f"pid {os.getpid()}" in status.why
-    assert read_status(run).state != "running"
-
-
-def test_a_run_to_be_retried_waits_and_has_its_fault(run):
-    record_end(run, exit_code=LOST_RANK, step=3, error="rank 1 on n2 was lost")
-    assert read_status(run).state == "failed", "no retry was recorded"
-    decide(run, stage="train", exit_code=137, without_progress=3, most=100)
+def state_of(run: Path) -> tuple[str, str]:
     status = read_status(run)
-    assert (status.state, status.restarts) == ("waiting", 0)
-    assert status.why == "train: rank 1 on n2 was lost (restart 1, 1 of at most 3 without progress)"
-
-
-def test_a_run_without_a_retry_has_failed_with_a_reason(run):
-    decide(run, stage="convert", exit_code=137, without_progress=0, most=100)
-    status = read_status(run)
-    assert status.state == "failed"
-    assert status.why.startswith("convert: exit code 137 (1 attempt(s) in a row brought no newer checkpoint")
-
-
-def test_an_attempt_without_a_recorded_end_failed(run):
-    assert read_status(run).why.startswith("the last attempt left no reason")
+    return status.state, status.why
 
 
 @pytest.fixture
@@ -160,165 +133,119 @@ def squeue(tmp_path_factory, monkeypatch):
     return set_state
 
 
-def save(run: Path, step: int) -> None:
-    """The minimum of a complete checkpoint."""
-    (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    (run / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+def test_a_run_whose_lock_is_held_is_running(run):
+    with RunLock(run):
+        state, why = state_of(run)
+        assert state == "running" and f"pid {os.getpid()}" in why
+    assert state_of(run) == ("failed", "the last attempt left no reason (killed?); the same command resumes")
 
 
-def test_a_refused_job_does_not_change_the_status(run, monkeypatch):
+def test_a_run_to_be_retried_waits_and_has_its_fault_and_one_without_a_retry_has_failed(run):
+    record_end(run, exit_code=LOST_RANK, step=3, error="rank 1 on n2 was lost")
+    assert state_of(run)[0] == "failed", "no retry was recorded"
+    decide(run, stage="train", exit_code=137, **LIMITS)
+    why = "train: rank 1 on n2 was lost (restart 1, 1 of at most 3 without progress); resumes later"
+    assert state_of(run) == ("waiting", why)
+    decide(run, stage="convert", exit_code=137, without_progress=0, most=100)
+    state, why = state_of(run)
+    assert state == "failed" and "(1 attempt(s) in a row brought no newer checkpoint" in why
+
+
+def test_a_refused_job_does_not_change_the_status_and_the_newest_line_decides(run, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "8.0")
     record_stage(run, "tokenize")
     record_end(run, stage="tokenize", exit_code=FINISHED)
-    assert not decide(run, stage="train", exit_code=FOLDER_TAKEN, without_progress=3, most=100).again
-    assert read_status(run).why.startswith("the last attempt left no reason")
+    assert not decide(run, stage="train", exit_code=FOLDER_TAKEN, **LIMITS).again
+    assert state_of(run)[1].startswith("the last attempt left no reason")
+    decide(run, stage="train", exit_code=USER_ERROR, **LIMITS)
+    assert state_of(run)[0] == "failed"
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(run, exit_code=RESUME_LATER, step=3)
-    status = read_status(run)
-    assert (status.state, status.why, status.restarts) == ("waiting", "saved, resumes later", 0)
+    assert state_of(run) == ("waiting", "train: saved; resumes later")
     assert not decide(run, stage="train", exit_code=RESUME_LATER, without_progress=3, most=0).again
-    status = read_status(run)
-    assert status.state == "failed" and status.why.startswith("train: saved, and given up (")
-
-
-def test_the_newest_line_decides_whichever_attempt_started_first(run, monkeypatch):
-    monkeypatch.setenv("ATTEMPT", "8.0")
-    decide(run, stage="train", exit_code=USER_ERROR, without_progress=3, most=100)
-    assert read_status(run).state == "failed"
-    monkeypatch.setenv("ATTEMPT", "7.0")
-    record_end(run, exit_code=RESUME_LATER, step=3)
-    assert read_status(run).state == "waiting"
+    state, why = state_of(run)
+    assert state == "failed" and why.startswith("train: saved (it was restarted 0 times")
 
 
 @pytest.mark.parametrize("code", [RESUME_LATER, LOST_RANK])
-def test_a_job_that_waits_is_queued_or_the_run_has_stopped(run, squeue, code):
-    if code == RESUME_LATER:
-        record_end(run, exit_code=code, step=3)
-    else:
-        decide(run, stage="train", exit_code=code, without_progress=3, most=100)
+def test_a_job_that_waits_is_queued_or_the_run_has_stopped(squeue, run, code):
     squeue("PENDING")
-    waiting = read_status(run)
-    assert waiting.state == "waiting" and "about two minutes" in waiting.why
+    assert state_of(run)[0] == "waiting"
+    decide(run, stage="train", exit_code=code, **LIMITS)
+    state, why = state_of(run)
+    assert state == "waiting" and "about two minutes" in why
     squeue("")
-    stopped = read_status(run)
-    assert stopped.state == "stopped" and "job 7 is no longer queued" in stopped.why
+    state, why = state_of(run)
+    assert state == "stopped" and "job 7 is no longer queued" in why
 
 
-def test_a_failed_attempt_after_the_end_is_superseded_by_one_with_nothing_to_train(finished, monkeypatch):
-    folder, _ = finished
-    monkeypatch.setenv("ATTEMPT", "8.0")
-    decide(folder, stage="train", exit_code=137, without_progress=3, most=100)
-    failed = read_status(folder)
-    assert (failed.state, failed.seconds_left) == ("waiting", None)
-    assert run_ranks(_goes_on, 2, folder / "run.yaml", "8.1") == [0, 0]
-    done = read_status(folder)
-    assert (done.state, done.restarts) == ("done", 1)
-
-
-def test_the_forecast_counts_from_the_newest_checkpoint(run):
-    schedule = load_config(PROJECT / "configs" / "demo.yaml").schedule
-    save(run, 20)
+def test_the_forecast_counts_from_the_newest_checkpoint_unless_the_run_trains(run, config):
+    (run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    (run / "checkpoints" / "step_00000020" / "manifest.json").touch()
     steps = [{"step": step, "tokens_per_second_per_gpu": 1000.0} for step in range(1, 29)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps), encoding="utf-8")
 
     def steps_left() -> int:
         status = read_status(run)
-        assert status.step == 28 and status.steps and status.seconds_left and status.tokens_seen
+        assert status.step == 28 and status.seconds_left and status.tokens_seen
         return round(status.seconds_left * 2 * 1000.0 / (status.tokens_seen / status.step))
 
     with RunLock(run):
-        assert steps_left() == schedule.steps - 28, "28 steps are done, as long as nobody ends it"
+        assert steps_left() == config.schedule.steps - 28
     record_end(run, exit_code=RESUME_LATER, step=28)
-    assert steps_left() == schedule.steps - 20
+    assert steps_left() == config.schedule.steps - 20
 
 
-@pytest.fixture
-def described(tmp_path, monkeypatch):
-    """The configuration of a run that a script is about to begin, with its folder."""
-    monkeypatch.setenv("ATTEMPT", "7.0")
-    text = (PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8")
-    path = tmp_path / "run.yaml"
-    path.write_text(re.sub("(?m)^folder: .*", f"folder: {tmp_path / 'run'}", text), encoding="utf-8")
-    return load_config(path), tmp_path / "run"
-
-
-def test_a_serial_stage_is_recorded_while_it_runs_and_after(described):
-    config, folder = described
+def test_a_serial_stage_is_recorded_while_it_runs_and_after(config, squeue):
+    squeue("")
     with stage_of(config, "tokenize"):
-        status = read_status(folder)
-        assert status.state == "running"
-        assert status.why.startswith("tokenize: ") and f"pid {os.getpid()}" in status.why
-    assert (read_status(folder).state, read_status(folder).why) == (
-        "waiting",
-        "tokenize is done, the next stage follows",
-    )
+        state, why = state_of(config.folder)
+        assert state == "running" and why.startswith("tokenize: job 7 on ") and f"pid {os.getpid()}" in why
+    assert state_of(config.folder) == ("waiting", "tokenize is done, the next stage follows")
+    squeue("RUNNING")
+    assert state_of(config.folder) == ("running", "job 7 continues after tokenize")
 
 
-def test_a_failed_serial_stage_has_a_reason(described):
-    config, folder = described
+def test_a_failed_serial_stage_has_a_reason(config):
     with pytest.raises(DataError), stage_of(config, "tokenize"):
         raise DataError("corpus.jsonl: no such file")
-    decide(folder, stage="tokenize", exit_code=USER_ERROR, without_progress=3, most=100)
-    status = read_status(folder)
-    assert (status.state, status.restarts) == ("failed", 0)
-    assert status.why == "tokenize: corpus.jsonl: no such file (its cause must be fixed first)"
+    decide(config.folder, stage="tokenize", exit_code=USER_ERROR, **LIMITS)
+    why = "tokenize: corpus.jsonl: no such file (its cause must be fixed first)"
+    assert state_of(config.folder) == ("failed", why)
 
 
-def test_a_stage_that_the_user_interrupted_has_stopped(described):
-    config, folder = described
+def test_a_trained_run_is_not_done_while_a_stage_works_or_was_interrupted(config):
     with stage_of(config, "train"):
-        (folder / "training.json").touch()
+        (config.folder / TRAINING).touch()
+    assert state_of(config.folder) == ("done", "all steps are done")
     with pytest.raises(KeyboardInterrupt), stage_of(config, "evaluate"):
+        state, why = state_of(config.folder)
+        assert state == "running" and why.endswith(" (all steps are trained)")
         raise KeyboardInterrupt
-    status = read_status(folder)
-    assert status.state == "stopped"
-    assert status.why == "evaluate: interrupted by the user (all steps are trained); the same command resumes"
+    why = "evaluate: interrupted by the user; the same command resumes (all steps are trained)"
+    assert state_of(config.folder) == ("stopped", why)
+    assert read_status(config.folder).seconds_left is None
 
 
-def test_a_serial_stage_by_hand_is_no_attempt(described, monkeypatch):
-    config, folder = described
+def test_a_serial_stage_by_hand_is_no_attempt(config, monkeypatch):
     monkeypatch.delenv("ATTEMPT")
     with stage_of(config, "evaluate"):
         pass
-    assert not (folder / "attempts.jsonl").exists()
+    assert not (config.folder / "attempts.jsonl").exists()
 
 
-def test_a_stage_that_takes_one_process_refuses_the_second(described):
-    config, folder = described
+def test_a_stage_that_takes_one_process_refuses_the_second(config):
     with stage_of(config, "convert", alone=True):
         with pytest.raises(FolderTakenError, match="is at the stage convert"), stage_of(config, "convert", alone=True):
             pass
         with stage_of(config, "upscale", alone=True):
-            assert (folder / "upscale.lock").exists()
-    assert not list(folder.glob("*.lock"))
+            assert (config.folder / "upscale.lock").exists()
+    assert not list(config.folder.glob("*.lock"))
 
 
-def test_a_trained_run_is_not_done_while_a_stage_works(run):
-    config = load_config(PROJECT / "configs" / "demo.yaml")
-    save(run, config.schedule.steps)
-    (run / "training.json").touch()
-    record_end(run, exit_code=FINISHED, step=config.schedule.steps)
-    assert read_status(run).state == "done"
-    record_stage(run, "convert")
-    status = read_status(run)
-    assert status.state == "running"
-    assert status.why.startswith("convert: ") and status.why.endswith(" (all steps are trained)")
-    assert status.seconds_left is None
-
-
-def test_between_two_stages_the_job_is_running(run, squeue):
-    record_stage(run, "upscale")
-    record_end(run, stage="upscale", exit_code=FINISHED)
-    squeue("RUNNING")
-    assert (read_status(run).state, read_status(run).why) == ("running", "job 7 continues after upscale")
-
-
-def test_a_folder_without_attempts_has_not_started(tmp_path):
+def test_a_folder_without_attempts_has_not_started_and_a_missing_one_is_refused(tmp_path):
     status = read_status(tmp_path)
     assert (status.state, status.step, status.checkpoint) == ("not started", 0, None)
     assert "none yet" in as_text(status)
-
-
-def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match="no such run folder"):
         read_status(tmp_path / "nowhere")

@@ -69,13 +69,13 @@ def test_epochs_match_the_samples(tokens, tmp_path):
         assert corpus.epochs == pytest.approx(drawn[corpus.name] / samples, abs=1.5 / samples)
         assert corpus.validation_sequences == 5
     plan = plan_of(write_config(tmp_path, tokens, data__replay_fraction=0.0))
-    assert {corpus.name: corpus.epochs is None for corpus in plan.corpora} == {"korean": False, "english": True}
+    assert {corpus.name: corpus.epochs == 0 for corpus in plan.corpora} == {"korean": False, "english": True}
 
 
 def test_what_earlier_stages_make_is_not_a_fault(tmp_path):
     plan = plan_of(write_config(tmp_path, tmp_path / "none"))
     assert plan.faults == ()
-    assert [line.rsplit("/", 1)[-1] for line in plan.to_make] == ["preprocess_data.py)", "upscale.py)"]
+    assert [line.rpartition("(")[2] for line in plan.to_make] == ["scale-cpt tokenize)", "scale-cpt upscale)"]
     assert [corpus.tokens for corpus in plan.corpora] == [None, None]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.reading import Fraction, PositiveFloat, PositiveInt, Section
+from pipeline.config.reading import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
 Role = Literal["new", "replay", "rehearsal"]
 
@@ -19,17 +19,13 @@ class Sampling(Section):
     """how many are written, at least"""
     temperature: PositiveFloat = 1.0
     """1: the base's own distribution, without top-k or top-p"""
-    max_tokens: PositiveInt | None = Field(
-        default=None, description="of a document, its opening included; default: sequence_length"
-    )
-    openings: list[str] = Field(
-        default=[],
-        description="files of documents whose beginnings the base continues, in the formats of input; default: only "
-        "the token before a document",
-    )
-    opening_tokens: PositiveInt | None = Field(
-        default=None, description="the beginning of an opening that is used; default: all of it, as for questions"
-    )
+    max_tokens: PositiveInt | None = None
+    """of a document, its opening included; default: sequence_length"""
+    openings: Texts = []
+    """files of documents whose beginnings the base continues, in the formats of input; default: only the token before a
+    document"""
+    opening_tokens: PositiveInt | None = None
+    """the beginning of an opening that is used; default: all of it, as for questions"""
     chat_template: bool = False
     """the openings are a user's messages, framed by the tokenizer's chat template"""
     seed: int = 0
@@ -47,57 +43,49 @@ class Sampling(Section):
 class Source(Section):
     """Where a corpus comes from, for the model card of an export; nothing else reads it."""
 
-    dataset: str | None = Field(
-        default=None, description="its name on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"
-    )
-    license: str | None = Field(default=None, description="an identifier of the hub's, such as odc-by")
-    language: str | None = Field(default=None, description="a code such as ko")
+    dataset: str | None = None
+    """its name on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"""
+    license: str | None = None
+    """an identifier of the hub's, such as odc-by"""
+    language: str | None = None
+    """a code such as ko"""
 
 
 class Corpus(Section):
     """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
 
-    input: list[str] = Field(
-        default=[],
-        description="files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; folders saved by "
-        "datasets; or datasets on the hub, hf://org/name[/config][@revision][/split][?documents=N]",
-    )
-    sample: Sampling | None = Field(
-        default=None, description="instead of input, for role rehearsal: what the base is to write"
-    )
-    heldout_input: list[str] = Field(
-        default=[], description="separate files for the held-out part; at least one corpus of a run has such a part"
-    )
-    heldout_fraction: Fraction = Field(
-        default=0.0, description="or this share of the documents, such as 0.005, chosen by their hash"
-    )
+    input: Texts = []
+    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; folders saved by datasets; or datasets
+    on the hub, hf://org/name[/config][@revision][/split][?documents=N]"""
+    sample: Sampling | None = None
+    """instead of input, for role rehearsal: what the base is to write"""
+    heldout_input: Texts = []
+    """separate files for the held-out part; at least one corpus of a run has such a part"""
+    heldout_fraction: Fraction = 0.0
+    """or this share of the documents, such as 0.005, chosen by their hash"""
     text_key: str = "text"
     """the field or column that holds the text"""
-    prompt_key: str | None = Field(
-        default=None,
-        description="that of a prompt before the text, which is read but never predicted: loss on answers only",
-    )
-    messages_key: str | None = Field(
-        default=None,
-        description="or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's "
-        "chat template, with the loss on the assistant's messages only",
-    )
+    prompt_key: str | None = None
+    """that of a prompt before the text, which is read but never predicted: loss on answers only"""
+    messages_key: str | None = None
+    """or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's chat template,
+    with the loss on the assistant's messages only"""
     document: Literal["line", "file", "blank_line"] = "line"
     """of .txt files: what is one document, up to 32 MiB"""
-    encoding: str | None = Field(
-        default=None, description="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"
-    )
-    role: Role = Field(
-        default="new", description="replay: the base model's own domain; rehearsal: text that the base wrote itself"
-    )
+    encoding: str | None = None
+    """of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"""
+    role: Role = "new"
+    """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
     source: Source = Source()
     """for the model card"""
-    estimated_tokens: PositiveInt | None = Field(
-        default=None, description="what config init estimated; the end of tokenization says how far off it was"
-    )
-    weight: PositiveFloat = Field(default=1.0, description="share among the corpora of the same role")
-    epochs: PositiveFloat | None = Field(default=None, description="stop drawing from it after this many passes")
-    token_budget: PositiveInt | None = Field(default=None, description="or after this many tokens")
+    estimated_tokens: PositiveInt | None = None
+    """what config init estimated; the end of tokenization says how far off it was"""
+    weight: PositiveFloat = 1.0
+    """share among the corpora of the same role"""
+    epochs: PositiveFloat | None = None
+    """stop drawing from it after this many passes"""
+    token_budget: PositiveInt | None = None
+    """or after this many tokens"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Corpus:
@@ -144,11 +132,9 @@ class Data(Section):
     """share of the samples drawn from the corpora of role rehearsal, if there are any"""
     rehearsal_coefficient: PositiveFloat = 1.0
     """factor of KL(base || model) in the loss"""
-    temperature: Annotated[float, Field(ge=1)] | None = Field(
-        default=None,
-        description="among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to "
-        "their sizes, 3.3 (mT5) more evenly; default: by weight alone",
-    )
+    temperature: Annotated[float, Field(ge=1)] | None = None
+    """among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to their sizes, 3.3
+    (mT5) more evenly; default: by weight alone"""
     document_mask: bool = True
     """attention and positions stay within a document"""
 

@@ -40,7 +40,8 @@ class ScaleMethod(Section):
     variant: Literal["preserve", "adapt", "route"] = "adapt"
     """stability (preserve) or plasticity (adapt), or the choice per token (route)"""
     expansion: ExpansionWidths
-    l_fp: NonNegativeInt | None = Field(default=None, description="lower layers without W12; needed by adapt and route")
+    l_fp: NonNegativeInt | None = None
+    """lower layers without W12; needed by adapt and route"""
     collaborative_modules: CollaborativeModules = "attention"
     """where W12 trains, above l_fp"""
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
@@ -80,10 +81,10 @@ class Lora(Section):
     name: Literal["lora"]
     rank: PositiveInt
     """rows of A, columns of B"""
-    alpha: PositiveFloat | None = Field(default=None, description="default: the rank, so that B A X is not scaled")
-    target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = Field(
-        default=None, description="the linear maps with an adapter, in every layer; default: all of the base's"
-    )
+    alpha: PositiveFloat | None = None
+    """default: the rank, so that B A X is not scaled"""
+    target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
+    """the linear maps with an adapter, in every layer; default: all of the base's"""
 
     @property
     def scale(self) -> float:

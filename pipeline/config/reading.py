@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError, nearest
 from pipeline.files import read_text
@@ -18,12 +18,14 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""A list, or one text in its place."""
 
 
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -101,23 +103,6 @@ def types_of(annotation: Any) -> list[Any]:  # noqa: ANN401
     return [annotation]
 
 
-def types_at(kinds: Iterable[Any], location: Iterable[int | str]) -> list[Any]:
-    """The types that the value at `location` may have in a value of one of the types `kinds`; none: an unknown key.
-
-    A location may hold the tag of a section that has several forms, such as `method.scale.l_fp`.
-    """
-    found = list(kinds)
-    for key in location:
-        inner = []
-        for kind in found:
-            if is_section(kind) and key in kind.model_fields:
-                inner += types_of(kind.model_fields[key].annotation)
-            elif get_origin(kind) in (dict, list, tuple):
-                inner += types_of(get_args(kind)[-1])
-        found = inner or [kind for kind in found if is_section(kind) and _tag(kind) == key]
-    return found
-
-
 def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
     """`value`, recorded as JSON, with the defaults of settings that did not exist at the time, at any depth."""
     if isinstance(value, BaseModel):
@@ -135,11 +120,6 @@ def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
     return value
 
 
-def known_keys(kinds: Iterable[Any]) -> list[str]:
-    """The keys of the sections among the types `kinds`."""
-    return [name for kind in kinds if is_section(kind) for name in kind.model_fields]
-
-
 def is_section(kind: Any) -> bool:  # noqa: ANN401
     """Whether a type is that of a section."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
@@ -148,9 +128,6 @@ def is_section(kind: Any) -> bool:  # noqa: ANN401
 def _tag(kind: type[BaseModel]) -> object:
     name = kind.model_fields.get("name")
     return get_args(name.annotation)[0] if name is not None and get_args(name.annotation) else None
-
-
-_LONGEST_VALUE = 120  # in a message
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -162,12 +139,14 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
-        *section, key = fault["loc"]
-        return f"unknown key{nearest(str(key), known_keys(types_at([kind], section)))}"
+        key, schema = str(fault["loc"][-1]), kind.model_json_schema()
+        known = {
+            name for section in (schema, *schema.get("$defs", {}).values()) for name in section.get("properties", {})
+        }
+        return "unknown key" + ("" if key in known else nearest(key, known))  # it may be one of another section
     if fault["type"] == "missing":
         return "missing"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if isinstance(fault.get("input"), (str, int, float, bool)):
-        found = repr(fault["input"])
-        message += f" (found {found if len(found) <= _LONGEST_VALUE else found[:_LONGEST_VALUE] + '…'})"
+        message += f" (found {fault['input']!r:.120})"
     return message

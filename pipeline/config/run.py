@@ -22,9 +22,10 @@ from pipeline.config.reading import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Texts,
     checked,
 )
-from pipeline.config.sources import COMMAND_LINE, RUN_FILE, Layer, combined, layer_of, parse_changes, read_layers
+from pipeline.config.sources import COMMAND_LINE, RUN_FILE, Layer, change_of, combined, read_layers
 from pipeline.errors import BaseModelError, ConfigError, in_one_line
 from pipeline.files import write_text
 from pipeline.hub import model_folder, source_of
@@ -40,26 +41,20 @@ class GateSettings(Section):
 
     features: GateFeatures = "token+running_mean"
     """of the base's residual stream: each token's own, or also their decaying mean over the document so far"""
-    layer: NonNegativeInt | None = Field(
-        default=None,
-        description="the stream before this layer is read; default: the last place where it is exactly the base's, "
-        "after the last layer for preserve and route, before l_fp for adapt",
-    )
-    negatives: list[CorpusName] = Field(
-        default=[],
-        description="corpora of text that is not new; default: those of role rehearsal, or else those of role replay",
-    )
+    layer: NonNegativeInt | None = None
+    """the stream before this layer is read; default: the last place where it is exactly the base's, after the last
+    layer for preserve and route, before l_fp for adapt"""
+    negatives: list[CorpusName] = []
+    """corpora of text that is not new; default: those of role rehearsal, or else those of role replay"""
     tokens: PositiveInt = 100_000
     """of new text and of text that is not, each: so many to fit the gate, and as many others to set its threshold"""
     splices: bool = False
     """also fit on windows that begin in one kind of text and end in the other"""
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """at most this share of the tokens that are not new may open: sets the threshold"""
-    undecided: Literal["closed", "mean"] = Field(
-        default="closed",
-        description="tokens that are below the threshold, and above all but max_open_fraction of the new text: closed, "
-        "and so exactly the base's, or the mean of the base's and the trained model's probabilities",
-    )
+    undecided: Literal["closed", "mean"] = "closed"
+    """tokens that are below the threshold, and above all but max_open_fraction of the new text: closed, and so exactly
+    the base's, or the mean of the base's and the trained model's probabilities"""
 
 
 class VocabularySettings(Section):
@@ -74,11 +69,9 @@ class VocabularySettings(Section):
 class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
-    peak_tflops: PositiveFloat | None = Field(
-        default=None,
-        description="of one device, dense, in the precision of the run: the reference of MFU; default: NVIDIA's figure "
-        "for 16 bits if the GPU is known. Without either there is no MFU",
-    )
+    peak_tflops: PositiveFloat | None = None
+    """of one device, dense, in the precision of the run: the reference of MFU; default: NVIDIA's figure for 16 bits if
+    the GPU is known. Without either there is no MFU"""
     log_every_s: PositiveFloat = 10.0
     """minimum seconds between two progress lines in a log"""
 
@@ -86,10 +79,10 @@ class Metrics(Section):
 class Profile(Section):
     """Steps that torch.profiler traces into `<folder>/profile`; other steps are unaffected."""
 
-    steps: tuple[PositiveInt, PositiveInt] | None = Field(
-        default=None, description="the first and the last, counted from 1; default: none"
-    )
-    ranks: list[NonNegativeInt] = Field(default=[0], description="ranks that write a trace, one file each")
+    steps: tuple[PositiveInt, PositiveInt] | None = None
+    """the first and the last, counted from 1; default: none"""
+    ranks: list[NonNegativeInt] = [0]
+    """ranks that write a trace, one file each"""
 
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
@@ -103,7 +96,8 @@ class WandbTracker(Section):
 
     project: str
     """the project of the run"""
-    entity: str | None = Field(default=None, description="user or team; default: the logged-in user's")
+    entity: str | None = None
+    """user or team; default: the logged-in user's"""
     mode: Literal["online", "offline"] = "online"
     """offline: into `<folder>/wandb`, for `wandb sync`; needs no network"""
 
@@ -120,8 +114,10 @@ class MlflowTracker(Section):
 class TrackerSettings(Section):
     """Experiment trackers, which also get the figures of every step (docs/metrics.md)."""
 
-    wandb: WandbTracker | None = Field(default=None, description="Weights & Biases; default: off")
-    mlflow: MlflowTracker | None = Field(default=None, description="MLflow; default: off")
+    wandb: WandbTracker | None = None
+    """Weights & Biases; default: off"""
+    mlflow: MlflowTracker | None = None
+    """MLflow; default: off"""
 
 
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
@@ -132,15 +128,11 @@ class Preflight(Section):
 
     enabled: bool = True
     """false: no checks"""
-    min_gb_per_s: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="limit for the slowest all-reduce, as sent by a rank; default: 0.5 on GPUs, 0.001 on CPUs",
-    )
-    slow_factor: Annotated[float, Field(gt=1)] | None = Field(
-        default=None,
-        description="how many times as long as the others' a rank's matrix product may take; default: no limit, a "
-        "warning names a rank that is slower than the others by half",
-    )
+    min_gb_per_s: Annotated[float, Field(ge=0)] | None = None
+    """limit for the slowest all-reduce, as sent by a rank; default: 0.5 on GPUs, 0.001 on CPUs"""
+    slow_factor: Annotated[float, Field(gt=1)] | None = None
+    """how many times as long as the others' a rank's matrix product may take; default: no limit, a warning names a rank
+    that is slower than the others by half"""
     disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
     """additional free space that is required, as a share of the checkpoints"""
 
@@ -154,12 +146,10 @@ class Stability(Section):
 
     max_skipped_steps: NonNegativeInt = 20
     """over the whole run: steps with NaN or infinity, and steps skipped after a rollback"""
-    loss_increase: PositiveFloat | None = Field(
-        default=1.0, description="a spike: this many nats per token above the running median; null: never"
-    )
-    gradient_norm_factor: Annotated[float, Field(gt=1)] | None = Field(
-        default=10.0, description="or this many times its running median, and clipped; null: never"
-    )
+    loss_increase: PositiveFloat | None = 1.0
+    """a spike: this many nats per token above the running median; null: never"""
+    gradient_norm_factor: Annotated[float, Field(gt=1)] | None = 10.0
+    """or this many times its running median, and clipped; null: never"""
     window: Annotated[int, Field(ge=2)] = 128
     """steps of the running median; there is no spike before as many steps"""
     spike_steps: PositiveInt = 3
@@ -171,12 +161,10 @@ class Stability(Section):
 class Forgetting(Section):
     """How much of the base's own domain, the corpora of role replay, may be lost; checked at each validation."""
 
-    max_increase: PositiveFloat | None = Field(
-        default=None, description="of held-out perplexity over step 0's, as a fraction"
-    )
-    max_kl_from_base: PositiveFloat | None = Field(
-        default=None, description="nats per token, on the probe batch of the diagnostics"
-    )
+    max_increase: PositiveFloat | None = None
+    """of held-out perplexity over step 0's, as a fraction"""
+    max_kl_from_base: PositiveFloat | None = None
+    """nats per token, on the probe batch of the diagnostics"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
     """beyond either limit: log a warning, save and end, or multiply the learning rate for the rest of the run"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -211,7 +199,8 @@ class Schedule(Section):
     """after the warm-up"""
     warmup_fraction: Fraction = 0.06
     """share of the steps"""
-    decay_fraction: Fraction = Field(default=0.1, description="share of the steps that wsd spends decaying")
+    decay_fraction: Fraction = 0.1
+    """share of the steps that wsd spends decaying"""
     final_learning_rate_fraction: Fraction = 0.0
     """share of the peak that is left at the end"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -227,9 +216,8 @@ class Parallel(Section):
 
     tp_size: PositiveInt = 1
     """ranks that share each layer; best within a node"""
-    sequence_parallel: bool = Field(
-        default=False, description="between shared layers a rank holds its share of each sequence only: less memory"
-    )
+    sequence_parallel: bool = False
+    """between shared layers a rank holds its share of each sequence only: less memory"""
 
 
 class Validation(Section):
@@ -239,26 +227,21 @@ class Validation(Section):
     """also at the start and the end"""
     max_sequences: PositiveInt = 64
     """of each held-out part"""
-    prompts: Annotated[list[str], Field(max_length=16)] = Field(
-        default=[],
-        description="up to 16, which the model continues greedily: text in TensorBoard and the report",
-    )
+    prompts: Annotated[Texts, Field(max_length=16)] = []
+    """up to 16, which the model continues greedily: text in TensorBoard and the report"""
     prompt_tokens: PositiveInt = 32
     """how many it writes; each is a forward pass over all prompts"""
-    tasks: list[str] = Field(
-        default=[], description="lm-eval's tasks of multiple choice that all ranks score: `[kobest_copa, arc_easy]`"
-    )
-    tasks_data: Path | None = Field(
-        default=None, description="a folder with their documents (docs/evaluation.md); default: from the hub"
-    )
+    tasks: Texts = []
+    """lm-eval's tasks of multiple choice that all ranks score: `[kobest_copa, arc_easy]`"""
+    tasks_data: Path | None = None
+    """a folder with their documents (docs/evaluation.md); default: from the hub"""
     tasks_every: PositiveInt = 1
     """validations between two scores of the tasks; the last validation always has them"""
-    tasks_limit: PositiveInt | None = Field(default=None, description="the first documents of each; default: all")
-    stop_after: PositiveInt | None = Field(
-        default=None,
-        description="the run ends, finished, after so many validations in a row without a lower held-out loss of the "
-        "corpora of role new; default: never",
-    )
+    tasks_limit: PositiveInt | None = None
+    """the first documents of each; default: all"""
+    stop_after: PositiveInt | None = None
+    """the run ends, finished, after so many validations in a row without a lower held-out loss of the corpora of role
+    new; default: never"""
 
     @model_validator(mode="after")
     def _settings_of_tasks_have_tasks(self) -> Validation:
@@ -274,8 +257,10 @@ class Checkpoints(Section):
     """also at the end and on a signal"""
     keep_last: PositiveInt = 2
     """how many of the newest are kept"""
-    keep_every_steps: PositiveInt | None = Field(default=None, description="its multiples are never deleted")
-    asynchronous: bool = Field(default=False, description="continue training while a copy in host memory is written")
+    keep_every_steps: PositiveInt | None = None
+    """its multiples are never deleted"""
+    asynchronous: bool = False
+    """continue training while a copy in host memory is written"""
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> Checkpoints:
@@ -297,20 +282,18 @@ class RunConfig(Section):
     """a Hugging Face folder with safetensors, or a model on the hub: `meta-llama/Llama-3.2-1B`, `org/name@revision`"""
     base_precision: BasePrecision = "bf16"
     """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
-    vocabulary: VocabularySettings | None = Field(
-        default=None, description="a tokenizer with more pieces than the base's; default: the base's own"
-    )
-    upscaled: Path | None = Field(
-        default=None,
-        description="an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled",
-    )
+    vocabulary: VocabularySettings | None = None
+    """a tokenizer with more pieces than the base's; default: the base's own"""
+    upscaled: Path | None = None
+    """an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled"""
     method: Method
     """what trains"""
     data: Data
     """corpora and samples"""
     schedule: Schedule
     """steps, batch and learning rate"""
-    gate: GateSettings | None = Field(default=None, description="fitted after training; default: none")
+    gate: GateSettings | None = None
+    """fitted after training; default: none"""
     parallel: Parallel = Parallel()
     """layout of the ranks"""
     validation: Validation = Validation()
@@ -410,7 +393,7 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
 
 def run_layers(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
     """The layers of that configuration. Raises as `load_config`."""
-    return [*read_layers(path), layer_of(RunConfig, parse_changes(changes))]
+    return [*read_layers(path), *map(change_of, changes)]
 
 
 _HEADER = "# This run as it was last started, written by scale-cpt: its commands take this folder in place of a file.\n"

@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_origin
+from typing import Any, NamedTuple
 
-from pipeline.config.reading import known_keys, parse_yaml, read_yaml, types_at
-from pipeline.errors import ConfigError, nearest
+from pipeline.config.reading import parse_yaml, read_yaml
+from pipeline.errors import ConfigError
 
 EXTENDS = "extends"
 COMMAND_LINE = "--set"
 RUN_FILE = "run.yaml"
 """In a run's folder: the run with all that its file extends, and with --set."""
-Change = Mapping[str, str]
-"""Settings as text, by their dotted keys."""
+
+
+_ABSENT = object()
 
 
 class Layer(NamedTuple):
@@ -88,76 +89,38 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         before = result.get(key)
         if isinstance(before, Mapping) and value is None:
             del result[key]
-        elif isinstance(before, Mapping) and isinstance(value, Mapping) and _same_kind(before, value):
+        elif (
+            isinstance(before, Mapping)
+            and isinstance(value, Mapping)
+            and value.get("name") in (None, before.get("name"))
+        ):
             result[key] = merged(before, value)
         else:
             result[key] = value
     return result
 
 
-def _same_kind(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    return "name" not in after or after["name"] == before.get("name")
-
-
 def source_of(layers: Sequence[Layer], keys: Sequence[str]) -> str | None:
     """The origin of the value under `keys` in the combined settings; None: no layer has it, so it is the default."""
-    return next((layer.source for layer in reversed(layers) if _has(layer.values, keys)), None)
+    for layer in reversed(layers):
+        values: Any = layer.values
+        for key in keys:
+            values = values.get(key, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+        if values is not _ABSENT:
+            return layer.source
+    return None
 
 
-def _has(values: Any, keys: Sequence[str]) -> bool:  # noqa: ANN401
-    for key in keys:
-        if not isinstance(values, Mapping) or key not in values:
-            return False
-        values = values[key]
-    return True
-
-
-def parse_changes(texts: Iterable[str]) -> Change:
-    """Arguments such as `schedule.steps=20`; the last one of a key holds.
+def change_of(text: str) -> Layer:
+    """The layer of an argument such as `schedule.steps=20`, whose value is YAML.
 
     Raises:
-        ConfigError: one has another form.
+        ConfigError: it has another form.
     """
-    changes = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ConfigError(f"{COMMAND_LINE} {text}: expected KEY=VALUE, such as schedule.steps=20")
-        changes[key.strip()] = value.strip()
-    return changes
-
-
-def layer_of(kind: type, changes: Change, source: str = COMMAND_LINE) -> Layer:
-    """A layer of `changes` to a section of the class `kind`, each of the type that its key has there.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is no YAML.
-    """
-    values: dict[str, Any] = {}
-    for dotted, text in changes.items():
-        section = values
-        *outer, last = keys = dotted.split(".")
-        for depth, key in enumerate(keys):
-            kinds = types_at([kind], keys[:depth])
-            if not types_at(kinds, [key]):
-                raise ConfigError(
-                    f"{source} {dotted}: {'.'.join(keys[: depth + 1])}: unknown key{nearest(key, known_keys(kinds))}; "
-                    "docs/configuration.md lists every setting"
-                )
-        for key in outer:
-            inner = section.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{source} {dotted}: {key} is set as a whole too; give one of them")
-            section = inner
-        section[last] = _typed(types_at([kind], keys), text, f"{source} {dotted}={text}: expected a value in YAML")
-    return Layer(source, values)
-
-
-def _typed(kinds: Sequence[Any], text: str, fault: str) -> Any:  # noqa: ANN401
-    if text == "null":
-        return None
-    if all(kind in (str, Path) or get_origin(kind) is Literal for kind in kinds):
-        return text
-    value = parse_yaml(text, fault)
-    listed = any(get_origin(kind) in (list, tuple) for kind in kinds)
-    return [value] if listed and not isinstance(value, list) else value
+    dotted, equals, value = text.partition("=")
+    if not (dotted and equals):
+        raise ConfigError(f"{COMMAND_LINE} {text}: expected KEY=VALUE, such as schedule.steps=20")
+    values: Any = parse_yaml(value, f"{COMMAND_LINE} {text}: expected a value in YAML")
+    for key in reversed(dotted.strip().split(".")):
+        values = {key: values}
+    return Layer(COMMAND_LINE, values)

@@ -1,1 +1,1 @@
-"""Checks of the allocation before the first step, and a watchdog over the ranks."""
+"""A watchdog over the ranks, and the phases of each."""

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -160,7 +160,11 @@ class RankHealth:
         self._verdict: Verdict | None = None
 
     def on_message(self, rank: int, message: dict[str, Any], now: float) -> None:
-        """Records a message of a rank, made by `heartbeat`, `report_exit` or `report_failure`."""
+        """Records a message of a rank.
+
+        Its keys are `report` (a RankReport's values) while the rank works, `left` when it ends without a fault, or
+        `failed` and `exit_code` when it ends because of its own.
+        """
         if rank not in self._heard:
             return
         if "left" in message:
@@ -249,18 +253,3 @@ def _describe(reports: dict[int, RankReport]) -> str:
         more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
         entries.append(f"rank{'s' if len(ranks) > 1 else ''} {named}{more}: {point}")
     return "; ".join(entries)
-
-
-def heartbeat(report: RankReport) -> dict[str, Any]:
-    """The periodic message of a rank."""
-    return {"report": asdict(report)}
-
-
-def report_exit() -> dict[str, Any]:
-    """The message of a rank that ends without a fault."""
-    return {"left": True}
-
-
-def report_failure(text: str, exit_code: int) -> dict[str, Any]:
-    """The message of a rank that ends because of its own fault."""
-    return {"failed": text, "exit_code": exit_code}

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,7 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config import run as settings
 from pipeline.errors import LayoutError, exit_code_of, in_one_line
-from pipeline.health.liveness import (
-    Limits,
-    Phases,
-    RankHealth,
-    RankReport,
-    Verdict,
-    heartbeat,
-    report_exit,
-    report_failure,
-)
+from pipeline.health.liveness import Limits, Phases, RankHealth, RankReport, Verdict
 from pipeline.log import node
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 
@@ -99,12 +90,12 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not isinstance(error, Exception):
-            self._send_last(report_exit())
+            self._send_last({"left": True})
             return
         if lost_a_peer(error):
             # The watchdog's thread will name that rank and end this process. Otherwise, the exception is reported.
             time.sleep(self._limits.dead_after_s + 2 * self._beat_every_s + LAST_ACTS_S)
-        self._send_last(report_failure(in_one_line(error), exit_code_of(error)))
+        self._send_last({"failed": in_one_line(error), "exit_code": exit_code_of(error)})
 
     def _send_last(self, message: Message) -> None:
         self._last_message = message
@@ -120,10 +111,10 @@ class Watchdog:
     async def _watch(self) -> None:
         await self._channel.open(self._on_message, self._on_disconnect)
         while self._last_message is None:
-            report = self._report()
-            self._channel.send(heartbeat(report))
+            heartbeat = {"report": asdict(self._report())}
+            self._channel.send(heartbeat)
             if self._rank == 0:
-                self._on_message(0, heartbeat(report))
+                self._on_message(0, heartbeat)
             if verdict := self._health.judge(time.monotonic()):
                 await self._announce(verdict)
             await self._pause()
@@ -215,19 +206,6 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
 # --- The channel: each rank is connected to rank 0, so that the loss of a process is noticed immediately -------------
 
 
-class Channel(Protocol):
-    """A rank's end of the channel. Only the thread of its event loop may use it."""
-
-    async def open(self, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
-        """Starts to receive messages."""
-
-    def send(self, message: Message) -> None:
-        """Sends a message: rank 0 to all others, they to rank 0."""
-
-    async def close(self) -> None:
-        """Sends pending messages and closes the connections."""
-
-
 def connect() -> Channel:
     """This rank's end of the channel; every rank must call it.
 
@@ -235,18 +213,14 @@ def connect() -> Channel:
         LayoutError: a rank cannot reach rank 0.
     """
     rank = dist.get_rank()
-    listener = _listen() if rank == 0 else None
+    listener = _listener() if rank == 0 else None
     port = 0 if listener is None else int(listener.getsockname()[1])
     token, port = broadcast_from_rank0(lambda: (secrets.token_hex(16), port))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where torch found rank 0
-    caller = run_on_all_ranks(lambda: None if rank == 0 else _call(address, port, rank, token))
-    if listener is not None:
-        return Hub(listener, token)
-    assert caller is not None
-    return Spoke(caller)
+    return Channel(run_on_all_ranks(lambda: listener or _call(address, port, rank, token)), rank, token)
 
 
-def _listen() -> socket.socket:
+def _listener() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=4096)
@@ -264,63 +238,51 @@ def _call(address: str, port: int, rank: int, token: str) -> socket.socket:
     return caller
 
 
-class Hub:
-    """Rank 0's end of the channel."""
+class Channel:
+    """A rank's end of the channel. Only the thread of its event loop may use it."""
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
-        self._listener = listener
-        self._token = token
+    def __init__(self, own: socket.socket, rank: int, token: str) -> None:
+        """`own` listens on rank 0, and is connected to rank 0 on the others."""
+        self._own, self._rank, self._token = own, rank, token
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     async def open(self, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
+        """Starts to receive messages."""
         self._on_message, self._on_disconnect = on_message, on_disconnect
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_LONGEST_LINE)
+        if self._rank == 0:
+            self._server = await asyncio.start_server(self._accept, sock=self._own, limit=_LONGEST_LINE)
+        else:
+            reader, writer = await asyncio.open_connection(sock=self._own, limit=_LONGEST_LINE)
+            self._writers[0] = writer
+            self._listening = asyncio.create_task(self._listen(0, reader))
 
     def send(self, message: Message) -> None:
+        """Sends a message: rank 0 to all others, they to rank 0."""
         for writer in self._writers.values():
             writer.write(_line(message))
 
     async def close(self) -> None:
-        self._server.close()
+        """Sends pending messages and closes the connections."""
+        if self._rank == 0:
+            self._server.close()
+        else:
+            self._listening.cancel()
         await asyncio.gather(*map(_close, self._writers.values()))
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         greeting = await _read(reader) or {}
         rank = greeting.get("rank")
         if greeting.get("token") != self._token or not isinstance(rank, int):
             writer.close()  # not one of our ranks
             return
         self._writers[rank] = writer
+        await self._listen(rank, reader)
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
         while message := await _read(reader):
             self._on_message(rank, message)
-        del self._writers[rank]
-        writer.close()
+        self._writers.pop(rank).close()
         self._on_disconnect(rank)
-
-
-class Spoke:
-    """The end of the channel on every other rank."""
-
-    def __init__(self, caller: socket.socket) -> None:
-        self._caller = caller
-
-    async def open(self, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._caller, limit=_LONGEST_LINE)
-        self._listening = asyncio.create_task(self._listen(reader, on_message, on_disconnect))
-
-    def send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(_line(message))
-
-    async def close(self) -> None:
-        self._listening.cancel()
-        await _close(self._writer)
-
-    async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
-        while message := await _read(reader):
-            on_message(0, message)
-        self._writer.close()
-        on_disconnect(0)
 
 
 async def _read(reader: asyncio.StreamReader) -> Message | None:

@@ -71,8 +71,8 @@ def lines_of(name: str) -> Iterator[list[str]]:
 
 
 def configured(run: Path, **changes: Any) -> Path:
-    # No limit on speed: a shared machine may be slow.
-    unhurried = {"preflight__enabled": True, "preflight__min_gb_per_s": 0}
+    # No limit on speed: a shared machine may be slow. The batch divides over 1 to 4 ranks.
+    unhurried = {"preflight__enabled": True, "preflight__min_gb_per_s": 0, "schedule__global_batch_size": 12}
     return write_config(run, run / "tokens", **{"zero": 2, **unhurried, **changes})
 
 

@@ -108,24 +108,24 @@ def nothing(phases: Phases) -> None:
     steps(phases, lambda: None)
 
 
-def killed(rank: int, how: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), how) if dist.get_rank() == rank else None
+def signalled(phases: Phases, rank: int, how: signal.Signals) -> None:
+    steps(phases, lambda: os.kill(os.getpid(), how) if dist.get_rank() == rank else None)
 
 
 def last_killed(phases: Phases) -> None:
-    steps(phases, killed(2, signal.SIGKILL))
+    signalled(phases, 2, signal.SIGKILL)
 
 
 def first_killed(phases: Phases) -> None:
-    steps(phases, killed(0, signal.SIGKILL))
+    signalled(phases, 0, signal.SIGKILL)
 
 
 def last_stopped(phases: Phases) -> None:
-    steps(phases, killed(2, signal.SIGSTOP))
+    signalled(phases, 2, signal.SIGSTOP)
 
 
 def first_stopped(phases: Phases) -> None:
-    steps(phases, killed(0, signal.SIGSTOP))
+    signalled(phases, 0, signal.SIGSTOP)
 
 
 def last_hangs(phases: Phases) -> None:

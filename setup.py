@@ -8,8 +8,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 VERSION = re.search(r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8"))[1]
-# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for pipeline/shipped.py: all but
-# the texts that only studies and tests read.
+# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
+# but the texts that only studies and tests read.
 SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 

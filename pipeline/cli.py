@@ -15,7 +15,7 @@ from types import ModuleType
 
 from pipeline import __version__
 from pipeline.errors import CONFIG_ERROR, nearest
-from pipeline.shipped import shipped
+from pipeline.files import shipped
 
 PROGRAM = "scale-cpt"
 PROGRAMS = {

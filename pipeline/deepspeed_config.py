@@ -13,9 +13,8 @@ import torch
 
 from pipeline.config.run import RunConfig, Schedule
 from pipeline.errors import ConfigError, LayoutError, nearest
-from pipeline.files import read_object
+from pipeline.files import read_object, shipped
 from pipeline.parallel.topology import Layout
-from pipeline.shipped import shipped
 
 _OWNED = {
     "train_batch_size": "schedule.global_batch_size",

@@ -8,6 +8,7 @@ pass stays an OSError, which has its own exit code.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import itertools
 import os
@@ -192,23 +193,20 @@ class FolderKind(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-def check_replaceable(
-    path: Path, kind: FolderKind | None, *, overwrite: bool | None = None, begun: Path | None = None
-) -> None:
+def check_replaceable(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> None:
     """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
 
     Args:
         path: the folder to be written.
         kind: what is to be written there, of any version; None: a folder that replaces no other.
         overwrite: whether the user named `path` with `--overwrite`; None: the command has no such option.
-        begun: a folder that exists while `path` grows, written by several attempts or jobs.
 
     Raises:
         OutputError: something else is there.
     """
     path = Path(os.path.realpath(path))
     if path.is_dir():
-        if overwrite or not any(path.iterdir()) or (begun is not None and begun.is_dir()) or holds(kind, path):
+        if overwrite or not any(path.iterdir()) or holds(kind, path):
             return
     elif not path.exists():
         return
@@ -244,8 +242,12 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     """
     path = Path(os.path.realpath(path))
     check_replaceable(path, kind, overwrite=overwrite)
-    partial = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(partial, ignore_errors=True)
+    # Processes of several machines may write the same folder at the same time.
+    own = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
+        if not Path("/proc", left.name[len(own) :].partition(".")[0]).exists():  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    partial = path.with_name(f"{own}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -295,3 +297,14 @@ def sync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+SHIPPED = ("configs", "ds_configs", "slurm", "tools", "data")
+"""The folders that come with the package: configurations, batch scripts, programs, and the demo's model and texts."""
+
+
+def shipped() -> Path:
+    """The folder of these: inside an installed package, where setup.py copies them, or else the checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "shipped"
+    return inside if inside.is_dir() else package.parent

@@ -12,7 +12,7 @@ import yaml
 from pipeline import cli
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
-from pipeline.shipped import shipped
+from pipeline.files import shipped
 from tests.training.runs import write_config
 
 NOT_COMMANDS = {"gpu_check"}  # reads the repository's benchmarks

@@ -13,8 +13,7 @@ import shutil
 from pathlib import Path
 
 from pipeline import command_line
-from pipeline.files import published_folder
-from pipeline.shipped import FOLDERS, shipped
+from pipeline.files import SHIPPED, published_folder, shipped
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
     with published_folder(folder, None) as unfinished:
-        for name in FOLDERS:
+        for name in SHIPPED:
             shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
-    print(f"made {folder} with {', '.join(FOLDERS)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")
+    print(f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest], heldout
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
     else:
         try:
-            for folder in filter(None, (output, heldout)):
-                check_replaceable(folder, CORPUS, begun=state)
+            for folder in () if state.is_dir() else filter(None, (output, heldout)):
+                check_replaceable(folder, CORPUS)
             if state.is_symlink():
                 raise DataError(f"{state}: is a link, and a corpus is made inside its folder only; remove it")
             for folder in filter(None, (state, heldout)):

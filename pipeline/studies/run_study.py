@@ -18,9 +18,9 @@ from types import FrameType, TracebackType
 
 from pipeline import log
 from pipeline.errors import FINISHED, INTERNAL_FAULT, RESUME_LATER, StudyError
+from pipeline.files import shipped
 from pipeline.hub import model_folder
 from pipeline.run_folder.status import read_status
-from pipeline.shipped import shipped
 from pipeline.studies.pending import Task, finished_count, pending_tasks, run_count
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.results import has_diverged

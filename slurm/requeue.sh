@@ -32,6 +32,7 @@ job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobSt
 # while the job, or this call of the script, has restarted less often than it may without progress.
 may_go_on() {
     local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0 container
+    [[ "$code" != "$CONFIG_ERROR" ]] || return 1 # which tools/may_retry.py would meet, and print, again
     read -ra container <<<"${CONTAINER:-}"
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
     "${container[@]}" python tools/may_retry.py "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \

@@ -59,7 +59,7 @@ FULL = (
 )
 """Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""
 QUICK = (
-    "slurm/test_pipeline.py",
+    "slurm/test_pipeline.py::test_an_interrupted_job",
     "slurm/test_scripts.py",
     "slurm/test_stages.py::test_a_job[time limit saves and requeues]",
     "slurm/test_requeue.py::test_a_job[rank killed]",

@@ -248,7 +248,7 @@ def faults_of(run: Opened) -> list[UserError]:
     return list({str(fault): fault for fault in found}.values())
 
 
-def _faults(check: Callable[[Any], Any], *arguments: Any) -> Iterable[UserError]:  # noqa: ANN401
+def _faults(check: Callable[..., Any], *arguments: Any) -> Iterable[UserError]:  # noqa: ANN401
     """What `check` raises or returns."""
     try:
         found = check(*arguments)

@@ -160,7 +160,7 @@ class Job:
 
     def _processes(self) -> Iterator[psutil.Process]:
         """The job's processes; their environment distinguishes them from another cluster's."""
-        conf, script = str(self.cluster.daemons.conf), f"job{self.id:05d}/slurm_script"
+        conf, script = str(self.cluster.conf), f"job{self.id:05d}/slurm_script"
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,14 @@ def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_n
         "b.seed_1  failed          train: no text",
     ]
     assert [run["state"] for run in json.loads(tool(tmp_path, "--json").stdout)] == ["done", "failed"]
+
+
+def test_its_newest_checkpoint_is_inspected(finished, monkeypatch, capsys):
+    """tools/inspect_checkpoint.py"""
+    monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", "--json", str(finished[0])])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(PROJECT / "tools" / "inspect_checkpoint.py"), run_name="__main__")
+    assert json.loads(capsys.readouterr().out)["step"] == STEPS
 
 
 @pytest.fixture

@@ -40,11 +40,11 @@ class JobEnd:
     restarts: int
 
 
-class Cluster:
+class Cluster(Daemons):
     """A running cluster, identified by the folder that holds all its files."""
 
     def __init__(self, folder: Path) -> None:
-        self.daemons = Daemons(folder)
+        super().__init__(folder)
         self.crashes = 0
         """How often a slurmd ended that nobody had ended."""
         self._revival = threading.Lock()
@@ -98,7 +98,7 @@ class Cluster:
 
     def evidence(self, job_id: int) -> str:
         """Output, Slurm's record and the daemons' logs, for the message of a failed test."""
-        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), self.daemons.logs()))
+        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), self.logs()))
 
     def start_now(self, job_id: int) -> None:
         """Starts a requeued job after five seconds instead of Slurm's two minutes.
@@ -109,14 +109,11 @@ class Cluster:
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
         self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
 
-    def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the node's daemon, as when the node dies; the job steps it started live on."""
-        self.daemons.kill_slurmd(node, how)
-
     def start_slurmd(self, node: str) -> None:
         """Starts the node's daemon and waits until Slurm can use the node."""
         began = datetime.now()
-        self.daemons.start_slurmd(node)
+        (self.folder / f"slurmd.{node}.pid").unlink(missing_ok=True)  # of one that crashed
+        self._start("slurmd", "-N", node)
         self._wait_until_usable(node, began)
 
     def _wait_until_usable(self, node: str, began: datetime) -> None:
@@ -130,27 +127,23 @@ class Cluster:
             return any(f"State={state} " in shown for state in _USABLE_STATES)
 
         if not wait_until(usable):
-            raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.daemons.logs()}")
+            raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self.logs()}")
 
     def _revive(self) -> None:
         """Starts each slurmd that crashed, as the service manager of a real node would."""
         with self._revival:
-            for node in self.daemons.crashed():
+            for node in self.crashed():
                 self.crashes += 1
                 self.start_slurmd(node)
 
-    def stop_controller(self) -> None:
-        """Ends slurmctld, as for an upgrade; the jobs run on."""
-        self.daemons.stop_controller()
-
     def start_controller(self) -> None:
         """Restarts slurmctld with its saved state, and waits until it answers."""
-        self.daemons.start_controller()
+        self._start("slurmctld")
         self._await_controller()
 
     def _await_controller(self) -> None:
         if not wait_until(self._controller_answers):
-            raise ClusterError(f"slurmctld does not answer\n{self.daemons.logs()}")
+            raise ClusterError(f"slurmctld does not answer\n{self.logs()}")
 
     def srun(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """Runs `srun args…` to its end and returns what the tasks printed."""
@@ -161,7 +154,7 @@ class Cluster:
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """Runs a command with this cluster's environment and returns its standard output."""
-        environment = {**self.daemons.environment, **(env or {})}
+        environment = {**self.environment, **(env or {})}
         result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
@@ -170,7 +163,7 @@ class Cluster:
     def start(self, ports: Sequence[int]) -> None:
         """Starts the daemons on these ports; returns when both nodes are idle."""
         began = datetime.now()
-        self.daemons.start(ports)
+        self.start_all(ports)
         self._await_controller()
         for node in NODES:
             self._wait_until_usable(node, began)
@@ -181,8 +174,8 @@ class Cluster:
             self.run("scancel", "--signal=KILL", "--full", "--user=root")
             self.run("scancel", "--user=root")
             wait_until(lambda: not self.run("squeue", "--noheader").strip(), 60)
-        self.daemons.kill()
-        shutil.rmtree(self.daemons.folder, ignore_errors=True)
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _controller_answers(self) -> bool:
         with contextlib.suppress(ClusterError):
@@ -222,12 +215,10 @@ def main() -> int:
         with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
             cluster.start([held.enter_context(reserved_port()) for _ in range(PORTS)])
             if for_tests:
-                print(cluster.daemons.folder, flush=True)
+                print(cluster.folder, flush=True)
                 sys.stdin.read()
             else:
-                print(
-                    f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.daemons.conf}", flush=True
-                )
+                print(f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.conf}", flush=True)
                 signal.pause()
     except ClusterError as error:
         print(f"no cluster: {error}", file=sys.stderr)

@@ -96,7 +96,7 @@ class Daemons:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**kept, "SLURM_CONF": str(self.conf)}
 
-    def start(self, ports: Sequence[int]) -> None:
+    def start_all(self, ports: Sequence[int]) -> None:
         """Writes the configuration and starts every daemon, on a port of its own: `PORTS` in all."""
         for name in ("state", *(f"spool.{node}" for node in NODES)):
             (self.folder / name).mkdir()
@@ -104,21 +104,14 @@ class Daemons:
         self._start_munged()
         self._start("slurmctld", "-c")
         for node in NODES:
-            self.start_slurmd(node)
-
-    def start_controller(self) -> None:
-        self._start("slurmctld")
+            self._start("slurmd", "-N", node)
 
     def stop_controller(self) -> None:
-        """Ends slurmctld in good order."""
+        """Ends slurmctld in good order, as for an upgrade; the jobs run on."""
         self._end("slurmctld.pid", signal.SIGTERM)
 
-    def start_slurmd(self, node: str) -> None:
-        (self.folder / f"slurmd.{node}.pid").unlink(missing_ok=True)  # of one that crashed
-        self._start("slurmd", "-N", node)
-
     def kill_slurmd(self, node: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the node's daemon. Its job steps have daemons of their own, and survive."""
+        """Ends the node's daemon, as when the node dies. Its job steps have daemons of their own, and survive."""
         self._end(f"slurmd.{node}.pid", how)
 
     def crashed(self) -> list[str]:

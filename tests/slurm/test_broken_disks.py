@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,9 @@ def faults(stderr: str) -> list[str]:
 def test_a_read_only_run_folder_ends_the_script_in_one_line(tmp_path: Path, small_disk, stage: str):
     disk: SmallDisk = small_disk(mib=1)
     disk.make_read_only()
-    started = time.monotonic()
     config = config_in(tmp_path, disk.path / "run")
     result = bash(SCRIPT, str(config), stage, DS_ACCELERATOR="cpu", NPROC="2")
     assert result.returncode == USER_ERROR, result.stderr
-    assert time.monotonic() - started < 60
     assert len(faults(result.stderr)) == 1, result.stderr
     assert str(disk.path / "run") in faults(result.stderr)[0] and "Read-only file system" in faults(result.stderr)[0]
     assert "Traceback" not in result.stderr and "another attempt" not in result.stdout
@@ -60,15 +57,6 @@ def test_a_fault_that_may_pass_is_retried_a_few_times_where_nothing_can_be_recor
     assert result.returncode == PASSING_FAULT
     assert result.stdout.count("another attempt") == 2
     assert "no further attempt at train: 3 attempt(s) in a row brought no newer checkpoint" in result.stdout
-
-
-def test_without_a_decision_the_scripts_restart_a_few_times(tmp_path: Path):
-    """The run's configuration is gone, so tools/may_retry.py fails each time."""
-    config = config_in(tmp_path, tmp_path / "run")
-    body = f"rm {config}\nrun_stage train here bash -c 'exit 70'"
-    result = bash(stage_script(tmp_path, body), CONFIG=str(config), MAX_RESTARTS_WITHOUT_PROGRESS="1")
-    assert result.returncode == 70
-    assert result.stdout.count("another attempt") == 1
 
 
 @pytest.mark.slurm

@@ -20,42 +20,13 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slurm
 
 
-def test_srun_reaches_both_nodes(slurm_cluster: Cluster):
-    nodes = slurm_cluster.srun("--nodes=2", "--ntasks-per-node=1", "bash", "-c", "echo $SLURMD_NODENAME").split()
-    assert sorted(nodes) == ["n1", "n2"]
-
-
-def test_a_job_ends_with_its_scripts_exit_code(slurm_cluster: Cluster, tmp_path: Path):
-    job = slurm_cluster.sbatch(script(tmp_path, "echo $GREETING; exit 3"), env={"GREETING": "hello"}, cwd=tmp_path)
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 3, 0)
-    assert slurm_cluster.output(job) == "hello\n"
-
-
-def test_a_requeued_job_knows_that_it_is_one(slurm_cluster: Cluster, tmp_path: Path):
-    body = 'echo "restart ${SLURM_RESTART_COUNT:-0}"; [[ ${SLURM_RESTART_COUNT:-0} == 1 ]] || sleep 100'
-    job = slurm_cluster.sbatch(script(tmp_path, body, "--requeue", "--open-mode=append"), cwd=tmp_path)
-    slurm_cluster.wait_for_output(job, "restart 0")
-    slurm_cluster.scontrol("requeue", str(job))
-    slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1)
-    assert "restart 1" in slurm_cluster.output(job)
-
-
-def test_a_node_that_died_comes_back(slurm_cluster: Cluster):
-    slurm_cluster.kill_slurmd("n2")
-    slurm_cluster.start_slurmd("n2")
-    assert slurm_cluster.srun("--nodelist=n2", "bash", "-c", "echo $SLURMD_NODENAME") == "n2\n"
-
-
 def test_a_scenario_runs_again_after_a_slurmd_crashed(slurm_cluster: Cluster, tmp_path: Path):
     attempts = []
 
     def scenario(cluster: Cluster, folder: Path) -> None:
         attempts.append(folder)
         if len(attempts) == 1:
-            pid = int((cluster.daemons.folder / "slurmd.n2.pid").read_text(encoding="utf-8"))
+            pid = int((cluster.folder / "slurmd.n2.pid").read_text(encoding="utf-8"))
             os.kill(pid, signal.SIGSEGV)
         job = cluster.sbatch(script(folder, "sleep 3; echo ended"), args=("--nodelist=n2",), cwd=folder)
         assert cluster.wait(job).state == "COMPLETED"
@@ -76,7 +47,7 @@ def _fails(cluster: Cluster, folder: Path) -> None:
 def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path):
     tests = "import time; from tests.slurm.cluster import guarded_cluster\nwith guarded_cluster() as c:\n"
     tests += " c.run('sbatch', '--wrap=exec sleep 1234.5', '--chdir=/tmp', '--output=/dev/null')\n"
-    tests += " print(c.daemons.folder, flush=True); time.sleep(100)"
+    tests += " print(c.folder, flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", tests], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())

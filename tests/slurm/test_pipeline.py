@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def first_documents(source: Path, count: int, target: Path) -> str:
     return str(target)
 
 
-def short_demo(folder: Path) -> Path:
+def short_demo(folder: Path, *, gated: bool) -> Path:
     """configs/demo.yaml with fewer documents and steps, and everything it writes in `folder`."""
     run: dict[str, Any] = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     run.update(name="short", folder=str(folder / "run"))
@@ -43,8 +41,11 @@ def short_demo(folder: Path) -> Path:
             if key in corpus:
                 source = PROJECT / corpus[key][0]
                 corpus[key] = [first_documents(source, count, folder / f"{name}.{key}.jsonl")]
-    run["data"]["corpora"]["own_text"]["sample"] = {"tokens": 4000}
-    run["gate"] = {"tokens": 400, "max_open_fraction": 0.05}
+    if gated:
+        run["data"]["corpora"]["own_text"]["sample"] = {"tokens": 4000}
+        run["gate"] = {"tokens": 400, "max_open_fraction": 0.05}
+    else:
+        del run["data"]["corpora"]["own_text"], run["gate"]
     run["schedule"]["steps"] = STEPS
     run["validation"] = {"every_steps": STEPS, "max_sequences": 8}
     run["checkpoints"] = {"every_steps": 4}
@@ -53,9 +54,9 @@ def short_demo(folder: Path) -> Path:
     return config
 
 
-def submit(cluster: Cluster, folder: Path, config: Path) -> int:
+def submit(cluster: Cluster, folder: Path, config: Path, *stages: str) -> int:
     """Submits as the documentation says: from the project's root, with the run in CONFIG."""
-    env = {"CONFIG": str(config), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env = {"CONFIG": str(config), "STAGES": " ".join(stages), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return cluster.sbatch(SCRIPT, env=env, args=(f"--output={folder}/%j.out",), cwd=PROJECT)
 
 
@@ -63,16 +64,12 @@ def check_summary(summary: dict[str, Any]) -> None:
     """The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model."""
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["korean_perplexity_after"] < summary["korean_perplexity_before"]
-    # The gate keeps English near the base's, often exactly there.
-    assert summary["english_perplexity_after"] == pytest.approx(summary["english_perplexity_before"], rel=0.2)
     assert 0 < summary["trainable_parameters"] < summary["total_parameters"]
     # Two Adam moments a trained parameter; ZeRO-3 pads each partition, and holds nothing for the frozen ones.
     moments = 2 * summary["trainable_parameters"]
     assert moments <= summary["optimizer_state_elements"] < moments * 1.02
     assert summary["export_max_abs_logit_difference"] <= 1e-4
-    assert summary["rehearsal_fraction"] == 0.0625
-    assert 0 <= summary["gate_open_english"] < 0.5 < summary["gate_open_korean"] <= 1
-    assert summary["closed_max_abs_logit_difference"] in (0.0, None)
+    assert (Path(summary["hf_folder"]) / "config.json").exists()
 
 
 def written(folder: Path) -> dict[str, int]:
@@ -87,23 +84,36 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
-def test_an_interrupted_job_goes_from_text_to_a_tested_model(
-    slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """It is stopped once during training, and writes the losses of a run that nothing interrupted."""
-    config = short_demo(tmp_path)
-    job = submit(slurm_cluster, tmp_path, config)
-    slurm_cluster.wait_for(job, lambda _: (tmp_path / "run" / "checkpoints" / "latest").exists())
-    slurm_cluster.run("scancel", "--signal=USR1", str(job))
-    slurm_cluster.start_now(job)
-    end = slurm_cluster.wait(job)
-    output = slurm_cluster.output(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
+def interrupted(cluster: Cluster, folder: Path, config: Path, *stages: str) -> dict[str, Any]:
+    """The summary of a job that is stopped once during training, over two nodes."""
+    job = submit(cluster, folder, config, *stages)
+    cluster.wait_for(job, lambda _: (folder / "run" / "checkpoints" / "latest").exists())
+    cluster.run("scancel", "--signal=USR1", str(job))
+    cluster.start_now(job)
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
+    output = cluster.output(job)
     assert "2 ranks over 2 nodes (n[1-2])" in output
     assert "stopped during train" in output and "queueing job" in output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert [step for step, _ in losses(folder / "run")] == list(range(1, STEPS + 1))
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     check_summary(summary)
-    assert (Path(summary["hf_folder"]) / "config.json").exists()
+    return summary
+
+
+def test_an_interrupted_job_goes_from_text_to_a_tested_model(slurm_cluster: Cluster, tmp_path: Path):
+    stages = ("tokenize", "upscale", "train", "convert", "evaluate")
+    interrupted(slurm_cluster, tmp_path, short_demo(tmp_path, gated=False), *stages)
+
+
+def test_with_a_gate_too_and_the_losses_of_a_run_that_nothing_interrupted(slurm_cluster: Cluster, tmp_path: Path):
+    config = short_demo(tmp_path, gated=True)
+    summary = interrupted(slurm_cluster, tmp_path, config)
+    # The gate keeps English near the base's, often exactly there.
+    assert summary["english_perplexity_after"] == pytest.approx(summary["english_perplexity_before"], rel=0.2)
+    assert summary["rehearsal_fraction"] == 0.0625
+    assert 0 <= summary["gate_open_english"] < 0.5 < summary["gate_open_korean"] <= 1
+    assert summary["closed_max_abs_logit_difference"] in (0.0, None)
 
     values = yaml.safe_load(config.read_text(encoding="utf-8"))
     values.update(folder=str(tmp_path / "undisturbed"), upscaled=str(tmp_path / "run" / "upscaled"))
@@ -111,14 +121,6 @@ def test_an_interrupted_job_goes_from_text_to_a_tested_model(
     undisturbed.write_text(yaml.safe_dump(values, allow_unicode=True), encoding="utf-8")
     assert run_ranks(train, 2, undisturbed) == [0, 0]
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
-    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, STEPS + 1))
-
-    monkeypatch.setattr(
-        sys, "argv", ["inspect_checkpoint.py", "--json", str(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")]
-    )
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(PROJECT / "tools" / "inspect_checkpoint.py"), run_name="__main__")
-    assert json.loads(capsys.readouterr().out)["step"] == STEPS
 
     before = written(tmp_path)
     assert {Path(name).suffix for name in before} >= {".bin", ".idx", ".safetensors", ".json"}

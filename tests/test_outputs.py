@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,18 +11,21 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import publish
-from pipeline.conversion.convert import Conversion, convert
+from pipeline.checkpoint.manifest import CHECKPOINT
+from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.preprocess import preprocess
-from pipeline.data.vocabulary import learn_extension, write_extension
+from pipeline.data.token_corpus import CORPUS
+from pipeline.data.vocabulary import VOCABULARY, learn_extension, write_extension
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import OutputError, UserError
+from pipeline.files import check_replaceable
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.rehearsal.corpus import plan_of, sample_corpus
-from pipeline.scale.expansion import write_expansion
+from pipeline.scale.expansion import EXPANSION, write_expansion
 from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import write_gate
+from pipeline.scale.gate_folder import GATE, write_gate
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.study import RandomBase
 from studies.biographies.make_texts import write_corpora
@@ -36,29 +38,49 @@ from tests.rehearsal.helpers import job as sampling_job
 from tests.widened import scale_settings
 
 Writer = Callable[[Path], object]
-FOREIGN = {
-    "thesis": {"thesis.txt": "years of work"},
-    "another manifest": {"manifest.json": '{"format": "cargo 1"}'},
-    "a list": {"manifest.json": "[]", "conversion.json": "[1]", "gate.json": "7"},
-    "no JSON": {"manifest.json": "{", "conversion.json": "{", "gate.json": "", "vocabulary.json": "\0"},
-    "no format": dict.fromkeys(("manifest.json", "conversion.json", "gate.json", "vocabulary.json"), "{}"),
-}
-RECORDS = {
-    "export": "conversion.json",
-    "trained expansion": "manifest.json",
-    "expansion": "manifest.json",
-    "checkpoint": "manifest.json",
-    "gate": "gate.json",
-    "vocabulary": "vocabulary.json",
-    "corpus": "manifest.json",
-    "sampled corpus": "manifest.json",
-    "biographies": None,
-    "base": None,
-    "new": None,
-}
-"""The folders that commands write, and the files by which they are known."""
-DAMAGES = ("record cut", "record lost", "half-written", "other format")
-SAME_KIND = {("expansion", "trained expansion"), ("trained expansion", "expansion")}
+WRITERS = (
+    "export",
+    "trained expansion",
+    "expansion",
+    "checkpoint",
+    "gate",
+    "vocabulary",
+    "corpus",
+    "sampled corpus",
+    "biographies",
+    "base",
+    "new",
+)
+"""The folders that commands write. The last three replace no other."""
+KINDS = (EXPORT, EXPANSION, CHECKPOINT, GATE, VOCABULARY, CORPUS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_folder_is_of_a_kind_by_the_format_in_its_record_of_any_version(tmp_path, kind):
+    record, own = tmp_path / kind.record, {"format": kind.format.rpartition(" ")[0] + " 99", "more": 1}
+
+    def refused() -> bool:
+        before = contents(tmp_path)
+        try:
+            check_replaceable(tmp_path, kind)
+        except OutputError:
+            return contents(tmp_path) == before
+        return False
+
+    assert not refused(), "empty"
+    (tmp_path / "weights").touch()
+    assert refused(), "no record"
+    record.write_text(json.dumps(own))
+    assert not refused()
+    for others in (other for other in KINDS if other.format != kind.format):
+        record.write_text(json.dumps({"format": others.format}))
+        assert refused(), others.name
+    for text in ("", "[]", "{}", "7", "\0", json.dumps(own)[:-5], '{"format": "cargo 1"}'):
+        record.write_text(text)
+        assert refused(), text
+    record.unlink()
+    (tmp_path / f".{kind.record}.host.1.2.partial").write_text(json.dumps(own))
+    assert refused(), "half-written"
 
 
 @pytest.fixture(scope="module")
@@ -107,80 +129,35 @@ def run_new(path: Path) -> None:
         raise UserError(ended.stderr)
 
 
-@pytest.fixture(scope="module")
-def folders(writers, tmp_path_factory) -> dict[str, Path]:
-    """One folder of each kind, made by its writer, and some that are not ours."""
-    room = tmp_path_factory.mktemp("folders")
-    for name, write in writers.items():
-        write(room / name)
-    shutil.rmtree(room / "new" / "data")  # large
-    for name, files in FOREIGN.items():
-        (room / name).mkdir()
-        for file, text in files.items():
-            (room / name / file).write_text(text)
-    return {name: room / name for name in (*writers, *FOREIGN)}
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_replaces_nothing_an_empty_folder_or_its_own_kind_alone(name, writers, tmp_path):
+    write, out = writers[name], tmp_path / "out"
+    write(out)
+    made = contents(out)
+    try:
+        write(out)
+    except UserError:
+        assert name in ("biographies", "base", "new")
+    assert contents(out).keys() == made.keys()
+    if name in ("export", "trained expansion", "expansion", "gate", "vocabulary"):
+        (link := tmp_path / "link").symlink_to(out)
+        write(link)
+        assert link.is_symlink() and contents(out).keys() == made.keys()
 
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    assert contents(tmp_path / "empty").keys() == made.keys()
 
-def cases(folders: dict[str, Path], own: str) -> Iterator[tuple[str, str, bool]]:
-    """A folder by its name, what was done to it, and whether a link leads to it."""
-    for held, damage in (("new", "empty"), ("new", "absent"), ("thesis", "whole"), (own, "whole")):
-        yield held, damage, True
-    yield from ((held, damage, False) for held, damage in (("new", "empty"), ("new", "absent")))
-    for held in folders:
-        yield held, "whole", False
-        if RECORDS.get(held):
-            yield from (
-                (held, damage, False) for damage in ("record cut", "record lost", "half-written", "other format")
-            )
-
-
-def put(folder: Path, damage: str, path: Path) -> None:
-    """Makes `path` a copy of `folder`, damaged."""
-    if damage in ("empty", "absent"):
-        path.mkdir()
-        return None if damage == "empty" else path.rmdir()
-    shutil.copytree(folder, path)
-    if damage == "whole":
-        return None
-    record = path / str(RECORDS[folder.name])
-    text = record.read_text()
-    record.unlink()
-    if damage == "record cut":
-        record.write_text(text[: len(text) // 2])
-    elif damage == "other format":
-        record.write_text(json.dumps({**json.loads(text), "format": "scale-cpt other 1"}))
-    elif damage == "half-written":
-        (path / ".conversion.json.host.1.2.partial").write_text(text)
-    return None
-
-
-@pytest.mark.parametrize("own", RECORDS)
-def test_a_writer_replaces_its_own_kind_alone(own, writers, folders, tmp_path):
-    replaced = kept = 0
-    for number, (held, damage, link) in enumerate(cases(folders, own)):
-        what = f"{held}, {damage}{', through a link' if link else ''}"
-        path = tmp_path / str(number) / "out"
-        path.parent.mkdir()
-        put(folders[held], damage, path.with_name("target") if link else path)
-        if link:
-            path.symlink_to("target")
-        before = Counter(contents(path.parent).values())
-        is_own = damage == "whole" and RECORDS[own] and (held == own or (held, own) in SAME_KIND)
-        may_replace = is_own or damage in ("empty", "absent")
-        try:
-            writers[own](path)
-        except UserError as error:
-            assert not may_replace or damage == "absent", f"{what}: {error}"  # a link to nothing may be refused
-            assert Counter(contents(path.parent).values()) == before, what
-            kept += 1
-        else:
-            # What is no checkpoint is set aside, and what is just what was asked for stays.
-            assert may_replace or before <= Counter(contents(path.parent).values()), what
-            replaced += 1
-        assert not link or path.is_symlink() or own == "checkpoint", what
-        others = {found.name for found in path.parent.iterdir()} - {"out", "target", "latest"}
-        assert all(".damaged" in name for name in others), what
-    assert replaced >= 3 and (kept > 30 or own == "checkpoint")
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    before = contents(theirs)
+    try:
+        write(theirs)
+    except UserError as error:
+        assert "expected nothing here" in str(error) and contents(theirs) == before
+    else:
+        (aside,) = tmp_path.glob("theirs.damaged")  # what is no checkpoint is set aside
+        assert name == "checkpoint" and contents(aside) == before
 
 
 def test_a_heldout_part_is_not_mixed_with_other_files(tmp_path):

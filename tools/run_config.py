@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -96,7 +95,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)
-    print(as_text(plan, datetime.now().astimezone()), f"wrote {output}", sep="\n\n")
+    print(as_text(plan), f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
 
 

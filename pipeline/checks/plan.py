@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from pipeline.checks.door import Opened, faults_of
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig, learning_rate, load_config
+from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.formats import describe_formats, why_not
 from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
 from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import LayoutError, UserError
 from pipeline.files import free_bytes
-from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
@@ -36,28 +34,6 @@ from pipeline.sizing.memory import (
     most_checkpoints,
     no_room,
 )
-
-_LATEST_STEPS = 100
-_SPEED = "tokens_per_second_per_gpu"
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """The learning rate of the step after `step` completed steps."""
-
-    step: int
-    learning_rate: float
-    what: str
-
-
-@dataclass(frozen=True)
-class Duration:
-    """The time of the remaining steps, without validations and saves; `source` says how it was estimated."""
-
-    steps_done: int
-    step_s: float
-    left_s: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -106,10 +82,9 @@ class Plan:
     parameters: Parameters | None
     estimate: Estimate | None
     corpora: tuple[CorpusPlan, ...]
-    learning_rates: tuple[Milestone, ...]
     checkpoints: CheckpointPlan | None
     validations: int
-    duration: Duration | None
+    duration_s: float | None
     stages: tuple[str, ...]
     export: str | None
     to_make: tuple[str, ...]
@@ -138,10 +113,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         parameters=estimator.parameters if estimator else None,
         estimate=estimate,
         corpora=tuple(_corpora(run)),
-        learning_rates=milestones(config),
         checkpoints=_checkpoints(config, estimator, faults) if estimator else None,
         validations=1 + _times(config, config.validation.every_steps),
-        duration=_duration(config, estimate, cluster),
+        duration_s=config.schedule.steps * estimate.step_s if estimate and not cluster.on_cpu else None,
         stages=tuple(_stages(config)),
         export=_export(run),
         to_make=tuple(_to_make(config)),
@@ -149,39 +123,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     )
 
 
-def milestones(config: RunConfig) -> tuple[Milestone, ...]:
-    """The points where the learning-rate schedule changes."""
-    schedule = config.schedule
-    warmup = math.ceil(schedule.warmup_fraction * schedule.steps)
-    decay_start = warmup
-    if schedule.decay == "wsd":
-        decay_start = max(warmup, schedule.steps - math.ceil(schedule.decay_fraction * schedule.steps))
-    points = {0: "first step", warmup: "warm-up ends", decay_start: f"{schedule.decay} decay begins"}
-    if warmup == decay_start:
-        points[warmup] = f"warm-up ends, {schedule.decay} decay begins"
-    points[schedule.steps - 1] = "last step"
-    return tuple(Milestone(step, learning_rate(step, schedule), what) for step, what in sorted(points.items()))
-
-
 def _times(config: RunConfig, every_steps: int) -> int:
     """How often something happens that is done every `every_steps` steps and at the end."""
     return math.ceil(config.schedule.steps / every_steps)
-
-
-def _duration(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Duration | None:
-    """The duration from the speed in the run folder's metrics, else from the estimate; None without either."""
-    lines = [line for line in read_metrics(config.folder / METRICS) if _SPEED in line]
-    steps_done = int(lines[-1]["step"]) if lines else 0
-    left = max(0, config.schedule.steps - steps_done)
-    if lines:
-        speed = statistics.median(line[_SPEED] for line in lines[-_LATEST_STEPS:])
-        tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
-        step_s = tokens_per_step / (speed * cluster.gpus)
-        return Duration(steps_done, step_s, left * step_s, f"{speed:,.0f} tokens/s a rank, measured in {METRICS}")
-    if estimate is None or cluster.on_cpu:
-        return None
-    source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}; see --peak-tflops, --mfu"
-    return Duration(0, estimate.step_s, left * estimate.step_s, source)
 
 
 def _estimate(run: Opened, cluster: Cluster, faults: list[UserError]) -> tuple[Estimator | None, Estimate | None]:
@@ -277,8 +221,8 @@ def _to_make(config: RunConfig) -> Iterator[str]:
 _UNKNOWN = "unknown: see the errors below"
 
 
-def as_values(plan: Plan, now: datetime) -> dict[str, Any]:
-    """The plan as JSON values: bytes, seconds, tokens; and when it would end if it started `now`."""
+def as_values(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values: bytes, seconds, tokens."""
     values = asdict(plan)
     values["tokens"] = plan.steps * plan.tokens_per_step
     if plan.estimate is not None:
@@ -286,18 +230,13 @@ def as_values(plan: Plan, now: datetime) -> dict[str, Any]:
         values["estimate"]["fits"] = plan.estimate.fits(plan.cluster)
     if plan.choice is not None:
         values["choice"] = plan.choice._asdict()
-    values["ends_at"] = _end(plan.duration, now).isoformat(timespec="minutes") if plan.duration else None
     values["could_start"] = not plan.faults
     return values
 
 
-def _end(duration: Duration, now: datetime) -> datetime:
-    return now + timedelta(seconds=round(duration.left_s))
-
-
-def as_text(plan: Plan, now: datetime) -> str:
+def as_text(plan: Plan) -> str:
     """The plan as a few dozen lines, with the errors at the end."""
-    rows = list(_rows(plan, now))
+    rows = list(_rows(plan))
     width = max(len(name) for name, _ in rows)
     lines, before = [], ""
     for name, text in rows:
@@ -306,9 +245,9 @@ def as_text(plan: Plan, now: datetime) -> str:
     return "\n".join(lines)
 
 
-def _rows(plan: Plan, now: datetime) -> Iterator[tuple[str, str]]:
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """The lines of the plan, each under a name."""
-    cluster, estimate, saved, duration = plan.cluster, plan.estimate, plan.checkpoints, plan.duration
+    cluster, estimate, saved = plan.cluster, plan.estimate, plan.checkpoints
     yield "run", f"{plan.name}, in {plan.folder}"
     ranks = f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
     yield "layout", ranks if plan.choice is None else f"{ranks}: dp {plan.dp_size}, {plan.choice}"
@@ -326,8 +265,6 @@ def _rows(plan: Plan, now: datetime) -> Iterator[tuple[str, str]]:
     yield "steps", f"{plan.steps:,}, {plan.steps * plan.tokens_per_step:,} tokens in all"
     for corpus in plan.corpora:
         yield f"corpus {corpus.name}", f"{corpus.role}, {_size(corpus)}"
-    for point in plan.learning_rates:
-        yield "learning rate", f"{point.learning_rate:.3g} from step {point.step:,}: {point.what}"
     if saved is None:
         yield "checkpoints", _UNKNOWN
     else:
@@ -338,12 +275,12 @@ def _rows(plan: Plan, now: datetime) -> Iterator[tuple[str, str]]:
         f"{corpus.validation_sequences} of {corpus.name}" for corpus in plan.corpora if corpus.validation_sequences
     ]
     yield "validation", f"{plan.validations:,} times" + (f", sequences: {', '.join(heldout)}" if heldout else "")
-    if duration is None:
-        yield "duration", "unknown on CPUs until the first steps are measured" if cluster.on_cpu else _UNKNOWN
+    if plan.duration_s is None:
+        yield "duration", "unknown on CPUs; scale-cpt status measures the first steps" if cluster.on_cpu else _UNKNOWN
     else:
-        left = f"{plan.steps - duration.steps_done:,} steps of {duration.step_s:.3g} s"
-        end = f"until {_end(duration, now).strftime('%Y-%m-%d %H:%M')} if it starts now"
-        yield "duration", f"{timedelta(seconds=round(duration.left_s))} for {left}, {end} ({duration.source})"
+        whole = f"{timedelta(seconds=round(plan.duration_s))} for {plan.steps:,} steps, without validations and saves"
+        source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"
+        yield "duration", f"{whole} ({source}; see --peak-tflops, --mfu)"
     yield "stages", ", ".join(plan.stages)
     yield "export", plan.export or _UNKNOWN
     for missing in plan.to_make:
@@ -366,7 +303,6 @@ def dry_run(arguments: argparse.Namespace) -> int:
     """
     config = load_config(arguments.run, arguments.set)
     plan = make_plan(config, cluster_of(arguments), arguments.base_config)
-    now = datetime.now().astimezone()
-    text = json.dumps(as_values(plan, now), indent=2) if arguments.json else as_text(plan, now)
+    text = json.dumps(as_values(plan), indent=2) if arguments.json else as_text(plan)
     sys.stdout.write(text + "\n")
     return 1 if plan.faults else 0

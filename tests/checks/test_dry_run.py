@@ -7,7 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.checkpoint.manifest import (
     LayoutRecord,
@@ -61,6 +60,9 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     run, tokens = begun
     before = sorted(path for folder in begun for path in folder.rglob("*"))
     assert reported(write_config(run, tokens), capsys) == (0, [])
+    for_model_card = write_config(run, tokens, data__corpora__korean__source={"license": "cc0-1.0"})
+    assert reported(for_model_card, capsys) == (0, [])
+    write_config(run, tokens)
     assert sorted(path for folder in begun for path in folder.rglob("*")) == before
 
 
@@ -82,6 +84,7 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
             "another heldout fraction",
         ),
         ({"data__corpora__korean__text_key": "body"}, "another text key"),
+        ({"data__corpora__korean__text_key": "body"}, "another data (corpora.korean.text_key"),
         ({"method__l_fp": 99}, "l_fp"),
         ({"method__expansion__num_attention_heads": 3}, "num_attention_heads"),
         ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
@@ -101,15 +104,6 @@ def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
     for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
         with pytest.raises(CheckpointError, match="step_00000001: was trained with another"):
             read_inputs(load_config(path, changes), 2)
-
-
-def test_all_faults_are_listed(begun, capsys):
-    run, tokens = begun
-    changes = {"method__l_fp": 99, "schedule__global_batch_size": 9, "data__corpora__korean__input": ["none.jsonl"]}
-    code, faults = reported(write_config(run, tokens, name="changed.yaml", **changes), capsys)
-    assert code == 1
-    for part in ("l_fp", "global_batch_size: 9", "none.jsonl"):
-        assert any(part in fault for fault in faults), faults
 
 
 def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):
@@ -150,20 +144,6 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     assert plan.export is not None
     assert export in plan.export
     assert ("gate" in plan.stages) == gate
-
-
-def test_saying_where_text_comes_from_changes_no_run(begun):
-    run, _ = begun
-    values = yaml.safe_load((run / "run.yaml").read_text())
-    plain = make_plan(load_config(run / "run.yaml"), Cluster(2, 2))
-    values["data"]["corpora"]["korean"]["source"] = {"license": "cc0-1.0"}
-    (run / "sourced.yaml").write_text(yaml.safe_dump(values))
-    sourced = make_plan(load_config(run / "sourced.yaml"), Cluster(2, 2))
-    assert sourced.faults == plain.faults
-    values["data"]["corpora"]["korean"]["text_key"] = "other"
-    (run / "other.yaml").write_text(yaml.safe_dump(values))
-    other = make_plan(load_config(run / "other.yaml"), Cluster(2, 2))
-    assert any("another data (corpora.korean.text_key" in fault for fault in other.faults)
 
 
 def test_a_restart_does_not_hash_the_base_before_it_trains(begun, monkeypatch):

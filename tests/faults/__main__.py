@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.faults.runs import Laboratory
 from tests.faults.suite import FAULTS
-from tests.faults.table import Result, as_markdown, as_text, read_summary, write_summary
+from tests.faults.table import Result, as_markdown, read_summary, write_summary
 from tests.slurm.cluster import guarded_cluster
 from tests.slurm.daemons import why_not
 
@@ -40,7 +40,7 @@ def main() -> int:
     shutil.rmtree(arguments.folder, ignore_errors=True)
     results = break_runs(arguments.only, arguments.folder.resolve())
     write_summary(summary, results)
-    print(f"\n{as_text(results)}\nwrote {summary}")
+    print(f"\n{as_markdown(results)}\nwrote {summary}")
     return 0 if all(result.sequence_equal for result in results) else 1
 
 

@@ -1,4 +1,4 @@
-"""Faults that are injected into a running job: Slurm commands, and signals to its processes."""
+"""Faults that are injected into a job: Slurm commands, signals to its processes, and damage to a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 
 import psutil
 
@@ -87,6 +88,43 @@ def lose_node(job: Job) -> None:
             process.kill()
     await_that(lambda: all(map(_is_dead, doomed)), "the end of all that runs on node n2")
     job.cluster.start_slurmd("n2")
+
+
+def truncate(checkpoint: Path) -> None:
+    """Removes the second half of a file."""
+    file = _of_rank(checkpoint, 1)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def flip_bit(checkpoint: Path) -> None:
+    """Flips a random bit of a file (seed 5)."""
+    file = _of_rank(checkpoint, 0)
+    content = bytearray(file.read_bytes())
+    place = random.Random(5).randrange(8 * len(content))
+    content[place // 8] ^= 1 << place % 8
+    file.write_bytes(content)
+
+
+def lose_file(checkpoint: Path) -> None:
+    """Removes the file of rank 1."""
+    _of_rank(checkpoint, 1).unlink()
+
+
+def done_to_the_newest(damage: Callable[[Path], None]) -> Callable[[Job], int]:
+    """Damages a job's newest checkpoint; returns the step of the one before, from which the run must resume."""
+
+    def strike(job: Job) -> int:
+        *_, before, newest = job.run.checkpoints
+        damage(job.run.checkpoints[newest])
+        return before
+
+    return strike
+
+
+def _of_rank(checkpoint: Path, rank: int) -> Path:
+    (file,) = checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return file
 
 
 def _kill(process: psutil.Process) -> None:

@@ -116,15 +116,15 @@ class Job:
             return True
         return False
 
-    def finish(self) -> None:
+    def finish(self, restarts: int | None = None) -> None:
         """Waits for its end.
 
         Raises:
-            TrialError: it failed.
+            TrialError: it failed, or was started again another number of times than `restarts`.
         """
         end = self.cluster.wait(self.id, timeout=PATIENCE_S)
-        if end.state != "COMPLETED":
-            raise TrialError(f"the job ended as {end}\n{self.run.output}")
+        if end.state != "COMPLETED" or restarts not in (None, end.restarts):
+            raise TrialError(f"the job ended as {end}, expected {restarts} restarts\n{self.run.output}")
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tests.faults import damage, injections
-from tests.faults.disk_full import fill_the_disk
+from tests.faults import injections
 from tests.faults.injections import Injection
-from tests.faults.not_a_number import poison_a_batch
 from tests.faults.random_kills import kill_at_random, kill_jobs_at_random
 from tests.faults.runs import LASTING, Laboratory
 from tests.faults.table import Result
-from tests.faults.trial import stop_and_resume, survive
+from tests.faults.trial import fill_the_disk, poison_a_batch, stop_and_resume, survive
 from tests.slurm.cluster import Cluster
 from tests.slurm.daemons import NODES
 
@@ -39,8 +38,8 @@ def _stop(title: str, inject: Injection, **expected: Any) -> Fault:
     return Fault(title, partial(stop_and_resume, inject=inject, **expected))
 
 
-def _damage(what: str, strike: damage.Damage) -> Fault:
-    title, while_down = f"the newest checkpoint {what}", damage.done_to_the_newest(strike)
+def _damage(what: str, strike: Callable[[Path], None]) -> Fault:
+    title, while_down = f"the newest checkpoint {what}", injections.done_to_the_newest(strike)
     return _stop(title, injections.requeue, while_down=while_down, checkpoints_before=2)
 
 
@@ -76,9 +75,9 @@ FAULTS = {
         environment={"EXIT_GRACE_S": "5"},
         remarks="watchdog.dead_after_s 8, EXIT_GRACE_S 5",
     ),
-    "checkpoint-truncated": _damage("truncated", damage.truncate),
-    "checkpoint-flipped": _damage("with a bit flipped", damage.flip_bit),
-    "checkpoint-missing": _damage("without a rank's file", damage.lose_file),
+    "checkpoint-truncated": _damage("truncated", injections.truncate),
+    "checkpoint-flipped": _damage("with a bit flipped", injections.flip_bit),
+    "checkpoint-missing": _damage("without a rank's file", injections.lose_file),
     "disk-full": Fault("the disk full during a save, and free again", fill_the_disk),
     "nan-once": Fault("a NaN in a batch, once", partial(poison_a_batch, stays=False)),
     "nan-stays": Fault("a NaN in a batch, whenever it is read", partial(poison_a_batch, stays=True)),

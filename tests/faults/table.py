@@ -1,16 +1,15 @@
-"""The results of the faults: a table as text or Markdown, and summary.json."""
+"""The results of the faults: a table, and summary.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.files import write_json
 
-_TITLES = ("fault", "times", "steps lost", "seconds to resume", "sequence equal", "remarks")
+_TITLES = ("fault", "times", "steps lost", "seconds to resume", "sequence equal")
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Result:
         seconds_to_resume: the longest from the fault to the first new step, with five seconds in place of Slurm's two
             minutes between attempts; None where the run was lost.
         sequence_equal: whether the metrics of every run equal those of an undisturbed one, bit for bit.
-        remarks: for the table.
+        remarks: for the terminal and summary.json.
     """
 
     fault: str
@@ -35,20 +34,8 @@ class Result:
     remarks: str = ""
 
     @property
-    def entry(self) -> dict[str, Any]:
-        """Its entry in summary.json."""
-        seconds = self.seconds_to_resume
-        return {
-            "fault": self.fault,
-            "times": self.times,
-            "steps_lost": self.steps_lost,
-            "seconds_to_resume": None if seconds is None else round(seconds, 1),
-            "sequence_equal": self.sequence_equal,
-        }
-
-    @property
     def cells(self) -> tuple[str, ...]:
-        """Its row of the table."""
+        """Its row of the table, and the remarks."""
         lost = "all" if self.steps_lost is None else str(self.steps_lost)
         seconds = "never" if self.seconds_to_resume is None else f"{self.seconds_to_resume:.1f}"
         return self.fault, str(self.times), lost, seconds, "yes" if self.sequence_equal else "NO", self.remarks
@@ -57,31 +44,15 @@ class Result:
 def write_summary(path: Path, results: Sequence[Result]) -> None:
     """Writes summary.json."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, [result.entry for result in results])
+    write_json(path, [asdict(result) for result in results])
 
 
 def read_summary(path: Path) -> list[Result]:
-    """Reads it back; remarks are not in it."""
+    """Reads it back."""
     return [Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def as_text(results: Sequence[Result]) -> str:
-    """Columns under their titles."""
-    rows = [_TITLES, *(result.cells for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    return "\n".join(_line(row, widths) for row in rows)
-
-
 def as_markdown(results: Sequence[Result]) -> str:
-    """The same, without remarks, for the documentation."""
-    rows = [_TITLES, ("---",) * len(_TITLES), *(result.cells for result in results)]
-    return "\n".join(f"| {' | '.join(row[:-1])} |" for row in rows)
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    numeric = range(1, 4)
-    cells = (
-        cell.rjust(width) if column in numeric else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
+    """The table, without remarks."""
+    rows = [_TITLES, ("---",) * len(_TITLES), *(result.cells[:-1] for result in results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from tests.faults.damage import done_to_the_newest, truncate
-from tests.faults.injections import kill_rank
+from tests.faults.injections import done_to_the_newest, kill_rank, truncate
 from tests.faults.random_kills import kill_at_random
 from tests.faults.runs import BRIEF, Laboratory
 from tests.faults.trial import stop_and_resume

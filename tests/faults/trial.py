@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tests.disks import SmallDisk
 from tests.faults.injections import Injection
 from tests.faults.job import Job
-from tests.faults.runs import BRIEF, LASTING, Laboratory, Shape, TrialError
+from tests.faults.runs import BRIEF, LASTING, RANKS, Laboratory, Shape, TrialError
 from tests.faults.table import Result
 from tests.slurm.cluster import Cluster
 
@@ -100,7 +104,50 @@ def survive(fault: str, laboratory: Laboratory, cluster: Cluster, *, injections:
         seconds = max(seconds, time.monotonic() - struck)
     if run.step == run.shape.steps:
         raise TrialError(f"{run.folder}: it was done before the last fault\n{run.output}")
-    job.finish()
-    if job.restarts:
-        raise TrialError(f"{run.folder}: it was started again {job.restarts} times, expected none\n{run.output}")
+    job.finish(restarts=0)
     return Result(fault, len(injections), 0, seconds, laboratory.is_undisturbed(run))
+
+
+def fill_the_disk(fault: str, laboratory: Laboratory, cluster: Cluster) -> Result:
+    """Runs a job that saves to a small disk, which another program fills during the run."""
+    laboratory.undisturbed(BRIEF)
+    run = laboratory.new_run(BRIEF)
+    disk = SmallDisk(run.folder / "checkpoints", mib=64)
+    try:
+        job = Job(cluster, run)
+        job.wait_between_checkpoints()
+        disk.fill()
+        job.wait_until(lambda: "was not saved" in run.output, "a save that fails")
+        struck, failed_at, saved = time.monotonic(), run.step, run.saved_step
+        job.wait_for_step(failed_at + 1)
+        seconds = time.monotonic() - struck
+        disk.free()
+        job.finish(restarts=0)
+        if not saved < failed_at < run.saved_step == run.shape.steps:
+            raise TrialError(f"saved {saved}, full at {failed_at}, then saved {run.saved_step}\n{run.output}")
+    finally:
+        disk.remove()
+    return Result(fault, 1, 0, seconds, laboratory.is_undisturbed(run))
+
+
+_POISON = Path(__file__).parent / "poison"
+
+
+def poison_a_batch(fault: str, laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13) -> Result:
+    """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the first time."""
+    skipped = (step,) if stays else ()
+    laboratory.undisturbed(BRIEF, skipped)
+    run = laboratory.new_run(BRIEF)
+    strokes = run.folder / "strokes"
+    batch = (step - 1) * (BRIEF.global_batch_size // BRIEF.micro_batch_size // RANKS) + 1
+    path = os.pathsep.join(filter(None, (str(_POISON), os.environ.get("PYTHONPATH"))))
+    poison = json.dumps({"rank": 1, "micro_batch": batch, "stays": stays, "strokes": str(strokes)})
+    job = Job(cluster, run, PYTHONPATH=path, POISON=poison)
+    job.wait_for_step(step)
+    done = time.time()
+    job.finish(restarts=0)
+    times = [float(line) for line in strokes.read_text(encoding="utf-8").splitlines()]
+    if len(times) != (2 if stays else 1) or f"step {step}: its loss or gradient is not finite" not in run.output:
+        raise TrialError(f"struck {len(times)} times\n{run.output}")
+    remarks = f"compared with a run that skips step {step}" if stays else "the step is recomputed"
+    return Result(fault, 1, 1, done - times[0], laboratory.is_undisturbed(run, skipped), remarks)

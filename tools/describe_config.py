@@ -135,7 +135,7 @@ def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _row(key: str, field: FieldInfo, summary: str = "") -> str:
-    meaning = (field.description or summary).replace("|", r"\|")
+    meaning = " ".join((field.description or summary).split()).replace("|", r"\|")
     return f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |\n"
 
 

@@ -15,13 +15,7 @@ _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
 _BEFORE_THE_FIRST_S = 1.0
 _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
-_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}"
-_FORMATS = {  # by whether it is a terminal, and whether it shows the time left
-    (True, True): None,  # tqdm's own
-    (True, False): "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
-    (False, True): _LOG_LINE + ", {remaining} left",
-    (False, False): _LOG_LINE,
-}
+_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, {remaining} left"
 _T = TypeVar("_T")
 
 
@@ -90,14 +84,7 @@ class _LogLines:
 
 
 def progress_bar(
-    what: str,
-    total: float,
-    unit: str,
-    *,
-    done: float = 0,
-    every_s: float | None = None,
-    scaled: bool = True,
-    time_left: bool = True,
+    what: str, total: float, unit: str, *, done: float = 0, every_s: float | None = None, scaled: bool = True
 ) -> ProgressBar:
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
@@ -108,7 +95,6 @@ def progress_bar(
         unit: suffix of numbers: "B", " windows".
         done: what was done earlier, which does not count for the speed.
         scaled: whether numbers get SI prefixes: 4.00M.
-        time_left: whether to show it, from the speed so far; without it, the postfix can hold a better estimate.
     """
     terminal = sys.stderr.isatty()
     every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s
@@ -124,7 +110,7 @@ def progress_bar(
         dynamic_ncols=terminal,
         delay=_BEFORE_THE_FIRST_S if terminal else every_s,
         mininterval=_BETWEEN_DRAWINGS_S if terminal else every_s,
-        bar_format=_FORMATS[terminal, time_left],
+        bar_format=None if terminal else _LOG_LINE,
     )
 
 

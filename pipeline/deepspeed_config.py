@@ -5,6 +5,7 @@ Refused are keys that the run configuration sets, the value "auto", and settings
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ _ALLOWED = {
     "dump_state",
     "steps_per_print",
 }
+# Settings that DeepSpeed accepts and gets wrong; each was reproduced.
+_BROKEN = {
+    "zero_optimization.zero_quantized_nontrainable_weights": "it destroys a base that is frozen",
+    "zero_optimization.leaf_module": "with a frozen base the backward pass fails",
+}
+_GUARDS = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
+"""The checks for gradients that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -124,72 +132,51 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
 
 
 def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
-    if not isinstance(values.get("zero_optimization"), dict):
-        return ["expected an object with zero_optimization"]
-    if misshapen := _misshapen(values):
-        return misshapen
-    faults = [f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED]
+    if faults := _misshapen(values):
+        return faults
+    settings = dict(_flat(values))
+    faults += [
+        f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED
+    ]
     unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
     faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}{nearest(name, _ALLOWED)}" for name in unknown]
-    faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in _autos(values)]
-    faults += [
-        f"{name}: a gradient that is not finite would reach the weights; remove it" for name in _unguarded(values)
-    ]
-    return faults + _broken_combinations(values["zero_optimization"], layout)
+    autos = [name for name, value in settings.items() if value == "auto"]
+    faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in autos]
+    unguarded = [name for name in _GUARDS if settings.get(name) is False]
+    faults += [f"{name}: a gradient that is not finite would reach the weights; remove it" for name in unguarded]
+    faults += [f"{name}: {why}; remove it" for name, why in _BROKEN.items() if settings.get(name)]
+    if layout.tp_size > 1:
+        for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
+            if isinstance(size := settings.get(name), int) and size > 1:
+                faults.append(
+                    f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the weights "
+                    "silently; remove it, or use tp_size 1"
+                )
+    return faults
 
 
 def _misshapen(values: dict[str, Any]) -> list[str]:
     """The sections that are no objects, and the numbers that are none, where this project reads inside."""
-    zero = values["zero_optimization"]
-    sections = {
-        "bf16": values.get("bf16", {}),
-        "zero_optimization.offload_param": zero.get("offload_param", {}),
-        "zero_optimization.offload_optimizer": zero.get("offload_optimizer", {}),
-    }
-    sizes = {name: zero.get(name, 0) for name in ("stage", "zero_hpz_partition_size", "mics_shard_size")}
+    zero = values.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return ["expected an object with zero_optimization"]
+    sections = {"bf16": values.get("bf16", {})}
+    sections |= {f"zero_optimization.{name}": zero.get(name, {}) for name in ("offload_param", "offload_optimizer")}
     faults = [f"{name}: expected an object" for name, section in sections.items() if not isinstance(section, dict)]
-    return faults + [
-        f"zero_optimization.{name}: expected a whole number, found {size!r:.80}"
-        for name, size in sizes.items()
-        if not isinstance(size, int) and size != "auto"
-    ]
-
-
-def _unguarded(values: dict[str, Any]) -> list[str]:
-    """The settings that switch off the checks for gradients that are not finite."""
-    guards = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
-    return [name for name in guards if values.get(name.split(".")[0], {}).get(name.split(".")[1]) is False]
-
-
-def _autos(values: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for name, value in values.items():
-        if value == "auto":
-            found.append(prefix + name)
-        elif isinstance(value, dict):
-            found += _autos(value, f"{prefix}{name}.")
-    return found
-
-
-def _broken_combinations(zero: dict[str, Any], layout: Layout) -> list[str]:
-    """Settings that DeepSpeed accepts and gets wrong; each was reproduced."""
-    faults = []
     if zero.get("stage") not in (1, 2, 3):
-        faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r}")
-    if zero.get("zero_quantized_nontrainable_weights"):
-        faults.append(
-            "zero_optimization.zero_quantized_nontrainable_weights: it destroys a base that is frozen; remove it"
-        )
-    if zero.get("leaf_module"):
-        faults.append("zero_optimization.leaf_module: with a frozen base the backward pass fails; remove it")
-    if layout.tp_size > 1:
-        for name in ("zero_hpz_partition_size", "mics_shard_size"):
-            if zero.get(name, 0) != "auto" and zero.get(name, 0) > 1:
-                faults.append(
-                    f"zero_optimization.{name}: with parallel.tp_size {layout.tp_size} it mixes different shards "
-                    f"of the weights silently; remove it, or use tp_size 1"
-                )
+        faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r:.80}")
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        if not isinstance(size := zero.get(name, 0), int) and size != "auto":
+            faults.append(f"zero_optimization.{name}: expected a whole number, found {size!r:.80}")
     return faults
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings by their dotted names."""
+    for name, value in values.items():
+        yield prefix + name, value
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
 
 
 def check_stage(config: RunConfig, zero_stage: int) -> None:

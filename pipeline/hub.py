@@ -17,7 +17,7 @@ from pipeline.errors import BaseModelError, UserError, in_one_line
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
-# An export passes them on, and its own card quotes the base's (pipeline/conversion/base_files.py).
+# An export passes them on, and its own card quotes the base's (pipeline/conversion/hf_folder.py).
 _TERMS = ("README.md", "LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "COPYRIGHT*", "COPYING*", "*USE_POLICY*")
 _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, ServedPrecision, modeling_scale, precisions
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
-from pipeline.conversion.model_card import CARD, Measured, model_card
+from pipeline.conversion.model_card import CARD, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import Probe, Reader, probe_maker, verify
+from pipeline.conversion.verify import MakeProbe, Report, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import is_text
@@ -50,7 +49,6 @@ HF_FOLDER = "hf"
 RECORD = "conversion.json"
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1", ("checkpoint_manifest", "written_format"))
 VERIFICATION = "verification.json"
-MakeProbe = Callable[[Reader], Probe]
 _logger = log.get_logger(__name__)
 
 
@@ -128,44 +126,27 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
             gate that is not fitted for this checkpoint.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, what was written differs from it, or the output holds
-            another format.
+        ConversionError: the format cannot express the model, or what was written differs from it.
     """
-    if conversion.format == "expansion" and (conversion.precisions or conversion.padding != UNPADDED):
-        raise ConversionError(
-            f"{conversion.output}: --format expansion is no model to serve; leave --precisions and --pad-for out"
-        )
-    model = open_trained(conversion.checkpoint, conversion.base)
-    if conversion.vocabulary is not None:
-        if model.manifest.run.vocabulary is None:
-            raise ConversionError(f"{model.checkpoint}: trained with the base's own vocabulary; leave --vocabulary out")
-        model = model.with_tokenizer(conversion.vocabulary)
-    gate = None if conversion.format == "expansion" else conversion.gate
-    if gate is not None:
-        model = with_gate(model, gate)
+    output, is_expansion = conversion.output, conversion.format == "expansion"
+    if is_expansion and (conversion.precisions or conversion.padding != UNPADDED):
+        raise ConversionError(f"{output}: --format expansion is not served; leave --precisions and --pad-for out")
+    model = _open(conversion, with_gate=not is_expansion)
     request = {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
-        "gate": None if gate is None else file_hash(gate / GATE_RECORD),
+        "gate": None if conversion.gate is None or is_expansion else file_hash(conversion.gate / GATE_RECORD),
         "asked_format": conversion.format,
         "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
         "asked_precisions": list(conversion.precisions),
         "asked_padding": asdict(conversion.padding),
         "asked_base_name": conversion.base_name,
+        "code": file_hash(Path(modeling_scale.__file__)),
     }
-    code = file_hash(Path(modeling_scale.__file__))
-    kind = EXPANSION if conversion.format == "expansion" else EXPORT
-    made = read_object(conversion.output / kind.record, ConversionError) if holds(kind, conversion.output) else {}
-    is_current = made.get("written_format") != "scale" or made.get("code") == code
-    if is_current and all(made.get(key) == value for key, value in request.items()):
+    kind = EXPANSION if is_expansion else EXPORT
+    made = read_object(output / kind.record, ConversionError) if holds(kind, output) else {}
+    if all(made.get(key) == value for key, value in request.items()):
         return False
-    check_replaceable(conversion.output, kind, overwrite=conversion.overwrite)
-    held = made.get("written_format")
-    if held and conversion.format not in (held, made.get("asked_format")) and not conversion.overwrite:
-        # Others may rely on it.
-        raise ConversionError(
-            f"{conversion.output}: expected --format {conversion.format}, found an export in the format {held}; name "
-            "another --output, or say --overwrite"
-        )
+    check_replaceable(output, kind, overwrite=conversion.overwrite)
     for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
         pass
     record = {
@@ -176,98 +157,76 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "method": model.manifest.run.method,
         "base_precision": model.manifest.run.base_precision,
     }
-    if conversion.format == "expansion":
+    if is_expansion:
         _write_expansion(conversion, model, record)
-        if conversion.gate is not None:
-            _logger.info(
-                "%s: without the gate; a run that trains this expansion further fits its own", conversion.output
-            )
-        return True
-    if model.manifest.run.vocabulary is not None:
-        _check_tokenizer(model)
-    base_name, dtype = conversion.base_name or _name_on_hub(model), conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
-    written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
-    if export.format == "scale":
-        written["code"] = code
-    _logger.info("writing %s, format %s, %s", conversion.output, export.format, dtype_name(export.dtype))
-    with published_folder(conversion.output, EXPORT, overwrite=conversion.overwrite) as folder:
-        write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
-        probe = make_probe(model)
-        residual = export.config.get(RESIDUAL_KEY)
-        report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
-        base_probe = make_probe(model.with_tokenizer(None)) if model.manifest.run.vocabulary else probe
-        own = {text: math.log(found.exported_perplexity) for text, found in report.texts.items()}
-        costs = _costs_of_precisions(conversion, (folder, probe), (conversion.base, base_probe), own, export.dtype)
-        write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
-        write_text(folder / CARD, model_card(model, export, Measured(report, costs, conversion.command), base_name))
-        write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
-    _logger.info(
-        "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
-        report.max_abs, report.kl, 100 * report.top1_agreement,
-    )  # fmt: skip
+    else:
+        report = _write_export(conversion, model, make_probe, record)
+        _logger.info(
+            "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
+            report.max_abs, report.kl, 100 * report.top1_agreement,
+        )  # fmt: skip
     return True
 
 
-def _costs_of_precisions(
-    conversion: Conversion,
-    export: tuple[Path, Probe],
-    base: tuple[Path, Probe],
-    own: precisions.Nll,
-    dtype: torch.dtype,
-) -> dict[ServedPrecision, precisions.Loss]:
-    """What the 16-bit types and the precisions asked for cost the export, whose nll in its own type is `own`.
-
-    Raises:
-        ConversionError: it loses more than its base in one that was asked for.
-    """
-    found = precisions.losses(export, base, own, dtype, ("bf16", "fp16", *conversion.precisions))
-    for name, loss in found.items():
-        if not loss.is_acceptable:
-            message = f"{conversion.output}: {precisions.describe(name, loss)}"
-            if name in conversion.precisions:
-                advice = f"leave {name} out" + (", or try --dtype bf16" if dtype == torch.float32 else "")
-                raise ConversionError(f"{message}; not kept: {advice}")
-            _logger.warning("%s; do not serve it so", message)
-    return found
-
-
-def with_gate(model: TrainedModel, folder: Path) -> TrainedModel:
-    """The model with the gate in `folder`.
-
-    Raises:
-        CheckpointError: the gate is missing, damaged, or was fitted for another checkpoint.
-    """
-    gate, record = open_gate(folder)
+def _open(conversion: Conversion, *, with_gate: bool) -> TrainedModel:
+    """The model to be converted, with its vocabulary and gate."""
+    model = open_trained(conversion.checkpoint, conversion.base)
+    if conversion.vocabulary is not None:
+        if model.manifest.run.vocabulary is None:
+            raise ConversionError(f"{model.checkpoint}: trained with the base's own vocabulary; leave --vocabulary out")
+        model = model.with_tokenizer(conversion.vocabulary)
+    if conversion.gate is None or not with_gate:
+        return model
+    gate, record = open_gate(conversion.gate)
     fitted_for = record.request.get("checkpoint_manifest")
     if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE) or model.plan is None:
         raise CheckpointError(
-            f"{folder}: fitted for another checkpoint than {model.checkpoint}; run the stage gate (tools/fit_gate.py) "
-            "again"
+            f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the stage gate "
+            "(tools/fit_gate.py) again"
         )
-    gate.check_fits(model.plan, model.spec.widths.hidden_size, str(folder))
+    gate.check_fits(model.plan, model.spec.widths.hidden_size, str(conversion.gate))
     return replace(model, gate=gate)
 
 
-def _name_on_hub(model: TrainedModel) -> str | None:
-    """The base's name on the hub: where it came from in training, or lies in the hub's cache now."""
-    source = model.manifest.run.base.hub or source_of(model.base.path)
-    return None if source is None else source.partition("@")[0]
-
-
-def _check_tokenizer(model: TrainedModel) -> None:
-    run = model.manifest.run
-    if load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
+def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeProbe, record: dict[str, Any]) -> Report:
+    """Publishes the export, and returns how it compares with the trained model."""
+    run, output = model.manifest.run, conversion.output
+    if run.vocabulary is not None and load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
+    source = run.base.hub or source_of(model.base.path)
+    base_name = conversion.base_name or (source and source.partition("@")[0])
+    dtype = conversion.dtype or model.base.dtype
+    export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
+    _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(export.dtype))
+    with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
+        write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+        probe, residual = make_probe(model), export.config.get(RESIDUAL_KEY)
+        report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
+        base_probe = make_probe(model.with_tokenizer(None)) if run.vocabulary else probe
+        own = {text: math.log(found.exported_perplexity) for text, found in report.texts.items()}
+        costs = precisions.losses(
+            (folder, probe), (conversion.base, base_probe), own, export.dtype, ("bf16", "fp16", *conversion.precisions)
+        )
+        for name, loss in costs.items():
+            if not loss.is_acceptable and name in conversion.precisions:
+                advice = f"leave {name} out" + (", or try --dtype bf16" if export.dtype == torch.float32 else "")
+                raise ConversionError(f"{output}: in {name} {loss}; not kept: {advice}")
+            if not loss.is_acceptable:
+                _logger.warning("%s: in %s %s; do not serve it so", output, name, loss)
+        write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
+        write_text(folder / CARD, model_card(model, export, report, costs, conversion.command, base_name))
+        written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
+        write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
+    return report
 
 
 def _write_expansion(conversion: Conversion, model: TrainedModel, record: dict[str, Any]) -> None:
+    """Publishes the expansion with the origin that `tools/upscale.py` would write: a run can start from this folder."""
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
-    # The origin that `tools/upscale.py` would write: a run can start from this folder as from its own.
     origin = {
         **record,
         "base_hashes": model.base.hashes(),
@@ -278,3 +237,5 @@ def _write_expansion(conversion: Conversion, model: TrainedModel, record: dict[s
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
     write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)
+    if conversion.gate is not None:
+        _logger.info("%s: without the gate; a run that trains this expansion further fits its own", conversion.output)

@@ -25,18 +25,23 @@ from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY
 from pipeline.scale.plan import ExpansionPlan
 
-_HEADS = ("num_attention_heads", "num_key_value_heads")
-
 
 def why_not(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
     unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    peft = None
+    if not isinstance(settings, Lora):
+        peft = f"method {settings.name} has no adapters"
+    elif spec.new_rows:
+        peft = "adapters alone lack the rows of its new pieces"
+    elif spec.residual is not None:
+        peft = "its base was widened before and stores the added channels scaled, but PEFT would add adapters unscaled"
     return {
         "stock": why_not_stock(plan, spec, gated=gated),
         "scale": unwidened,
-        "peft": _why_not_peft(settings, spec),
+        "peft": peft,
         "expansion": unwidened,
     }
 
@@ -70,11 +75,7 @@ def choose_export(
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for.
-
-    Raises:
-        ConversionError: it cannot leave so.
-    """
+    """The format in which the model leaves, if `format` is asked for. Raises ConversionError if it cannot leave so."""
     reasons = why_not(model.settings, model.plan, model.stored.spec, gated=model.gate is not None)
     if format == "auto":
         return "stock" if reasons["stock"] is None else "scale"
@@ -87,9 +88,10 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """Any SCALE model: the parameters as they trained, and the file of code that runs them in `transformers`."""
-    base, spec, plan = base_config(model.base.path), model.spec, model.plan
+    base, spec, plan, gate = base_config(model.base.path), model.spec, model.plan, model.gate
     assert plan is not None, "checked before"
     renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_rows")
+    rotary = list(dict.fromkeys(layer.rotary for layer in spec.layers if layer.rotary is not None))
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],
         "auto_map": {
@@ -100,58 +102,37 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         **{key: value for key, value in asdict(spec).items() if key not in renamed_or_unused},
         **asdict(spec.widths),
         "hidden_act": spec.activation,
-        **_layer_entries(spec),
+        "num_hidden_layers": spec.num_layers,
+        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
+        "sliding_window": next((layer.window for layer in spec.layers if layer.window is not None), None),
+        "rotary": [asdict(one) for one in rotary],
+        "layer_rotary": [None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers],
         "normed_size": None if spec.residual is None else spec.residual.normed_size,
         "rest_scale": 0.0 if spec.residual is None else spec.residual.scale,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
-        **{heads: getattr(spec.widths, heads) + getattr(plan.expansion, heads) for heads in _HEADS},
+        # Caches are sized by all heads.
+        "num_attention_heads": spec.widths.num_attention_heads + plan.expansion.num_attention_heads,
+        "num_key_value_heads": spec.widths.num_key_value_heads + plan.expansion.num_key_value_heads,
         "l_fp": plan.l_fp,
         "collaborative_modules": sorted(plan.collaborative_modules),
         "routed": plan.routed,
         "router_threshold": plan.router_threshold,
         "router_vocab_size": model.base.spec.vocab_size,
         "norm_statistics": plan.norm,
-        **_gate_entries(model),
         **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
         "dtype": dtype_name(dtype),
         "transformers_version": modeling_scale.NEEDED,
     }
     tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
-    if model.gate is not None:
+    if gate is not None:
+        read = ("layer", "features", "bias", "threshold", "lower")
+        config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in read}}
         # In fp32 whatever the rest is: 16 bits would change decisions.
-        for name, tensor in model.gate.tensors.items():
-            made = PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)
-            tensors.append(made)
+        tensors += [
+            PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)
+            for name, tensor in gate.tensors.items()
+        ]
     return Export("scale", config, tensors, dtype, code={"modeling_scale.py": inspect.getsource(modeling_scale)})
-
-
-def _layer_entries(spec: DecoderSpec) -> dict[str, Any]:
-    """The layers as transformers' caches and masks read them, and each layer's rotary embedding: one of `rotary`."""
-    windows = {layer.window for layer in spec.layers} - {None}
-    if len(windows) > 1:
-        raise AssertionError(f"layers with windows of {sorted(windows)} tokens; modeling_scale.py has one window")  # type: ignore[type-var]
-    rotary = list(dict.fromkeys(layer.rotary for layer in spec.layers if layer.rotary is not None))
-    return {
-        "num_hidden_layers": spec.num_layers,
-        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
-        "sliding_window": next(iter(windows), None),
-        "rotary": [asdict(one) for one in rotary],
-        "layer_rotary": [None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers],
-    }
-
-
-def _gate_entries(model: TrainedModel) -> dict[str, Any]:
-    gate = model.gate
-    if gate is None:
-        return {}
-    return {
-        "gate_layer": gate.layer,
-        "gate_features": gate.features,
-        "gate_decay": DECAY,
-        "gate_bias": gate.bias,
-        "gate_threshold": gate.threshold,
-        "gate_lower": gate.lower,
-    }
 
 
 # PEFT's format of LoRA. If several of our maps are one in the base's folder (GPT-NeoX, Phi-3), our adapters of rank r
@@ -175,29 +156,14 @@ def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None =
     for path in model.adapters:
         target = hf_tensor(path.removesuffix("adapter") + "base.weight", model.spec)
         maps.setdefault(target.name.removesuffix(".weight"), {})[target.part] = path
-    tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
-    return Export("peft", _peft_config(settings, maps, base_name or str(model.base.path.resolve())), tensors, dtype)
-
-
-def _why_not_peft(settings: Method, spec: DecoderSpec) -> str | None:
-    if not isinstance(settings, Lora):
-        return f"method {settings.name} has no adapters"
-    if spec.new_rows:
-        return "adapters alone lack the rows of its new pieces"
-    if spec.residual is not None:
-        return "its base was widened before and stores the added channels scaled, but PEFT would add adapters unscaled"
-    return None
-
-
-def _peft_config(settings: Lora, maps: PeftMaps, base: str) -> dict[str, Any]:
     # PEFT knows the maps of all layers by the last part of their names.
     adapters = {name.rsplit(".", 1)[-1]: len(paths) for name, paths in maps.items()}
     several = {leaf: count for leaf, count in adapters.items() if count > 1}
     alpha = settings.scale * settings.rank
-    return {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base_name or str(model.base.path.resolve()),
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": alpha,
@@ -208,6 +174,8 @@ def _peft_config(settings: Lora, maps: PeftMaps, base: str) -> dict[str, Any]:
         "rank_pattern": {leaf: count * settings.rank for leaf, count in several.items()},
         "alpha_pattern": {leaf: count * alpha for leaf, count in several.items()},
     }
+    tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
+    return Export("peft", config, tensors, dtype)
 
 
 def _peft_tensors(model: TrainedModel, name: str, paths: Mapping[FusedPart | None, str]) -> list[PlannedTensor]:

@@ -1,11 +1,17 @@
-"""Hugging Face folders: an exported model is written tensor by tensor, and loaded as `transformers` loads it."""
+"""Hugging Face folders: an exported model is written tensor by tensor, and loaded as `transformers` loads it.
+
+What an export keeps of its base's folder comes from a stranger and may be published: names are fixed or match a
+pattern, and no link leads out of the folder.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,10 +24,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipeline.conversion.base_files import copy_base_files
+from pipeline.conversion import Exported
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.files import read_object, write_json, write_text
+from pipeline.files import read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
@@ -32,6 +39,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
+# Licences ask that they, notices and policies are passed on.
+_TERMS = re.compile(r"(?i)(licen[cs]e|notice|copyright|copying|(acceptable_)?use_policy)([-_.][\w.-]*)?")
+_TOKENIZER = re.compile(
+    r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
+    r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json|chat_template\.jinja"
+)
+_MORE_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -55,15 +69,11 @@ class PlannedTensor:
 class Export:
     """A Hugging Face folder to be written.
 
-    Attributes:
-        format: `stock`, `scale` or `peft`.
-        config: the contents of config.json, or of adapter_config.json.
-        tensors: in the order in which they are written.
-        dtype: the type in which they are written.
-        code: Python files that the folder carries: their text by name.
+    `config` is the contents of config.json, or of adapter_config.json; `tensors` are written in this order and in
+    `dtype`; `code` is the text of the Python files that the folder carries, by name.
     """
 
-    format: str
+    format: Exported
     config: Mapping[str, Any]
     tensors: Sequence[PlannedTensor]
     dtype: torch.dtype
@@ -75,9 +85,11 @@ def write_hf_folder(
 ) -> None:
     """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
 
-    Holds one tensor at a time.
+    Holds one tensor at a time. Weights are split into files of at most `file_bytes`, adapters are one file: PEFT reads
+    no other.
 
-    Weights are split into files of at most `file_bytes`, adapters are one file: PEFT reads no other.
+    Raises:
+        BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     adapters = export.format == "peft"
     planned = {tensor.name: tensor for tensor in export.tensors}
@@ -128,6 +140,46 @@ def write_safetensors(
                 raise AssertionError(f"{planned.name}: made {tuple(tensor.shape)}, planned {planned.shape}")
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             on_written(tensor.nbytes)
+
+
+def terms_in(folder: Path) -> list[str]:
+    """The names of the licence, notice and policy files in `folder`."""
+    return _matching(folder, _TERMS)
+
+
+def _matching(folder: Path, names: re.Pattern[str]) -> list[str]:
+    return sorted(path.name for path in folder.glob("*") if names.fullmatch(path.name) and not path.is_dir())
+
+
+def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
+    """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
+
+    The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
+    latter names is not kept: the only code of an export is `modeling_scale.py`.
+
+    Raises:
+        BaseModelError: a file cannot be read, or links out of its folder.
+    """
+    templates = _matching(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja"))
+    kept = [(base, name) for name in ("generation_config.json", *terms_in(base))]
+    kept += [(tokenizer, name) for name in _matching(tokenizer, _TOKENIZER)]
+    kept += [(tokenizer, f"{_MORE_TEMPLATES}/{name}") for name in templates]
+    for source, name in kept:
+        with suppress(FileNotFoundError):
+            content = read_inside(source, name, BaseModelError)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+    path, config = folder / "tokenizer_config.json", dict[str, Any]()
+    with suppress(FileNotFoundError):
+        config = read_object(path, BaseModelError)
+    template = template_in(folder, config)
+    if template is not None:
+        write_text(folder / TEMPLATE, template)
+        if not isinstance(config.get("chat_template"), list):
+            config["chat_template"] = template
+    config.pop("auto_map", None)
+    if config:
+        write_json(path, config)
 
 
 def base_config(base: Path) -> dict[str, Any]:

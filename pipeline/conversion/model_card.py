@@ -7,8 +7,8 @@ stranger may have written: only plain values of known fields are taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pipeline import log
 from pipeline.config.method import title_of
 from pipeline.conversion import ServedPrecision
-from pipeline.conversion.base_files import terms_in
-from pipeline.conversion.hf_folder import Export, dtype_name
+from pipeline.conversion.hf_folder import Export, dtype_name, terms_in
 from pipeline.conversion.precisions import Loss
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
@@ -37,33 +36,75 @@ _LOADED_BY = {
 _logger = log.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the conversion found: its verification, what precisions cost, and the command line that can be repeated."""
-
-    report: Report
-    costs: Mapping[ServedPrecision, Loss]
-    command: str
-
-
-def model_card(model: TrainedModel, export: Export, measured: Measured, base_name: str | None) -> str:
-    """The text of the card; `base_name` is the base's on the hub, if that is known."""
-    base, sources = _card_of(model.base.path), [source for source, _ in _trained_on(model) if source]
-    languages = base.get("language")
+def model_card(
+    model: TrainedModel,
+    export: Export,
+    report: Report,
+    costs: Mapping[ServedPrecision, Loss],
+    command: str,
+    base_name: str | None,
+) -> str:
+    """The text of the card. `command` makes the folder again; `base_name` is the base's on the hub, if it is known."""
+    run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
+    kind = str(run.method.get("variant") or model.settings.name)
+    library, load = _LOADED_BY[export.format]
+    corpora, sources = _corpora(run.data)
+    card = _card_of(model.base.path)
+    languages = card.get("language")
     languages = [one for one in (languages if isinstance(languages, list) else [languages]) if isinstance(one, str)]
-    languages = [one for one in languages if _LANGUAGE.fullmatch(one)]
-    data = ModelCardData(
+    front_matter = ModelCardData(
         base_model=base_name,
         base_model_relation=base_name and ("adapter" if export.format == "peft" else "finetune"),
-        language=_each_once([*languages, *(source.get("language") for source in sources)]) or None,
-        datasets=_each_once(source.get("dataset") for source in sources) or None,
-        library_name=_LOADED_BY[export.format][0],
+        language=_each_once([*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]),
+        datasets=_each_once(one.get("dataset") for one in sources),
+        library_name=library,
         pipeline_tag="text-generation",
-        tags=["continual-pretraining", "scale-cpt", _kind(model)],
-        **_terms(model.base.path, base),
+        tags=["continual-pretraining", "scale-cpt", kind],
+        **_terms(model.base.path, card),
     )
-    body = "\n\n".join(_body(model, export, measured, base_name or model.base.path.resolve().name))
-    return f"---\n{data.to_yaml()}\n---\n\n{body}\n"
+    settings = {
+        **{key: value for key, value in run.method.items() if value is not None and key != "expansion"},
+        "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
+        "gate": "none" if model.gate is None else f"before layer {model.gate.layer}, on {model.gate.features}",
+        "trained parameters": f"{trained:,} of {total:,}",
+        "format": f"{export.format}, {dtype_name(export.dtype)}",
+    }
+    if model.plan is not None:
+        base, added = asdict(model.spec.widths), asdict(model.plan.expansion)
+        # A stock export may have more than the sum: zeros.
+        whole = export.config if export.format == "stock" else {name: base[name] + added[name] for name in base}
+        settings |= {name: f"{base[name]} + {added[name]}, here {whole[name]}" for name in base}
+    verified = [
+        (name, one.tokens, one.training_perplexity, one.exported_perplexity, f"{one.top1_agreement:.2%}")
+        for name, one in report.texts.items()
+    ]
+    rounded = [
+        (name, *(loss.perplexities[text] for text in report.texts), loss.export_factor, loss.base_factor)
+        for name, loss in costs.items()
+    ]
+    paragraphs = [
+        f"---\n{front_matter.to_yaml()}\n---",
+        f"# {run.name}",
+        f"`{base_name or model.base.path.resolve().name}`, trained further with the method {title_of(kind)} by "
+        f"scale-cpt, on {position.tokens_seen:,} tokens in {position.step:,} steps. The terms of use are those of the "
+        "base, and of the texts below.",
+        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {load.partition('.')[0]}\n\n"
+        f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
+        "## Method",
+        _table(("setting", "value"), settings.items()),
+        "## Text",
+        _table(("corpus", "role", "dataset", "licence"), corpora),
+        "## Figures",
+        *_validations(model),
+        "The first held-out documents, by the model that trained and by this one as "
+        f"{library} loads it. Made by `{command}`:",
+        _table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
+        "The same with weights rounded as a server stores them; last, by what perplexity grows here and in the base:",
+        _table(("type", *report.texts, "factor", "the base's"), rounded),
+        "Nothing else was measured: no benchmark, and nothing on safety.\n",
+    ]
+    return "\n\n".join(paragraphs)
 
 
 def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,125 +133,43 @@ def _card_of(base: Path) -> dict[str, Any]:
         return {}
 
 
-def _trained_on(model: TrainedModel) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
-    """The source of each corpus that trained, as far as the run's configuration says, with its row of the table."""
-    data = model.manifest.run.data
+def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
+    """A row for each corpus that trained, and what the run's configuration says of its source."""
+    rows, sources = [], []
     for name, corpus in data["corpora"].items():
         source = {key: value for key, value in dict(corpus.get("source") or {}).items() if isinstance(value, str)}
         role = corpus["role"]
-        if role == "new":
-            what = "new text"
-        elif share := data.get(f"{role}_fraction", 0):
-            what = f"{role}, {100 * share:.3g} % of the samples"
-        else:
+        share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
+        if not share:
             continue
+        what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
         stated = [source.get(key, "not stated") for key in ("dataset", "license")]
-        if role == "rehearsal":
-            stated = ["text that the base wrote", "as the base"]
-        yield source, (name, what, *stated)
+        rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
+        sources.append(source)
+    return rows, sources
 
 
-def _body(model: TrainedModel, export: Export, measured: Measured, base: str) -> Iterator[str]:
-    """The paragraphs and tables."""
-    run, position = model.manifest.run, model.manifest.position
-    library, load = _LOADED_BY[export.format]
-    yield f"# {run.name}"
-    yield (
-        f"`{base}`, trained further with the method {title_of(_kind(model))} by scale-cpt, on {position.tokens_seen:,} "
-        f"tokens in {position.step:,} steps. The terms of use are those of the base, and of the texts below."
-    )
-    yield (
-        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {load.partition('.')[0]}\n\n"
-        f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
-        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```"
-    )
-    yield "## Method"
-    yield from _method(model, export)
-    yield "## Text"
-    yield _table(("corpus", "role", "dataset", "licence"), (row for _, row in _trained_on(model)))
-    yield "## Figures"
-    yield from _training(model)
-    yield from _conversion(measured, library)
-    yield "Nothing else was measured: no benchmark, and nothing on safety."
-
-
-def _method(model: TrainedModel, export: Export) -> Iterator[str]:
-    run, (trained, total) = model.manifest.run, model.counts
-    settings = {name: value for name, value in run.method.items() if value is not None and name != "expansion"}
-    rows = {
-        **settings,
-        "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
-        "gate": "none" if model.gate is None else f"before layer {model.gate.layer}, on {model.gate.features}",
-        "trained parameters": f"{trained:,} of {total:,}",
-        "format": f"{export.format}, {dtype_name(export.dtype)}",
-    }
-    yield _table(("setting", "value"), ((name, _plain(value)) for name, value in rows.items()))
-    if model.plan is not None:
-        widths, added = asdict(model.spec.widths), asdict(model.plan.expansion)
-        # A stock export may have more than the sum: zeros.
-        whole = export.config if export.format == "stock" else {name: widths[name] + added[name] for name in widths}
-        yield _table(("width", "base", "added", "here"), ((it, widths[it], added[it], whole[it]) for it in widths))
-
-
-def _training(model: TrainedModel) -> Iterator[str]:
-    validations = validations_in(read_metrics(model.checkpoint.parent.parent / METRICS))
-    validations = [one for one in validations if one.step <= model.manifest.position.step]
-    if len(validations) > 1:
-        before, after = validations[0], validations[-1]
-        yield f"Held-out text before training and after step {after.step:,}, from the run's own `{METRICS}`:"
-        yield _table(
-            ("corpus", "figure", "before", "after"),
-            (
-                (corpus, name.replace("_", " "), _figure(before.figures[corpus][name]), _figure(figures[name]))
-                for corpus, figures in after.figures.items()
-                for name in ("perplexity", "bits_per_byte")
-                if name in figures and name in before.figures.get(corpus, {})
-            ),
-        )
-
-
-def _conversion(measured: Measured, library: str) -> Iterator[str]:
-    yield (
-        f"The first held-out documents, by the model that trained and by this one as {library} loads it. Made by "
-        f"`{measured.command}`:"
-    )
-    texts = measured.report.texts
-    rows: list[list[object]] = [
-        [name, it.tokens, _figure(it.training_perplexity), _figure(it.exported_perplexity), f"{it.top1_agreement:.2%}"]
-        for name, it in texts.items()
-    ]
-    yield _table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), rows)
-    yield "The same with weights rounded as a server stores them; last, by what perplexity grows here and in the base:"
+def _validations(model: TrainedModel) -> list[str]:
+    """The run's own figures before and after training, if there are any."""
+    found = validations_in(read_metrics(model.checkpoint.parent.parent / METRICS))
+    found = [one for one in found if one.step <= model.manifest.position.step]
+    if len(found) < 2:
+        return []
+    before, after = found[0].figures, found[-1].figures
     rows = [
-        [
-            name,
-            *(_figure(loss.perplexities[it]) for it in texts),
-            _figure(loss.export_factor),
-            _figure(loss.base_factor),
-        ]
-        for name, loss in measured.costs.items()
+        (corpus, name.replace("_", " "), before[corpus][name], figures[name])
+        for corpus, figures in after.items()
+        for name in ("perplexity", "bits_per_byte")
+        if name in figures and name in before.get(corpus, {})
     ]
-    yield _table(("type", *texts, "factor", "the base's"), rows)
+    step = f"Held-out text before training and after step {found[-1].step:,}, from the run's own `{METRICS}`:"
+    return [step, _table(("corpus", "figure", "before", "after"), rows)]
 
 
-def _kind(model: TrainedModel) -> str:
-    return str(model.manifest.run.method.get("variant") or model.settings.name)
+def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    cells = ([f"{value:.4g}" if isinstance(value, float) else str(value) for value in row] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *cells])
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def _figure(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _each_once(values: Iterable[str | None]) -> list[str]:
-    return list(dict.fromkeys(value for value in values if value))
+def _each_once(values: Iterable[str | None]) -> list[str] | None:
+    return list(dict.fromkeys(value for value in values if value)) or None

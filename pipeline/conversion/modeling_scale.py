@@ -24,7 +24,6 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +38,11 @@ require_version(f"transformers>={NEEDED}", "This model's code needs it: pip inst
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.cache_utils import DynamicLayer  # noqa: E402
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: E402
+from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # noqa: E402  # it caps scores
 from transformers.utils import can_return_tuple  # noqa: E402
 
 
@@ -136,9 +136,6 @@ class StreamPath(NamedTuple):
     x: Tensor
     x_up: Tensor
     masked: bool | Tensor = False
-
-    def plus(self, y: Tensor, y_up: Tensor) -> StreamPath:
-        return StreamPath(self.x + y, self.x_up + y_up, self.masked)
 
     def normed(self, norm: nn.Module | None) -> StreamPath:
         if norm is None:
@@ -262,66 +259,35 @@ class ScaleRotary(nn.Module):
         super().__init__()
         self.spec = spec
         for name in self.NUMBERS:
-            numbers = spec[name]
-            held = None if numbers is None else torch.empty(len(numbers), dtype=torch.int32)
+            held = None if spec[name] is None else torch.empty(len(spec[name]), dtype=torch.int32)
             self.register_buffer(name, held, persistent=False)
         self.fill()
 
     @torch.no_grad()
     def fill(self) -> None:
         """Sets the buffers, which `from_pretrained` makes without values."""
-        for name in self.NUMBERS:
-            if self.spec[name] is not None:
-                numbers = torch.tensor(self.spec[name], dtype=torch.float32, device="cpu")
-                getattr(self, name).copy_(numbers.view(torch.int32))
+        for name, held in self.named_buffers():
+            held.copy_(torch.tensor(self.spec[name], dtype=torch.float32, device="cpu").view(torch.int32))
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """For positions [B, S]."""
-        spec, frequencies = self.spec, self._numbers("frequencies", positions)
+        spec, device = self.spec, positions.device
+        frequencies, longer = (
+            None if held is None else held.view(torch.float32).to(device)
+            for held in (getattr(self, name) for name in self.NUMBERS)
+        )
         if spec["context"] is not None:
             length = positions.amax(-1)[:, None, None] + 1
-            others = self._in_longer_texts(length, 2 * len(frequencies))
-            frequencies = torch.where(length > spec["context"], others, frequencies)
+            if longer is None:  # dynamic: theta grows with the text
+                width = 2 * len(frequencies)
+                stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
+                exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
+                longer = 1.0 / (spec["theta"] * stretched ** (width / (width - 2))) ** exponents
+            frequencies = torch.where(length > spec["context"], longer, frequencies)
         angles = positions.float().unsqueeze(-1) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
         factor = spec["attention_factor"]
         return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
-
-    def _numbers(self, name: str, positions: Tensor) -> Tensor:
-        numbers: Tensor = getattr(self, name).view(torch.float32).to(positions.device)
-        return numbers
-
-    def _in_longer_texts(self, length: Tensor, width: int) -> Tensor:
-        """The frequencies beyond the context: others (longrope), or of a theta that grows with the text (dynamic)."""
-        spec = self.spec
-        if spec["long_frequencies"] is not None:
-            return self._numbers("long_frequencies", length)
-        stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
-        theta = spec["theta"] * stretched ** (width / (width - 2))
-        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
-        return 1.0 / theta**exponents
-
-
-def eager_attention(
-    module: Any,  # noqa: ANN401
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    **kwargs: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor]:
-    """The interface's literal attention: query [B, H, S, K], key and value [B, H_kv, T, K] -> [B, S, H, K]."""
-    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout, module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class ScaleAttention(nn.Module):
@@ -368,8 +334,7 @@ class ScaleAttention(nn.Module):
             query, key = rotary.rotate(query), rotary.rotate(key)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        chosen = self.config._attn_implementation
-        attend: Callable[..., Any] = eager_attention if chosen == "eager" else ALL_ATTENTION_FUNCTIONS[chosen]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         if self.sliding_window is not None:
             options = {**options, "sliding_window": self.sliding_window}
         if self.config.attention_softcap is not None:
@@ -442,39 +407,31 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
         read = [path.normed(self.attention_norm) for path in paths]
         attended = self.attention(read, rotary, mask, past_key_values, options)
-        summed = self._sum(paths, attended, self.attention_post_norm)
+        summed = self._sums(paths, attended, self.attention_post_norm)
         fed = [self.ffn(path.normed(self.ffn_norm)) for path in (paths if self.parallel_residual else summed)]
-        return tuple(stream for path in self._sum(summed, fed, self.ffn_post_norm) for stream in path[:2])
+        return tuple(stream for path in self._sums(summed, fed, self.ffn_post_norm) for stream in path[:2])
 
     @staticmethod
-    def _sum(
+    def _sums(
         paths: list[StreamPath], changes: list[tuple[Tensor, Tensor]], norm: WidenedNorm | None
     ) -> list[StreamPath]:
-        normed = changes if norm is None else [norm(*change) for change in changes]
-        return [path.plus(*change) for path, change in zip(paths, normed, strict=True)]
+        pairs = zip(paths, (StreamPath(*change).normed(norm) for change in changes), strict=True)
+        return [StreamPath(path.x + change.x, path.x_up + change.x_up, path.masked) for path, change in pairs]
 
 
 class ScaleEmbedding(nn.Module):
     """The base's token embedding beside the added columns, from which the expansion stream starts: [B, S, D + U]."""
 
-    scale: Tensor
-
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.base = nn.Embedding(config.vocab_size, config.hidden_size)
         self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
-        self.factor = config.embedding_scale
-        self.register_buffer("scale", torch.empty((), dtype=torch.float32), persistent=False)
-        self.fill()
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Sets the buffer, as in `ScaleRotary`."""
-        self.scale.fill_(self.factor)
+        self.scale = config.embedding_scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
-        return embedded if self.factor == 1.0 else embedded * self.scale.to(embedded.device, embedded.dtype)
+        # Rounded to the type of the streams, and made on their device: `ScaleRotary` says why.
+        return embedded if self.scale == 1.0 else embedded * embedded.new_full((), self.scale)
 
 
 class GateCache(DynamicLayer):  # type: ignore[misc]
@@ -614,7 +571,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (ScaleRotary, ScaleEmbedding)):
+        if isinstance(module, ScaleRotary):
             module.fill()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -692,20 +649,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         config = self.config
         start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
         if position_ids is None:
-            position_ids = self._positions(embedded, attention_mask, past_key_values)
-        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(seen, seen + embedded.shape[1], device=embedded.device).unsqueeze(0)
         masks = attention_mask
         if not isinstance(masks, dict):  # a server's batches have their own
-            masks = {
-                kind: makers[kind](
-                    config=config,
-                    inputs_embeds=start.x,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    position_ids=position_ids,
-                )
-                for kind in sorted(set(config.layer_types))
-            }
+            masks = create_masks_for_generate(config, start.x, attention_mask, past_key_values, position_ids)
         tables = [make(position_ids, start.x.dtype) for make in self.rotary]
         paths, levels = [start], None
         for index, layer in enumerate(self.layers):
@@ -785,12 +733,3 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:  # noqa: ANN401
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
-
-    @staticmethod
-    def _positions(embedded: Tensor, attention_mask: Any, cache: Any) -> Tensor:  # noqa: ANN401
-        """Positions count from the first token that is not padding."""
-        length = embedded.shape[1]
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        seen = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(seen, seen + length, device=embedded.device).unsqueeze(0)

@@ -41,51 +41,36 @@ def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BY
     Raises:
         BaseModelError: they differ, or the weights do not fit config.json, or transformers cannot load the folder.
     """
-    spec = _first_layers(base, largest_bytes)
-    if spec is None:
+    whole = base.spec.num_layers
+    with torch.device("meta"):
+        decoder = Decoder(base.spec)
+    check_weights(decoder, base)
+    of_layer = max(map(_bytes, decoder.layers))
+    rest = _bytes(decoder) - sum(map(_bytes, decoder.layers))
+    layers = min(whole, (largest_bytes - rest) // of_layer)
+    if layers <= 0:
         _logger.info("%s: not compared with transformers: one layer takes over %d bytes", base.path, largest_bytes)
         return
-    windows = _probe(base)
+    spec = replace(base.spec, layers=base.spec.layers[:layers])
+    tokenizer, length = load_tokenizer(base.path), min(TOKENS, base.spec.max_position_embeddings)
+    encoded = (tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
+    windows = [torch.tensor([*tokenizer.before_document, *ids][:length]).unsqueeze(0) for ids in encoded]
     expected, found = _their_logits(base, spec, windows), _our_logits(base, spec, windows)
     difference = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
     allowed = TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
     if not difference <= allowed:  # written so that a NaN fails
         raise BaseModelError(
-            f"{base.path}: the first {spec.num_layers} of {base.spec.num_layers} layers give logits that differ from "
-            f"those of transformers by {difference:.3g}, expected at most {allowed:.3g}: this model_type "
-            f"{spec.family!r} is not read rightly; do not train on it, and report its config.json"
+            f"{base.path}: the first {layers} of {whole} layers give logits that differ from those of transformers by "
+            f"{difference:.3g}, expected at most {allowed:.3g}: this model_type {spec.family!r} is not read rightly; "
+            "do not train on it, and report its config.json"
         )
     _logger.info(
-        "%s: logits equal those of transformers within %.2g (%d of %d layers)",
-        base.path,
-        difference,
-        spec.num_layers,
-        base.spec.num_layers,
+        "%s: logits equal those of transformers within %.2g (%d of %d layers)", base.path, difference, layers, whole
     )
-
-
-def _first_layers(base: BaseFolder, largest_bytes: int) -> DecoderSpec | None:
-    """The base, or its first layers that take `largest_bytes` in fp32 with the embedding; None if no layer fits."""
-    with torch.device("meta"):
-        whole = Decoder(base.spec)
-    check_weights(whole, base)
-    of_layer = max(_bytes(layer) for layer in whole.layers)
-    rest = _bytes(whole) - sum(_bytes(layer) for layer in whole.layers)
-    fitting = min(base.spec.num_layers, (largest_bytes - rest) // of_layer)
-    return replace(base.spec, layers=base.spec.layers[:fitting]) if fitting > 0 else None
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
-
-
-def _probe(base: BaseFolder) -> list[Tensor]:
-    """Windows of tokens [1, S]: the beginnings of the passages that conversions are verified on."""
-    tokenizer = load_tokenizer(base.path)
-    start = list(tokenizer.before_document)
-    length = min(TOKENS, base.spec.max_position_embeddings)
-    encoded = (start + tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
-    return [torch.tensor(ids[:length]).unsqueeze(0) for ids in encoded]
 
 
 def _our_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.utils import parametrize
 
 from pipeline.conversion import ServedPrecision
 from pipeline.conversion.hf_folder import load_exported
@@ -52,8 +52,7 @@ def _q4_k(rows: Tensor) -> Tensor:
     """Blocks of 256: eight sub-blocks of 32 with a scale and a minimum in 6 bits each, whose factors are in fp16."""
     parts = rows.unflatten(1, (-1, 8, 32))
     low = parts.amin(-1, keepdim=True).clamp(max=0)
-    scale, low = (parts.amax(-1, keepdim=True) - low) / 15, -low
-    scale, low = (_six_bits(values) for values in (scale, low))
+    scale, low = (_six_bits(values) for values in ((parts.amax(-1, keepdim=True) - low) / 15, -low))
     return (_divided(parts + low, scale).round().clamp(0, 15) * scale - low).flatten(1)
 
 
@@ -62,76 +61,63 @@ def _six_bits(values: Tensor) -> Tensor:
     return _divided(values, factor).round().clamp(0, 63) * factor
 
 
-def _fp8_per_tensor(weight: Tensor) -> Tensor:
-    return rounded(weight.reshape(1, -1), "fp8").view_as(weight)
-
-
-@dataclass(frozen=True)
-class _Quantization:
-    """How a matrix is rounded; `block`: what its rows have to be a multiple of; `everywhere`: embeddings as well."""
-
-    round: Callable[[Tensor], Tensor]
-    block: int = 1
-    everywhere: bool = False
-
-
-_QUANTIZATIONS = {
-    "int8": _Quantization(_int8),
-    "fp8": _Quantization(partial(rounded, precision="fp8")),
-    "fp8_tensor": _Quantization(_fp8_per_tensor),
-    "nf4": _Quantization(partial(rounded, precision="nf4")),
-    "q8_0": _Quantization(_q8_0, 32, everywhere=True),
-    "q4_k": _Quantization(_q4_k, 256, everywhere=True),
+_QUANTIZED: dict[ServedPrecision, Callable[[Tensor], Tensor]] = {
+    "int8": _int8,
+    "fp8": partial(rounded, precision="fp8"),
+    "fp8_tensor": lambda weight: rounded(weight.reshape(1, -1), "fp8").view_as(weight),
+    "nf4": partial(rounded, precision="nf4"),
+    "q8_0": _q8_0,
+    "q4_k": _q4_k,
 }
+_GGUF_BLOCKS = {"q8_0": 32, "q4_k": 256}
+"""GGUF's formats, which embeddings have too, and what a row has to be a multiple of; others are in fp16."""
 
 
 def stored_as(weight: Tensor, precision: ServedPrecision, *, in_linear_map: bool = True) -> Tensor:
     """`weight` as `precision` stores it, of the same shape, in the type that is computed with."""
     if precision in TYPES:
         return weight.to(TYPES[precision])
-    quantization = _QUANTIZATIONS[precision]
-    if weight.dim() == 2 and (in_linear_map or quantization.everywhere):
-        if weight.shape[1] % quantization.block == 0:
-            return quantization.round(weight.float()).to(weight.dtype)
+    if weight.dim() != 2 or not (in_linear_map or precision in _GGUF_BLOCKS):
+        return weight
+    if weight.shape[1] % _GGUF_BLOCKS.get(precision, 1):
         return weight.half().to(weight.dtype)
-    return weight
+    return _QUANTIZED[precision](weight.float()).to(weight.dtype)
+
+
+class _Stored(nn.Module):
+    """A parametrization: a parameter reads as `precision` stores it. Nothing is kept, so the model may be mapped."""
+
+    def __init__(self, precision: ServedPrecision, *, in_linear_map: bool) -> None:
+        super().__init__()
+        self.precision, self.in_linear_map = precision, in_linear_map
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return stored_as(weight, self.precision, in_linear_map=self.in_linear_map)
 
 
 @contextmanager
-def served_in(model: PreTrainedModel, precision: ServedPrecision) -> Iterator[None]:
-    """Makes `model` compute with weights of `precision`, which one module has at a time: the model may be mapped.
+def served_in(model: Any, precision: ServedPrecision) -> Iterator[None]:  # noqa: ANN401
+    """Makes a model of transformers or PEFT compute with weights of `precision`; afterwards it is as it was.
 
     A gate and PEFT's adapters keep their type, as servers keep it.
     """
-    handles, kept, as_they_are = [], {}, ("lora_", *(model._keep_in_fp32_modules_strict or ()))
-    embeddings, output = set(model.get_input_embeddings().modules()), model.get_output_embeddings()
-
-    def convert(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
-        kept[module] = [parameter.data for parameter in module.parameters(recurse=False)]
-        for parameter in module.parameters(recurse=False):
-            is_linear = isinstance(module, nn.Linear) and module is not output
-            parameter.data = stored_as(parameter.data, precision, in_linear_map=is_linear)
-
-    def restore(module: nn.Module, *_: Any) -> None:  # noqa: ANN401
-        for parameter, values in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
-            parameter.data = values
-
-    for name, module in model.named_modules():
-        has_weights = next(module.parameters(recurse=False), None) is not None
-        if has_weights and not any(part in name for part in as_they_are):
-            # Where the embedding is tied, the output projection may read its matrix.
-            during = model if module in embeddings and model.config.tie_word_embeddings else module
-            handles.append(during.register_forward_pre_hook(partial(convert, module)))
-            handles.append(during.register_forward_hook(partial(restore, module), always_call=True))
+    as_they_are = ("lora_", *(model._keep_in_fp32_modules_strict or ()))
+    output, served = model.get_output_embeddings(), []
+    for path, module in list(model.named_modules()):
+        if not any(part in path for part in as_they_are):
+            stored = _Stored(precision, in_linear_map=isinstance(module, nn.Linear) and module is not output)
+            for name, _ in list(module.named_parameters(recurse=False)):
+                parametrize.register_parametrization(module, name, stored, unsafe=True)  # it may change the type
+                served.append((module, name))
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, name in served:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
 
 
 @torch.no_grad()
-def nll_in(model: PreTrainedModel, precision: ServedPrecision, probe: Probe) -> dict[str, float]:
+def nll_in(model: Any, precision: ServedPrecision, probe: Probe) -> dict[str, float]:  # noqa: ANN401
     """The nll a token of each text (a list of windows [S]), with weights of `precision`."""
     found = {}
     with served_in(model, precision):
@@ -153,21 +139,16 @@ class Loss:
     export_factor: float
     base_factor: float
 
-    @classmethod
-    def of(cls, export: Nll, base: Nll, plain_export: Nll, plain_base: Nll) -> Loss:
-        """From the nll of both models in the precision, and in the one that they are compared with (`plain`)."""
-
-        def factor(found: Nll, plain: Nll) -> float:
-            best = min(plain, key=plain.__getitem__)
-            return perplexity(found[best] - plain[best])
-
-        perplexities = {text: perplexity(value) for text, value in export.items()}
-        return cls(perplexities, factor(export, plain_export), factor(base, plain_base))
-
     @property
     def is_acceptable(self) -> bool:
         """Whether the export loses hardly more than its base, or the base itself cannot be served so."""
         return not self.base_factor < math.inf or self.export_factor <= (1 + TOLERANCE) * max(1.0, self.base_factor)
+
+    def __str__(self) -> str:
+        return (
+            f"its perplexity grows by a factor of {self.export_factor:.4g}, the base's by {self.base_factor:.4g} "
+            f"(accepted is {100 * TOLERANCE:g} % more)"
+        )
 
 
 def losses(
@@ -188,12 +169,16 @@ def losses(
         for name in dict.fromkeys((own, *wanted)):
             if name not in found:
                 found[name] = nll_in(model, name, probe)
-    return {name: Loss.of(of_export[name], of_base[name], plain, of_base[own]) for name in wanted}
 
+    def factor(found: Mapping[ServedPrecision, Nll], name: ServedPrecision) -> float:
+        best = min(found[own], key=found[own].__getitem__)
+        return perplexity(found[name][best] - found[own][best])
 
-def describe(name: ServedPrecision, loss: Loss) -> str:
-    """What a precision costs, in half a line."""
-    return (
-        f"in {name} its perplexity grows by a factor of {loss.export_factor:.4g}, the base's by {loss.base_factor:.4g} "
-        f"(accepted is {100 * TOLERANCE:g} % more)"
-    )
+    return {
+        name: Loss(
+            {text: perplexity(nll) for text, nll in of_export[name].items()},
+            export_factor=factor(of_export, name),
+            base_factor=factor(of_base, name),
+        )
+        for name in wanted
+    }

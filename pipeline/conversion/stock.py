@@ -91,22 +91,16 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
     for name, planned in tensors:
         target = hf_tensor(name, model.spec)
         held.setdefault(target.name, []).append((target.part, planned))
-    return [_stored_as(target, parts) for target, parts in held.items()]
 
+    def stored_as(target: str, parts: list[tuple[FusedPart | None, PlannedTensor]]) -> PlannedTensor:
+        part, first = parts[0]
+        if part is None:
+            return replace(first, name=target)
+        in_order = [planned for _, planned in sorted(parts, key=lambda pair: pair[0].index if pair[0] else 0)]
+        shape = (sum(planned.shape[0] for planned in in_order), *first.shape[1:])
+        return PlannedTensor(target, shape, lambda: fuse([planned.make() for planned in in_order], part.groups))
 
-def _stored_as(target: str, parts: list[tuple[FusedPart | None, PlannedTensor]]) -> PlannedTensor:
-    part, first = parts[0]
-    if part is None:
-        return replace(first, name=target)
-    groups = part.groups
-    in_order = [planned for _, planned in sorted(parts, key=lambda pair: pair[0].index if pair[0] else 0)]
-    rows = sum(planned.shape[0] for planned in in_order)
-    made = partial(_fused, in_order, groups)
-    return PlannedTensor(target, (rows, *first.shape[1:]), made)
-
-
-def _fused(parts: Sequence[PlannedTensor], groups: int) -> Tensor:
-    return fuse([planned.make() for planned in parts], groups)
+    return [stored_as(target, parts) for target, parts in held.items()]
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ class _Fusion:
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """The base's own tensors, with the layers that were added."""
+    """The base's own tensors, with the layers that were added; adapters are merged: W + s B A in fp32."""
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
         "num_hidden_layers": model.spec.num_layers,
@@ -175,11 +169,15 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     residual = _kept(model.spec.residual, dtype)
     if residual is not None:
         config[RESIDUAL_KEY] = asdict(residual)
-    shapes = {name: shape for name, shape in model.shapes.items() if is_base(name)}
-    tensors = (
-        (name, PlannedTensor(name, shape, partial(_unwidened_values, model, name, residual)))
-        for name, shape in shapes.items()
-    )
+
+    def values(name: str) -> Tensor:
+        weight, path = model.read(name), name.removesuffix("base.weight") + "adapter"
+        if path in model.adapters:
+            weight = weight.float() + model.adapters[path].scale * (model.read(f"{path}.b") @ model.read(f"{path}.a"))
+        return weight if residual is None else residual.store(name, weight.clone())
+
+    names = filter(is_base, model.shapes)
+    tensors = [(name, PlannedTensor(name, model.shapes[name], partial(values, name))) for name in names]
     return Export("stock", config, _stored(model, tensors), dtype)
 
 
@@ -189,16 +187,3 @@ def _kept(residual: StoredResidual | None, dtype: torch.dtype) -> StoredResidual
     A smaller scale than the base's own would change what its norms compute.
     """
     return None if residual is None else replace(residual, scale=max(residual.scale, scale_in(dtype)))
-
-
-def _unwidened_values(model: TrainedModel, name: str, residual: StoredResidual | None) -> Tensor:
-    values = _with_adapter(model, name)
-    return values if residual is None else residual.store(name, values.clone())
-
-
-def _with_adapter(model: TrainedModel, name: str) -> Tensor:
-    """The base parameter `name`; if it has an adapter, W + s B A in fp32."""
-    weight, path = model.read(name), name.removesuffix("base.weight") + "adapter"
-    if path not in model.adapters:
-        return weight
-    return weight.float() + model.adapters[path].scale * (model.read(f"{path}.b") @ model.read(f"{path}.a"))

@@ -153,13 +153,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def gate_scores(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The gate's score of each token [S] of each window of tokens [S], computed in `dtype`.
-
-        Raises:
-            ValueError: there is no gate.
-        """
-        if self.gate is None:
-            raise ValueError(f"{self.checkpoint}: has no gate")
+        """The gate's score of each token [S] of each window of tokens [S], computed in `dtype`; it has a gate."""
+        assert self.gate is not None
         decoder, _ = self.streamed(dtype)
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         scores = self.gate.scores(decoder.base_stream(tokens, layer=self.gate.layer))
@@ -258,20 +253,11 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
 def as_text(facts: dict[str, Any]) -> str:
     """The facts that `describe_checkpoint` found, as text."""
 
-    def listed(values: dict[str, Any], sign: str = "") -> str:
-        return ", ".join(f"{key} {sign}{value}" for key, value in values.items() if not isinstance(value, dict))
+    def shown(value: object) -> str:
+        return ", ".join(f"{key} {own}" for key, own in value.items()) if isinstance(value, dict) else str(value)
 
-    lines = [
-        f"run       {facts['run']}, step {facts['step']:,}, {facts['tokens_seen']:,} tokens",
-        f"base      {facts['base']}",
-        f"method    {listed(facts['method'])}",
-        *([f"widths    {listed(facts['expansion'], '+')}"] if facts["expansion"] else []),
-        f"trained   {facts['trainable_parameters']:,} of {facts['total_parameters']:,} parameters "
-        f"({100 * facts['trained_fraction']:.1f} %)",
-        f"layout    {listed(facts['layout'])}",
-        "",
-        "layer  " + "  ".join(f"{kind:>22}" for kind in facts["norms"]),
-    ]
+    lines = [f"{name:<22} {shown(value)}" for name, value in facts.items() if name != "norms"]
+    lines += ["", "layer  " + "  ".join(f"{kind:>22}" for kind in facts["norms"])]
     for layer, norms in enumerate(zip(*facts["norms"].values(), strict=True)):
         lines.append(f"{layer:>5}  " + "  ".join(f"{norm:>22.4f}" for norm in norms))
     return "\n".join(lines)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline.conversion.gate_decisions import GateDecisions
 from pipeline.conversion.hf_folder import dtype_name, load_exported
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.records import Keys
@@ -22,6 +20,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.errors import ConversionError, DataError
 from pipeline.model.output import perplexity
+from pipeline.scale.gate import Gate
 
 # Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
 BUILT_IN = {
@@ -45,6 +44,8 @@ LOGITS = 2**26
 
 Probe = Mapping[str, list[Tensor]]
 """Token windows [S] of each text, by its name."""
+MakeProbe = Callable[[TrainedModel], Probe]
+"""Makes a probe with the model's own tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -105,36 +106,15 @@ class Report:
     texts: dict[str, Comparison] = field(default_factory=dict)
 
 
-class Sizes(Protocol):
-    """What limits a window of text: of our models and of those of transformers."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
-class Reader(Protocol):
-    """A model that reads text: the folder of its tokenizer, and its sizes."""
-
-    @property
-    def tokenizer(self) -> Path: ...
-    @property
-    def spec(self) -> Sizes: ...
-
-
-def probe_maker(
-    sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
-) -> Callable[[Reader], Probe]:
+def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None) -> MakeProbe:
     """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
 
     Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
     prompts. The function returned raises DataError if a source holds no document.
     """
-
     keys = keys or {}
 
-    def make(model: Reader) -> Probe:
+    def make(model: TrainedModel) -> Probe:
         tokenizer = load_tokenizer(model.tokenizer)
         length = min(TOKENS, model.spec.max_position_embeddings)
         count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))
@@ -162,41 +142,39 @@ def verify(
 ) -> Report:
     """Compares the training model with what `transformers` (PEFT for adapters) makes of `folder`, both in `dtype`.
 
-    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. If
-    there is a gate, its decisions are compared first, and then all models take the same. A folder that stores added
-    channels times `stored_scale` is compared with the training model whose norms count them so, and that with the
-    training model itself.
+    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. A
+    folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
+    so, and that with the training model itself.
 
     Raises:
         ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
-    every_window = [window for windows in probe.values() for window in windows]
-    decisions = None
-    if model.gate is not None:
-        decisions = GateDecisions(model, every_window, dtype, _FINER[dtype])
+    windows = [window for of_text in probe.values() for window in of_text]
+    decisions = None if model.gate is None else _GateDecisions(model, model.gate, windows, dtype)
+    if decisions is not None:
         model = decisions.fixed_in(model)
-    quantized = None
+    compared: dict[str, list[Tensor]] = {}
     if model.manifest.run.base_precision != "bf16":
-        quantized = iter(replace(model, base_as_trained=True).logits(every_window, dtype))
-    plain = None
+        compared["quantized"] = replace(model, base_as_trained=True).logits(windows, dtype)
     if stored_scale is not None:
-        plain, model = iter(model.logits(every_window, dtype)), replace(model, stored_scale=stored_scale)
-    finer, training = iter(model.logits(every_window, _FINER[dtype])), iter(model.logits(every_window, dtype))
-    found_in_all = iter(_exported_logits(folder, model, every_window, dtype, decisions))
-    texts, rounding, scaling = {}, Difference(), Difference()
-    for name, windows in probe.items():
-        expected = [next(training) for _ in windows]
-        found = [next(found_in_all) for _ in windows]
-        texts[name] = compare(windows, expected, found)
-        if quantized is not None:
-            as_trained = compare(windows, [next(quantized) for _ in windows], expected).training_perplexity
-            texts[name] = replace(texts[name], quantized_base_perplexity=as_trained)
-        if plain is not None:
-            scaled = compare(windows, [next(plain) for _ in windows], expected)
-            scaling = scaling.worse(Difference(scaled.max_abs, scaled.kl))
-            texts[name] = replace(texts[name], training_perplexity=scaled.training_perplexity)
-        rounded = compare(windows, [next(finer) for _ in windows], expected)
-        rounding = rounding.worse(Difference(rounded.max_abs, rounded.kl))
+        compared["unscaled"] = model.logits(windows, dtype)
+        model = replace(model, stored_scale=stored_scale)
+    compared["finer"] = model.logits(windows, _FINER[dtype])
+    expected = model.logits(windows, dtype)
+    found = _exported_logits(folder, model, windows, dtype, decisions)
+
+    texts, rounding, scaling, start = {}, Difference(), Difference(), 0
+    for name, of_text in probe.items():
+        rows = slice(start, start := start + len(of_text))
+        text = compare(of_text, expected[rows], found[rows])
+        against = {other: compare(of_text, logits[rows], expected[rows]) for other, logits in compared.items()}
+        rounding = rounding.worse(Difference(against["finer"].max_abs, against["finer"].kl))
+        if "unscaled" in against:
+            scaling = scaling.worse(Difference(against["unscaled"].max_abs, against["unscaled"].kl))
+            text = replace(text, training_perplexity=against["unscaled"].training_perplexity)
+        if "quantized" in against:
+            text = replace(text, quantized_base_perplexity=against["quantized"].training_perplexity)
+        texts[name] = text
     report = Report(
         dtype=dtype_name(dtype),
         max_abs=max(text.max_abs for text in texts.values()),
@@ -215,17 +193,65 @@ def verify(
     return report
 
 
+@dataclass(frozen=True)
+class _DecidedGate(Gate):
+    """A gate whose decisions for one batch are taken already: the levels [B, S]."""
+
+    decisions: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        return self.decisions.to(x.device)
+
+
+class _GateDecisions:
+    """The decisions of a gate on windows of tokens [S], in `dtype`: the same in all models that are compared.
+
+    Rounding may change the decision at a token whose score is near the threshold. Then two correct models differ by as
+    much as the base from the trained model, there and at later tokens.
+    """
+
+    def __init__(self, model: TrainedModel, gate: Gate, windows: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.gate = gate
+        self.scores = model.gate_scores(windows, dtype)
+        finer = model.gate_scores(windows, _FINER[dtype])
+        self.rounding = max(float((a - b).abs().max()) for a, b in zip(self.scores, finer, strict=True))
+        self.levels = [gate.levels_of(score) for score in self.scores]
+
+    def fixed_in(self, model: TrainedModel) -> TrainedModel:
+        """The model with these decisions, for all windows as one batch."""
+        decisions = nn.utils.rnn.pad_sequence(self.levels, batch_first=True)
+        values = {part.name: getattr(self.gate, part.name) for part in fields(Gate)}
+        return replace(model, gate=_DecidedGate(**values, decisions=decisions))
+
+    def fix_in_export(self, exported: nn.Module, folder: Path) -> None:
+        """Makes the exported model take these decisions in its next forward passes, one for each window.
+
+        Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
+        """
+        turns = iter(zip(self.levels, self.scores, strict=True))
+        limits = [limit for limit in (self.gate.threshold, self.gate.lower) if limit is not None]
+
+        def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:  # noqa: ANN401
+            levels, scores = (tensor.to(found.device) for tensor in next(turns))
+            far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > self.rounding
+            if wrong := int((far & (levels != found[0, :, 0])).sum()):
+                raise ConversionError(
+                    f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
+                    f"{len(levels)} tokens; not kept"
+                )
+            return levels.view(1, -1, 1)
+
+        exported.get_submodule("token_gate").register_forward_hook(replaced)
+
+
 def _exported_logits(
-    folder: Path, model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype, decisions: GateDecisions | None
-) -> Iterator[Tensor]:
+    folder: Path, model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype, decisions: _GateDecisions | None
+) -> list[Tensor]:
     """The logits [S, V] that the exported model gives to each window [S]."""
     exported = load_exported(folder, model.base.path, dtype)
-    with ExitStack() as stack:
-        decide = None if decisions is None else stack.enter_context(decisions.fixed_in_export(exported, str(folder)))
-        for number, window in enumerate(windows):
-            if decide is not None:
-                decide(number)
-            yield exported(window.unsqueeze(0), use_cache=False).logits[0].float()
+    if decisions is not None:
+        decisions.fix_in_export(exported, folder)
+    return [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:

@@ -197,16 +197,6 @@ def test_a_changed_file_is_noticed(conversion, tmp_path):
     assert not conversion.output.exists()
 
 
-@pytest.mark.parametrize("format", ["stock", "peft"])
-def test_a_folder_in_another_format_is_not_replaced(published, tmp_path, monkeypatch, format):
-    monkeypatch.delattr("pipeline.conversion.convert.check_file")  # it is refused before a checkpoint is hashed
-    other = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"), format=format)
-    before = {path.name: path.read_bytes() for path in other.output.iterdir()}
-    with pytest.raises(ConversionError, match="found an export in the format scale; name another --output"):
-        convert(other, probe_maker(TEXTS))
-    assert {path.name: path.read_bytes() for path in other.output.iterdir()} == before
-
-
 def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
     assert json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
     monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.0")

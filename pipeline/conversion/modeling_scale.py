@@ -272,6 +272,8 @@ class ScaleRotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """For positions [B, S]."""
         spec, device = self.spec, positions.device
+        frequencies: Any
+        longer: Any
         frequencies, longer = (
             None if held is None else held.view(torch.float32).to(device)
             for held in (getattr(self, name) for name in self.NUMBERS)

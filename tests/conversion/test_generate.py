@@ -161,4 +161,4 @@ def test_the_shipped_file_imports_nothing_else(folders):
         imports = [
             line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))
         ]
-        assert set(imports) == {"__future__", "collections", "typing", "torch", "transformers"}
+        assert set(imports) == {"__future__", "math", "typing", "torch", "transformers"}

@@ -30,7 +30,7 @@ _LONGEST_MESSAGE = 2_000
 
 @dataclass(frozen=True)
 class Result:
-    """How one input ended; with the seed its number makes it again. `outcome` is a row of docs/faults.md."""
+    """How one input ended; with the seed its number makes it again. docs/faults.md explains `outcome`."""
 
     number: int
     target: str

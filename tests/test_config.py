@@ -29,23 +29,13 @@ def test_a_value_of_another_kind_is_a_fault(tmp_path, changes, fault):
         load_config(write_config(tmp_path, tmp_path, **changes))
 
 
-def test_a_flag_is_still_true_or_false(tmp_path):
-    config = load_config(write_config(tmp_path, tmp_path, data__document_mask=False, preflight__enabled=True))
-    assert not config.data.document_mask
-    assert config.preflight.enabled
-
-
-def test_a_key_that_is_given_twice_is_a_fault(tmp_path):
-    path = write_config(tmp_path, tmp_path)
-    path.write_text(path.read_text() + "\nseed: 1\nseed: 2\n")
-    with pytest.raises(ConfigError, match="the key seed is given twice in one section"):
-        load_config(path)
-
-
-def test_anchors_and_merged_keys_are_read(tmp_path):
+def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n")
     assert read_yaml(path) == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+    path.write_text("seed: 1\nseed: 2\n")
+    with pytest.raises(ConfigError, match="the key seed is given twice in one section"):
+        read_yaml(path)
 
 
 def test_what_is_no_yaml_ends_in_one_line(tmp_path):
@@ -92,23 +82,21 @@ def test_a_section_of_another_name_replaces_the_extended_one(tmp_path):
     assert combined(read_layers(route))["method"]["l_fp"] == 3
 
 
-def test_files_that_cannot_be_extended_are_named(tmp_path):
-    extending(tmp_path / "a.yaml", "b.yaml")
-    extending(tmp_path / "b.yaml", str(tmp_path / "a.yaml"))
-    extending(tmp_path / "self.yaml", "self.yaml")
-    for name, fault in {
-        "a.yaml": r"b\.yaml: extends: .*a\.yaml: this file is extended already",
-        "self.yaml": "this file is extended already",
-        "missing.yaml": r"missing\.yaml: extends: .*none\.yaml: cannot read this configuration",
-        "list.yaml": "expected the path of one YAML file, found \\['a.yaml'\\]",
-    }.items():
-        if name == "missing.yaml":
-            extending(tmp_path / name, "none.yaml")
-        if name == "list.yaml":
-            extending(tmp_path / name, ["a.yaml"])  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=fault) as error:
-            load_config(tmp_path / name)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("name", "parent", "fault"),
+    [
+        ("a.yaml", "b.yaml", r"b\.yaml: extends: .*a\.yaml: this file is extended already"),
+        ("self.yaml", "self.yaml", "this file is extended already"),
+        ("missing.yaml", "none.yaml", r"missing\.yaml: extends: .*none\.yaml: cannot read this configuration"),
+        ("list.yaml", ["a.yaml"], "expected the path of one YAML file, found \\['a.yaml'\\]"),
+    ],
+)
+def test_files_that_cannot_be_extended_are_named(tmp_path, name, parent, fault):
+    extending(tmp_path / "b.yaml", "a.yaml")
+    extending(tmp_path / name, parent)
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(tmp_path / name)
+    assert "\n" not in str(error.value)
 
 
 def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path):

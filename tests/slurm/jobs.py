@@ -25,11 +25,11 @@ def stage_script(folder: Path, body: str, *options: str) -> Path:
     return script(folder, f"cd {PROJECT}\nsource slurm/common.sh\nload_site\n{body}", *options)
 
 
-def run_config(folder: Path) -> Path:
-    """The demo's configuration, with its run in `folder/run`, for scripts that ask where a run's records are."""
+def run_config(folder: Path, run: Path | None = None) -> Path:
+    """The demo's configuration, with its run in `run`, by default `folder/run`."""
     values = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**values, "folder": str(folder / "run")}), encoding="utf-8")
+    path.write_text(yaml.safe_dump({**values, "folder": str(run or folder / "run")}), encoding="utf-8")
     return path
 
 

@@ -35,13 +35,6 @@ def test_a_scenario_runs_again_after_a_slurmd_crashed(slurm_cluster: Cluster, tm
     assert len(attempts) == 2
     assert slurm_cluster.crashes == 1
 
-    with pytest.raises(AssertionError):
-        run_scenario(_fails, slurm_cluster, lambda: tmp_path)
-
-
-def _fails(cluster: Cluster, folder: Path) -> None:
-    raise AssertionError("of the scenario itself")
-
 
 @pytest.mark.usefixtures("slurm_installed")
 def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path):

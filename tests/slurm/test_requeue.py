@@ -31,20 +31,8 @@ echo "the stage is done"
 """
 
 
-def launcher(job_script: psutil.Process) -> psutil.Process:
-    return next(child for child in job_script.children() if child.name() == "srun")
-
-
 def kill_rank(folder: Path) -> None:
     psutil.Process(int((folder / "rank.1.pid").read_text())).kill()
-
-
-def kill_launcher(folder: Path) -> None:
-    launcher(psutil.Process(int((folder / "batch.pid").read_text()))).kill()
-
-
-def kill_batch_script(folder: Path) -> None:
-    psutil.Process(int((folder / "batch.pid").read_text())).kill()
 
 
 def leave_one_stopped(folder: Path) -> None:
@@ -55,8 +43,7 @@ def goes_on_after(disturb: Callable[[Path], None], cluster: Cluster, folder: Pat
     env = {"FOLDER": str(folder), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(folder))}
     if disturb is leave_one_stopped:
         env["STOPPED"] = "1"
-    body = f"echo $$ > {folder}/batch.pid\n{LASTING}"
-    script = stage_script(folder, body, *TWO_NODES, "--requeue", "--open-mode=append")
+    script = stage_script(folder, LASTING, *TWO_NODES, "--requeue", "--open-mode=append")
     job = cluster.sbatch(script, env=env, cwd=folder)
     after = ("--parsable", f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true")
     following = int(cluster.run("sbatch", *after, cwd=folder))
@@ -97,8 +84,6 @@ run_stage tokenize work"""
 
 SCENARIOS: dict[str, Scenario] = {
     "rank killed": partial(goes_on_after, kill_rank),
-    "srun killed": partial(goes_on_after, kill_launcher),
-    "batch script killed": partial(goes_on_after, kill_batch_script),
     "rank stopped": partial(goes_on_after, leave_one_stopped),
     "one task of an array": one_array_task_is_requeued_alone,
 }

@@ -54,26 +54,6 @@ def time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     assert {"rank 0 went on", "rank 1 went on", "converted"} <= set(lines)
 
 
-def signalled_ranks_requeue_until_the_cap(cluster: Cluster, folder: Path) -> None:
-    """`scancel --signal` reaches the ranks and not the batch script, which learns it from their exit code."""
-    job = cluster.sbatch(
-        stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append"),
-        env={**saving_in(folder), "MAX_RESTARTS": "1"},
-        cwd=folder,
-    )
-    for restart in range(2):
-        cluster.wait_for_output(job, "of 2 works", count=2 * (restart + 1))
-        cluster.run("scancel", "--signal=TERM", str(job))
-        if restart == 0:
-            cluster.wait_for(job, lambda job: job["JobState"] == "PENDING")
-            for saved in folder.glob("saved.*"):
-                saved.unlink()
-            cluster.start_now(job)
-    end = cluster.wait(job)
-    assert (end.state, end.restarts) == ("FAILED", 1)
-    assert "no further attempt at train: it was restarted 1 times, and MAX_RESTARTS is 1" in cluster.output(job)
-
-
 def terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     """srun would answer the script's TERM by killing every rank at once."""
     script = stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
@@ -122,7 +102,6 @@ def cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
 
 SCENARIOS: dict[str, Scenario] = {
     "time limit saves and requeues": time_limit_saves_and_requeues,
-    "signalled ranks requeue until the cap": signalled_ranks_requeue_until_the_cap,
     "terminated script saves and requeues": terminated_script_saves_and_requeues,
     "interrupted script saves and ends": interrupted_script_saves_and_ends,
     "second interrupt ends hanging ranks": second_interrupt_ends_hanging_ranks,

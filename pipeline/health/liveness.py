@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.profiler import record_function
 
+from pipeline.config.run import Watchdog
 from pipeline.errors import LOST_RANK
 
 Phase = Literal["start", "data", "forward", "backward", "step", "communication", "validation", "checkpoint", "other"]
@@ -137,23 +138,10 @@ class Verdict:
     grace_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds that a rank may be silent, stay in a phase of a step, and stay in a slow phase."""
-
-    dead_after_s: float
-    hung_after_s: float
-    slow_after_s: float
-
-    def exceeded_by(self, report: RankReport) -> bool:
-        """Whether a rank has been in its phase for too long."""
-        return report.phase_s > (self.slow_after_s if report.phase in SLOW else self.hung_after_s)
-
-
 class RankHealth:
     """What this rank knows about `ranks`; `now` is always `time.monotonic()`."""
 
-    def __init__(self, ranks: Iterable[int], limits: Limits, now: float) -> None:
+    def __init__(self, ranks: Iterable[int], limits: Watchdog, now: float) -> None:
         self._limits = limits
         self._heard = dict.fromkeys(ranks, now)
         self._reports: dict[int, RankReport] = {}
@@ -210,7 +198,7 @@ class RankHealth:
 
     def _find_hung(self) -> Verdict | None:
         reports = {rank: report for rank, report in self._reports.items() if rank in self._heard}
-        if not reports or len(reports) < len(self._heard) or not all(map(self._limits.exceeded_by, reports.values())):
+        if not reports or len(reports) < len(self._heard) or not all(map(self._is_late, reports.values())):
             return None
         hung = find_hung(reports)
         if not hung:
@@ -221,6 +209,10 @@ class RankHealth:
         shortest_s = min(report.phase_s for report in reports.values())
         waiting = f"; the others wait: {_describe(others)}" if others else ""
         return Verdict(f"{named}{more}, for {shortest_s:.0f} s{waiting}", hung[0])
+
+    def _is_late(self, report: RankReport) -> bool:
+        limits = self._limits
+        return report.phase_s > (limits.slow_after_s if report.phase in SLOW else limits.hung_after_s)
 
     def _named(self, rank: int) -> str:
         report = self._reports.get(rank)

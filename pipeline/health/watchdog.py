@@ -31,7 +31,7 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config import run as settings
 from pipeline.errors import LayoutError, exit_code_of, in_one_line
-from pipeline.health.liveness import Limits, Phases, RankHealth, RankReport, Verdict
+from pipeline.health.liveness import Phases, RankHealth, RankReport, Verdict
 from pipeline.log import node
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 
@@ -64,11 +64,10 @@ class Watchdog:
         stacks: Path,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
-        self._beat_every_s = limits.beat_every_s
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # Only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones.
-        phase_limits = (limits.hung_after_s, limits.slow_after_s) if self._rank == 0 else (math.inf, math.inf)
-        self._limits = Limits(limits.dead_after_s, *phase_limits)
+        if self._rank != 0:  # only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones
+            limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
+        self._limits = limits
         self._phases = phases
         self._stacks = stacks
         self._on_verdict = on_verdict
@@ -94,7 +93,7 @@ class Watchdog:
             return
         if lost_a_peer(error):
             # The watchdog's thread will name that rank and end this process. Otherwise, the exception is reported.
-            time.sleep(self._limits.dead_after_s + 2 * self._beat_every_s + LAST_ACTS_S)
+            time.sleep(self._limits.dead_after_s + 2 * self._limits.beat_every_s + LAST_ACTS_S)
         self._send_last({"failed": in_one_line(error), "exit_code": exit_code_of(error)})
 
     def _send_last(self, message: Message) -> None:
@@ -126,9 +125,9 @@ class Watchdog:
     async def _pause(self) -> None:
         """Waits until the next heartbeat is due, or a message must be acted on."""
         began = time.monotonic()
-        await self._woken(self._beat_every_s)
-        overslept = time.monotonic() - began - self._beat_every_s
-        if overslept > self._beat_every_s:
+        await self._woken(self._limits.beat_every_s)
+        overslept = time.monotonic() - began - self._limits.beat_every_s
+        if overslept > self._limits.beat_every_s:
             self._health.extend_deadline(overslept)
 
     async def _woken(self, timeout_s: float) -> None:

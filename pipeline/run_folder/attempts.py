@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,6 @@ class TrainingStart(_Record):
     `changed` are the settings that differ from those of the attempt before: theirs, and now.
     """
 
-    job: str | None
     node: str
     time: float
     world_size: int
@@ -83,7 +82,6 @@ class Decision(NamedTuple):
 class StageEnd(_Record):
     """A stage ended after `step`. `step` and `retry` are None where unknown."""
 
-    job: str | None = None
     stage: str
     time: float
     exit_code: int
@@ -118,9 +116,8 @@ class Attempt:
 
     @property
     def job(self) -> str | None:
-        """Its Slurm job, if any."""
-        record = self.ended or self.started or (self.began and self.began.by)
-        return record.job if record else None
+        """Its Slurm job, after which the series is named, if any."""
+        return self.series if self.series.isdecimal() else None
 
     @property
     def stage(self) -> str:
@@ -129,13 +126,10 @@ class Attempt:
         return record.stage if record else "train"
 
 
-def this_attempt(environment: Mapping[str, str] = os.environ) -> str:
+def this_attempt() -> str:
     """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
-    if name := environment.get("ATTEMPT"):
-        return name
-    if job := environment.get("SLURM_JOB_ID"):
-        return f"{job}.{environment.get('SLURM_RESTART_COUNT', '0')}"
-    return f"{socket.gethostname()}-{os.getpid()}.0"
+    job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return os.environ.get("ATTEMPT") or (f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0")
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
@@ -148,7 +142,6 @@ def record_start(config: RunConfig, world_size: int, step: int) -> None:
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
     started = TrainingStart(
         attempt=this_attempt(),
-        job=os.environ.get("SLURM_JOB_ID"),
         node=node(),
         time=time.time(),
         world_size=world_size,
@@ -177,7 +170,6 @@ def record_end(
         error, step = before.error, before.step
     ended = StageEnd(
         attempt=own,
-        job=os.environ.get("SLURM_JOB_ID"),
         stage=stage,
         time=time.time(),
         exit_code=exit_code,

@@ -12,7 +12,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -51,12 +50,12 @@ class LockOwner(BaseModel):
     since: float
 
     @staticmethod
-    def this_process(environment: Mapping[str, str] = os.environ) -> LockOwner:
+    def this_process() -> LockOwner:
         """The calling process."""
-        job = environment.get("SLURM_JOB_ID")
+        job = os.environ.get("SLURM_JOB_ID")
         return LockOwner(
             job=job,
-            restart=None if job is None else int(environment.get("SLURM_RESTART_COUNT", "0")),
+            restart=None if job is None else int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             node=node(),
             machine=_machine(),
             pid=os.getpid(),
@@ -103,7 +102,6 @@ class RunLock:
 
     def __init__(self, folder: Path, stage: str = TRAINING) -> None:
         self._path = lock_path(folder, stage)
-        self._stage = stage
         self._own = LockOwner.this_process()
         self._released = threading.Event()
         self._made_folder = False
@@ -127,11 +125,6 @@ class RunLock:
                 with contextlib.suppress(OSError):  # it is no longer empty
                     self._path.parent.rmdir()
 
-    def check_free(self) -> None:
-        """Raises FolderTakenError if another process owns the lock, as entering it would."""
-        if (owner := living_owner(self._path)) is not None:
-            raise self._refusal(owner)
-
     def _create(self) -> bool:
         """Creates the lock; False if it exists."""
         try:
@@ -153,29 +146,17 @@ class RunLock:
             while (owner := living_owner(self._path)) is not None:
                 touched = self._path.stat().st_mtime
                 if owner.is_here or first not in (None, touched):
-                    raise self._refusal(owner)
+                    raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)
-            dead, aside = (
-                read_lock_owner(self._path),
-                self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}"),
-            )
+            dead = read_lock_owner(self._path)
+            aside = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
             self._path.rename(aside)  # of two processes that do this, one finds no file
             if read_lock_owner(aside) != dead:
                 aside.rename(self._path)  # another process took it over just before
                 return
             aside.unlink()
             _logger.warning("%s: taken over from %s, which is gone", self._path, dead)
-
-    def _refusal(self, owner: LockOwner) -> FolderTakenError:
-        error = FolderTakenError(
-            f"{self._path.parent}: {owner} is at the stage {self._stage} in this folder, which only one job may use; "
-            f"wait for it, {f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own"
-        )
-        if owner.job is not None and owner.job == self._own.job and owner.restart != self._own.restart:
-            # An earlier start of this job: Slurm lost contact with its node. A later attempt may succeed.
-            error.exit_code = LOST_RANK
-        return error
 
     def _touch(self) -> None:
         """Touches the lock regularly; ends this process if another took the lock over while this one was stopped."""
@@ -205,7 +186,20 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
         raise RunFolderError(f"{folder}: {existing} is no folder; name another `folder`")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RunFolderError(f"{folder}: {existing} cannot be written to; make it writable, or name another `folder`")
-    RunLock(folder, stage).check_free()
+    if (owner := living_owner(lock_path(folder, stage))) is not None:
+        raise _refusal(lock_path(folder, stage), owner)
+
+
+def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
+    own = LockOwner.this_process()
+    error = FolderTakenError(
+        f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job may use; wait for it, "
+        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own"
+    )
+    if owner.job is not None and owner.job == own.job and owner.restart != own.restart:
+        # An earlier start of this job: Slurm lost contact with its node. A later attempt may succeed.
+        error.exit_code = LOST_RANK
+    return error
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.run import Watchdog
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import Limits, RankHealth, RankReport, find_hung
+from pipeline.health.liveness import RankHealth, RankReport, find_hung
 
-LIMITS = Limits(dead_after_s=10, hung_after_s=100, slow_after_s=300)
+LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
     node="n1", step=5, phase="forward", phase_s=1, entered=40, at="linear (linear.py:9)", waiting=False
 )

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pipeline.model.from_hf import open_base
-from tests.architectures import row
 from tests.bases import CONFIGS, STORIES, reference, save_base
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
@@ -53,12 +52,6 @@ def test_sixteen_bits_equal_transformers_within_their_precision(base, name):
 def test_a_text_may_be_as_long_as_the_rotary_embedding_allows(base):
     assert base("llama dynamic").spec.longest_text == 2 * 32
     assert base("llama yarn").spec.longest_text == base("smollm3").spec.longest_text == 128
-
-
-def test_the_table_of_bases_measures_both(base):
-    shown = row("olmo2", base("olmo2"))
-    assert shown.startswith("| olmo2 | `olmo2` | norms after, norm over all query heads |")
-    assert "| exact | no | no: an OLMo 2 base" in shown
 
 
 LEGACY_CONFIGS = {

@@ -140,12 +140,12 @@ class RunLock:
         return True
 
     def _remove_dead(self) -> None:
-        """Removes the lock when its owner is gone or stays silent for long; refuses one that is touched meanwhile."""
+        """Removes the lock when its owner is gone or stays silent; refuses one that is touched, or lives, a second on."""
         first: float | None = None
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
                 touched = self._path.stat().st_mtime
-                if owner.is_here or first not in (None, touched):
+                if first is not None and (owner.is_here or touched != first):
                     raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)

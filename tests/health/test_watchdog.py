@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -42,13 +43,6 @@ class End(NamedTuple):
     def errors(self) -> list[str]:
         """The error lines, without their time."""
         return [line.split(" ", 1)[1] for line in self.lines if " E " in line]
-
-
-def watched(
-    scenario: Callable[[Phases], None], folder: Path, limits: Settings = PATIENT, stopped: int | None = None
-) -> list[End]:
-    """Runs `scenario` on three ranks; a stopped rank is killed after the others have ended."""
-    return await_ends(start(scenario, folder, limits), folder, stopped)
 
 
 def start(scenario: Callable[[Phases], None], folder: Path, limits: Settings) -> list[ForkServerProcess]:
@@ -104,58 +98,28 @@ def steps(phases: Phases, disturb: Callable[[], None], *, count: int = 8) -> Non
         phases.finished(step + 1)
 
 
-def nothing(phases: Phases) -> None:
-    steps(phases, lambda: None)
+def hang() -> None:
+    time.sleep(PATIENCE_S)
 
 
-def signalled(phases: Phases, rank: int, how: signal.Signals) -> None:
-    steps(phases, lambda: os.kill(os.getpid(), how) if dist.get_rank() == rank else None)
+def fail() -> None:
+    raise ValueError("no such sample")
 
 
-def last_killed(phases: Phases) -> None:
-    signalled(phases, 2, signal.SIGKILL)
+def users_fault() -> None:
+    raise DataError("corpus: gone")
 
 
-def first_killed(phases: Phases) -> None:
-    signalled(phases, 0, signal.SIGKILL)
+def killed(how: signal.Signals) -> None:
+    os.kill(os.getpid(), how)
 
 
-def last_stopped(phases: Phases) -> None:
-    signalled(phases, 2, signal.SIGSTOP)
-
-
-def first_stopped(phases: Phases) -> None:
-    signalled(phases, 0, signal.SIGSTOP)
-
-
-def last_hangs(phases: Phases) -> None:
-    steps(phases, lambda: time.sleep(PATIENCE_S) if dist.get_rank() == 2 else None)
-
-
-def first_hangs(phases: Phases) -> None:
-    steps(phases, lambda: time.sleep(PATIENCE_S) if dist.get_rank() == 0 else None)
-
-
-def last_fails(phases: Phases) -> None:
-    steps(phases, _fail)
-
-
-def _fail() -> None:
-    if dist.get_rank() == 2:
-        raise ValueError("no such sample")
-
-
-def users_fault(phases: Phases) -> None:
-    steps(phases, _user_fault)
-
-
-def _user_fault() -> None:
-    if dist.get_rank() == 2:
-        raise DataError("corpus: gone")
+def disturbed(rank: int, disturb: Callable[[], None], phases: Phases) -> None:
+    steps(phases, lambda: disturb() if dist.get_rank() == rank else None)
 
 
 def agreed_fault(phases: Phases) -> None:
-    steps(phases, lambda: run_on_all_ranks(_user_fault))
+    steps(phases, lambda: run_on_all_ranks(lambda: users_fault() if dist.get_rank() == 2 else None))
 
 
 def all_slow(phases: Phases) -> None:
@@ -170,35 +134,40 @@ def leaves_early(phases: Phases) -> None:
         time.sleep(1)
 
 
-SLEEPING = {
-    all_slow: (SOON_HUNG, None),
-    last_stopped: (SOON_DEAD, 2),
-    first_stopped: (SOON_DEAD, 0),
-    last_hangs: (SOON_HUNG, None),
-    first_hangs: (SOON_HUNG, None),
+SCENARIOS: dict[str, tuple[Callable[[Phases], None], Settings, int | None]] = {
+    "all slow": (all_slow, SOON_HUNG, None),
+    "last stopped": (partial(disturbed, 2, partial(killed, signal.SIGSTOP)), SOON_DEAD, 2),
+    "first stopped": (partial(disturbed, 0, partial(killed, signal.SIGSTOP)), SOON_DEAD, 0),
+    "last hangs": (partial(disturbed, 2, hang), SOON_HUNG, None),
+    "first hangs": (partial(disturbed, 0, hang), SOON_HUNG, None),
+    "nothing": (partial(disturbed, -1, fail), PATIENT, None),
+    "leaves early": (leaves_early, PATIENT, None),
+    "last killed": (partial(disturbed, 2, partial(killed, signal.SIGKILL)), PATIENT, None),
+    "first killed": (partial(disturbed, 0, partial(killed, signal.SIGKILL)), PATIENT, None),
+    "last fails": (partial(disturbed, 2, fail), PATIENT, None),
+    "users fault": (partial(disturbed, 2, users_fault), PATIENT, None),
+    "agreed fault": (agreed_fault, PATIENT, None),
 }
-"""The limits of the scenarios that mostly wait, and the rank that is stopped."""
+"""What the ranks do, the limits, and the rank that is stopped, to be killed after the others have ended."""
+TOGETHER = 5
+"""The first of them mostly wait, and run at the same time."""
 
 
 @pytest.fixture(scope="module")
-def ends_of(tmp_path_factory) -> Callable[[Callable[[Phases], None]], tuple[Path, list[End]]]:
-    """The folder and the ends of a scenario's ranks; those that mostly wait run at the same time."""
-    folders = {scenario: tmp_path_factory.mktemp(scenario.__name__) for scenario in SLEEPING}
-    running = {scenario: start(scenario, folders[scenario], limits) for scenario, (limits, _) in SLEEPING.items()}
-    ends = {
-        scenario: await_ends(ranks, folders[scenario], SLEEPING[scenario][1]) for scenario, ranks in running.items()
-    }
+def ends_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[End]]]:
+    """The folder and the ends of a scenario's ranks."""
+    folders = {name: tmp_path_factory.mktemp("ranks") for name in SCENARIOS}
 
-    def ended(scenario: Callable[[Phases], None]) -> tuple[Path, list[End]]:
-        if scenario in ends:
-            return folders[scenario], ends[scenario]
-        folder = tmp_path_factory.mktemp(scenario.__name__)
-        return folder, watched(scenario, folder)
+    def started(name: str) -> list[ForkServerProcess]:
+        scenario, limits, _ = SCENARIOS[name]
+        return start(scenario, folders[name], limits)
 
-    return ended
+    running = {name: started(name) for name in [*SCENARIOS][:TOGETHER]}
+    ends = {name: await_ends(ranks, folders[name], SCENARIOS[name][2]) for name, ranks in running.items()}
+    return lambda name: (folders[name], ends.get(name) or await_ends(started(name), folders[name]))
 
 
-@pytest.mark.parametrize("scenario", [nothing, all_slow, leaves_early])
+@pytest.mark.parametrize("scenario", ["nothing", "all slow", "leaves early"])
 def test_ranks_that_work_are_left_alone(scenario, ends_of):
     _, ends = ends_of(scenario)
     assert [end.code for end in ends] == [0] * RANKS
@@ -208,10 +177,10 @@ def test_ranks_that_work_are_left_alone(scenario, ends_of):
 @pytest.mark.parametrize(
     ("scenario", "lost", "reason"),
     [
-        (last_killed, 2, r"was lost: its process ended or was cut off"),
-        (first_killed, 0, r"was lost: its process ended or was cut off"),
-        (last_stopped, 2, r"was lost: no sign of life for \d+ s"),
-        (first_stopped, 0, r"was lost: no sign of life for \d+ s"),
+        ("last killed", 2, r"was lost: its process ended or was cut off"),
+        ("first killed", 0, r"was lost: its process ended or was cut off"),
+        ("last stopped", 2, r"was lost: no sign of life for \d+ s"),
+        ("first stopped", 0, r"was lost: no sign of life for \d+ s"),
     ],
 )
 def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, lost, reason, ends_of):
@@ -228,18 +197,18 @@ def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, lost, reason, 
         assert re.search("in (steps|__exit__)", (folder / "stacks" / f"rank_0000{rank}.txt").read_text())
 
 
-@pytest.mark.parametrize(("scenario", "hung"), [(last_hangs, 2), (first_hangs, 0)])
+@pytest.mark.parametrize(("scenario", "hung"), [("last hangs", 2), ("first hangs", 0)])
 def test_a_hung_rank_is_distinguished_from_those_that_wait(scenario, hung, ends_of):
     folder, ends = ends_of(scenario)
     assert [end.code for end in ends] == [LOST_RANK] * RANKS
     for end in ends:
         assert f"rank {hung} on n{hung} (2 step(s) done, in phase data) hangs at" in end.errors[0]
         assert "the others wait" in end.errors[0] and len(end.errors) == 1
-    assert f"in {scenario.__name__}" in (folder / "stacks" / f"rank_0000{hung}.txt").read_text()
+    assert "in hang" in (folder / "stacks" / f"rank_0000{hung}.txt").read_text()
 
 
-def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(tmp_path):
-    ends = watched(last_fails, tmp_path)
+def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(ends_of):
+    _, ends = ends_of("last fails")
     assert [end.code for end in ends] == [INTERNAL_FAULT, INTERNAL_FAULT, 1]  # multiprocessing's own 1
     assert "ValueError: no such sample" in ends[2].lines[-1], "the traceback is its own"
     for end in ends[:2]:
@@ -247,13 +216,13 @@ def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(tmp_path):
         assert not [text for text in end.lines if "Traceback" in text]
 
 
-def test_a_users_fault_on_one_rank_is_the_users_fault_on_all(tmp_path):
-    ends = watched(users_fault, tmp_path)
+def test_a_users_fault_on_one_rank_is_the_users_fault_on_all(ends_of):
+    _, ends = ends_of("users fault")
     assert [end.code for end in ends] == [1, 1, 1]
     assert ends[0].errors[0].endswith("failed: corpus: gone")
 
 
-def test_a_fault_that_all_agreed_on_is_not_repeated(tmp_path):
-    ends = watched(agreed_fault, tmp_path)
+def test_a_fault_that_all_agreed_on_is_not_repeated(ends_of):
+    _, ends = ends_of("agreed fault")
     assert [end.code for end in ends] == [1, 1, 1]
     assert [end.errors for end in ends] == [[], [], []]

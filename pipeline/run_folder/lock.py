@@ -140,7 +140,7 @@ class RunLock:
         return True
 
     def _remove_dead(self) -> None:
-        """Removes the lock when its owner is gone or stays silent; refuses one that is touched, or lives, a second on."""
+        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
         first: float | None = None
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:

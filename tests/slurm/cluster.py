@@ -1,6 +1,6 @@
 """A real Slurm cluster of two nodes on this machine, for tests and for experiments by hand.
 
-    python -m tests.slurm.cluster        starts a cluster, prints how to use it, and stops it at Ctrl-C
+    python -m tests.slurm.cluster        starts a cluster and prints its folder, with slurm.conf; Ctrl-D stops it
 
 It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder. It does not use the
 machine's daemons or /etc/slurm. It needs root, as slurmd does.
@@ -9,7 +9,6 @@ machine's daemons or /etc/slurm. It needs root, as slurmd does.
 # ruff: noqa: T201  (also a command line)
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import shutil
@@ -187,7 +186,7 @@ class Cluster(Daemons):
 def guarded_cluster() -> Iterator[Cluster]:
     """A cluster that a process of its own holds, which removes it even if this one is killed."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.cluster", "--until-stdin-closes"],
+        [sys.executable, "-m", "tests.slurm.cluster"],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -202,10 +201,7 @@ def guarded_cluster() -> Iterator[Cluster]:
 
 
 def main() -> int:
-    """Starts a cluster, prints its folder, and keeps it until told to stop."""
-    parser = argparse.ArgumentParser(description="a two-node Slurm on this machine, until Ctrl-C")
-    parser.add_argument("--until-stdin-closes", action="store_true", help="stop when stdin ends; for the tests")
-    for_tests = parser.parse_args().until_stdin_closes
+    """Starts a cluster, prints its folder, and keeps it until stdin ends."""
     if reason := why_not():
         print(f"no cluster: {reason}", file=sys.stderr)
         return 1
@@ -214,17 +210,11 @@ def main() -> int:
     try:
         with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
             cluster.start([held.enter_context(reserved_port()) for _ in range(PORTS)])
-            if for_tests:
-                print(cluster.folder, flush=True)
-                sys.stdin.read()
-            else:
-                print(f"two nodes are idle; in another shell:\n    export SLURM_CONF={cluster.conf}", flush=True)
-                signal.pause()
+            print(cluster.folder, flush=True)
+            sys.stdin.read()
     except ClusterError as error:
         print(f"no cluster: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopping", file=sys.stderr)
     finally:
         cluster.stop()
     return 0

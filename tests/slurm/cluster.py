@@ -1,6 +1,6 @@
 """A real Slurm cluster of two nodes on this machine, for tests and for experiments by hand.
 
-    python -m tests.slurm.cluster        starts a cluster and prints its folder, with slurm.conf; Ctrl-D stops it
+    python -m tests.slurm.cluster        starts a cluster, prints how to use it, and stops it at Ctrl-D
 
 It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder. It does not use the
 machine's daemons or /etc/slurm. It needs root, as slurmd does.
@@ -194,14 +194,14 @@ def guarded_cluster() -> Iterator[Cluster]:
         start_new_session=True,  # Ctrl-C is for the tests; the guard follows when they let go of its stdin
     ) as guard:
         assert guard.stdin is not None and guard.stdout is not None
-        folder = guard.stdout.readline().strip()
-        if not folder:
+        _, _, conf = guard.stdout.readline().strip().partition("=")
+        if not conf:
             raise ClusterError("the cluster did not start; its guard's lines above say why")
-        yield Cluster(Path(folder))
+        yield Cluster(Path(conf).parent)
 
 
 def main() -> int:
-    """Starts a cluster, prints its folder, and keeps it until stdin ends."""
+    """Starts a cluster, prints how to use it, and keeps it until stdin ends."""
     if reason := why_not():
         print(f"no cluster: {reason}", file=sys.stderr)
         return 1
@@ -210,7 +210,7 @@ def main() -> int:
     try:
         with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
             cluster.start([held.enter_context(reserved_port()) for _ in range(PORTS)])
-            print(cluster.folder, flush=True)
+            print(f"export SLURM_CONF={cluster.conf}", flush=True)
             sys.stdin.read()
     except ClusterError as error:
         print(f"no cluster: {error}", file=sys.stderr)

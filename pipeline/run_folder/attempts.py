@@ -272,8 +272,8 @@ def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
     own = Attempt(this_attempt())
     series = [attempt for attempt in _known_attempts(folder) if attempt.series == own.series]
     newest = newest_checkpoint_step(folder)
-    starts = [attempt.started.checkpoint_step for attempt in series if attempt.started]
-    idle, decided, reached = 0, -1, starts[0] if starts else newest
+    starts = (attempt.started.checkpoint_step for attempt in series if attempt.started)
+    idle, decided, reached = 0, -1, min(starts, default=newest)
     for attempt in series:
         if attempt.ended and attempt.ended.retry and decided < attempt.number < own.number:
             idle, decided, reached = attempt.ended.retry.idle, attempt.number, attempt.ended.checkpoint_step

@@ -144,10 +144,6 @@ class Cluster(Daemons):
         if not wait_until(self._controller_answers):
             raise ClusterError(f"slurmctld does not answer\n{self.logs()}")
 
-    def srun(self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Runs `srun args…` to its end and returns what the tasks printed."""
-        return self.run("srun", *args, env=env, cwd=cwd)
-
     def scontrol(self, *args: str) -> str:
         return self.run("scontrol", *args)
 

@@ -7,10 +7,8 @@ import math
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -27,10 +25,10 @@ from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion import open_expansion
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.data.helpers import run_main
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 TEXTS = {
     "english": [str(STORIES_HELDOUT)],
     "korean": [str(REVIEWS_HELDOUT)],
@@ -94,65 +92,34 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     before = (again.output / "model.safetensors").stat().st_mtime_ns
     assert not convert(again, probe)
     assert (again.output / "model.safetensors").stat().st_mtime_ns == before
+    record = json.loads((again.output / "conversion.json").read_text())
+    del record["format"]  # as versions without one wrote it
+    (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
+    assert convert(again, probe) and not convert(again, probe)
     assert convert(replace(again, dtype=torch.bfloat16), probe)
     assert load_hf_model(again.output).dtype == torch.bfloat16
 
 
-def test_a_folder_with_the_code_of_another_version_is_converted_again(published, tmp_path):
-    probe = probe_maker(TEXTS)
-    again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
-    record = json.loads((again.output / "conversion.json").read_text())
-    assert ("code" in record) == (record["written_format"] == "scale")
-    del record["format"]  # as versions without one wrote it
-    (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
-    assert convert(again, probe) == (record["written_format"] == "scale")
-    assert not convert(again, probe)
-
-
-def test_a_folder_that_differs_is_not_published(conversion):
-    def disturb(model):
-        (partial,) = conversion.output.parent.iterdir()
-        tensors = load_file(partial / "model.safetensors")
-        tensors["layers.4.attention.output.expansion_to_base.weight"] += 0.01
-        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-        return probe_maker(TEXTS)(model)
-
-    with pytest.raises(ConversionError, match="differs from the trained one"):
-        convert(conversion, disturb)
-    assert list(conversion.output.parent.iterdir()) == []
-
-
 @pytest.mark.parametrize(
-    ("dtype", "factor", "published"),
-    [
-        (torch.float32, 1 + 2e-6, True),
-        (torch.float32, 1 + 1e-4, False),
-        (torch.bfloat16, 1.02, True),
-        (torch.bfloat16, 1.1, False),
-        (torch.float16, 1.003, True),
-        (torch.float16, 1.03, False),
-    ],
+    ("dtype", "accepted", "refused"),
+    [(torch.float32, 1 + 2e-6, 1 + 1e-4), (torch.bfloat16, 1.02, 1.1), (torch.float16, 1.003, 1.03)],
 )
-def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, factor, published, checkpoints, conversion):
-    """Every logit times `factor`: hardly any token changes its rank, and few their probability by much."""
+def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, accepted, refused, checkpoints, conversion):
+    """Every logit times a factor: hardly any token changes its rank, and few their probability by much."""
     conversion = replace(conversion, checkpoint=checkpoints["calm"], dtype=dtype)
 
-    def disturb(model):
-        (partial,) = conversion.output.parent.iterdir()
-        tensors = load_file(partial / "model.safetensors")
-        for stream in ("base", "expansion"):
-            tensors[f"final_norm.{stream}.weight"] = (tensors[f"final_norm.{stream}.weight"].double() * factor).to(
-                dtype
-            )
-        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+    def disturbed(factor: float, model):
+        (partial_folder,) = conversion.output.parent.iterdir()
+        tensors = load_file(partial_folder / "model.safetensors")
+        for name in ("final_norm.base.weight", "final_norm.expansion.weight"):
+            tensors[name] = (tensors[name].double() * factor).to(dtype)
+        save_file(tensors, partial_folder / "model.safetensors", {"format": "pt"})
         return probe_maker(TEXTS)(model)
 
-    if published:
-        assert convert(conversion, disturb)
-    else:
-        with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
-            convert(conversion, disturb)
-    assert conversion.output.exists() == published
+    with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
+        convert(conversion, partial(disturbed, refused))
+    assert list(conversion.output.parent.iterdir()) == []
+    assert convert(conversion, partial(disturbed, accepted))
 
 
 @pytest.mark.parametrize("dtype", GRANTED)
@@ -215,25 +182,15 @@ def test_the_expansion_alone_starts_a_run_on_its_base(conversion):
     assert not convert(replace(conversion, format="expansion"), probe_maker({}))
 
 
-def test_the_command_line(checkpoints, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "out"
-    named = ["--checkpoint", checkpoints["base"], "--base", STORIES]
-    options = ["--format", "stock", "--dtype", "bf16", "--text"]
-    command = [*named, "--output", output, *options, *TEXTS["english"]]
-    done = subprocess.run([sys.executable, TOOL, *map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "verified" in done.stderr
-    assert type(load_hf_model(output)).__name__ == "LlamaForCausalLM"
-
-    def run_here(output: Path) -> int:
-        monkeypatch.setattr(
-            sys, "argv", [str(TOOL), *map(str, [*named, "--output", output, *options, "nothing.jsonl"])]
-        )
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(TOOL), run_name="__main__")
-        return int(ended.value.code)
-
-    assert run_here(output) == 0  # done already: the text is not read
-    assert run_here(tmp_path / "second") == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
+def test_the_command_line(checkpoints, tmp_path):
+    named = ["--checkpoint", checkpoints["base"], "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
+    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
+    assert done.returncode == 0 and "verified" in done.stderr, done.stderr
+    assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
+    text = ["--text", "nothing.jsonl"]
+    again = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", *text)
+    assert again.returncode == 0, "it is done already: the text is not read"
+    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "second", *text)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()

@@ -53,15 +53,13 @@ def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_
     assert padded_widths(found, head_dim, padding, derives_head_dim=derives_head_dim) == found
 
 
-def test_without_padding_only_the_hidden_size_may_grow():
+def test_needs_are_read_and_others_refused():
     assert padded_widths(Widths(49, 20, 8, 4), 8, Padding(), derives_head_dim=False) == Widths(56, 20, 8, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "padding"), [("tp=8", Padding(8)), ("gguf", Padding(1, 256)), ("gguf, tp=2", Padding(2, 256))]
-)
-def test_needs_are_read(text, padding):
-    assert Padding.parse(text) == padding
+    for text, padding in (("tp=8", Padding(8)), ("gguf", Padding(1, 256)), ("gguf, tp=2", Padding(2, 256))):
+        assert Padding.parse(text) == padding
+    for text in ("", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"):
+        with pytest.raises(ConfigError, match="expected tp=<ranks> or gguf"):
+            Padding.parse(text)
 
 
 def test_what_servers_make_of_widths_is_told():
@@ -71,12 +69,6 @@ def test_what_servers_make_of_widths_is_told():
         "num_attention_heads 32"
     )
     assert describe_serving(Widths(512, 1024, 32, 8), spec) == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
-
-
-@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"])
-def test_other_needs_are_refused(text):
-    with pytest.raises(ConfigError, match="expected tp=<ranks> or gguf"):
-        Padding.parse(text)
 
 
 def test_a_padded_export_computes_the_same(tmp_path):

@@ -62,22 +62,24 @@ def a_probe() -> dict[str, list[Tensor]]:
     return {"a": [torch.randint(0, 512, (24,), generator=generator) for _ in range(2)]}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "q8_0", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "q8_0", "int8"])
 def test_a_model_computes_with_the_rounded_weights_and_is_left_as_it_was(precision):
     """stories260K has a tied output projection. Rounding everything beforehand gives the same."""
     model, rounded = load_hf_model(STORIES, torch.float32), load_hf_model(STORIES, torch.float32)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     found = nll_in(model, precision, a_probe())
+    with pytest.raises(IndexError), served_in(model, precision):
+        model(torch.tensor([[9999]]))
+    assert model.state_dict().keys() == rounded.state_dict().keys()
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     embedding = rounded.get_input_embeddings().weight
     for parameter in rounded.parameters():
         parameter.data = stored_as(parameter.data, precision, in_linear_map=parameter is not embedding)
-    assert found == nll_in(rounded, "fp32" if precision in ("q8_0", "int8") else precision, a_probe())
+    assert found == nll_in(rounded, "bf16" if precision == "bf16" else "fp32", a_probe())
     assert found != nll_in(model, "fp32", a_probe())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "q8_0"])
-def test_adapters_keep_their_type(precision):
+def test_adapters_keep_their_type():
     """PEFT looks at it before the adapter itself runs."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -87,30 +89,16 @@ def test_adapters_keep_their_type(precision):
     for name, module in model.named_modules():
         if name.endswith("lora_A.default"):
             module.register_forward_hook(lambda module, *_: seen.add(module.weight.dtype))
-    found, plain = nll_in(model, precision, a_probe())["a"], nll_in(model, "fp32", a_probe())["a"]
+    found, plain = nll_in(model, "bf16", a_probe())["a"], nll_in(model, "fp32", a_probe())["a"]
     assert seen == {torch.float32} and found != plain and abs(found - plain) < 0.2
 
 
-def test_a_fault_leaves_the_weights_as_they_were():
-    model = load_hf_model(STORIES, torch.float32)
-    with pytest.raises(IndexError), served_in(model, "fp16"):
-        model(torch.tensor([[9999]]))
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("export", "base", "acceptable"),
-    [
-        (1.009, 1.0, True),
-        (1.02, 1.0, False),
-        (1.02, 1.015, True),
-        (float("nan"), 1.0, False),
-        (float("inf"), 1.0, False),
-        (float("nan"), float("nan"), True),
-    ],
-)
-def test_an_export_may_lose_little_more_than_its_base(export, base, acceptable):
-    assert Loss({}, export, base).is_acceptable is acceptable
+def test_an_export_may_lose_little_more_than_its_base():
+    nan, inf = math.nan, math.inf
+    for export, base in ((1.009, 1.0), (1.02, 1.015), (nan, nan)):
+        assert Loss({}, export, base).is_acceptable
+    for export, base in ((1.02, 1.0), (nan, 1.0), (inf, 1.0)):
+        assert not Loss({}, export, base).is_acceptable
 
 
 @pytest.fixture(scope="module")

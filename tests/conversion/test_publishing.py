@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
+import re
 import shlex
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,18 +20,20 @@ from pipeline import cli
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import copy_base_files, load_hf_model
+from pipeline.conversion.model_card import _card_of, _terms
+from pipeline.conversion.publish import check_can_push, push
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import BaseModelError
+from pipeline.errors import BaseModelError, ConversionError, in_one_line
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from pipeline.model.stock_model import Padding
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.conversion.hub_server import hub
+from tests.data.helpers import run_main
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 METHODS = {
     "stock": scale("preserve", norm="base"),
     "scale": scale("adapt"),
@@ -106,6 +106,10 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     for name, found in report["texts"].items():
         assert f"| {name} | {found['tokens']} | {found['training_perplexity']:.4g} |" in text
     assert "`python convert.py`" in text and ("trust_remote_code=True" in text) == (format == "scale")
+    kept = {path.name: path.read_bytes() for path in exports[format].iterdir()}
+    assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert kept[name] == (STORIES / name).read_bytes()
 
 
 def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path, monkeypatch):
@@ -134,44 +138,27 @@ def test_the_widths_of_a_padded_export_are_its_own(base, checkpoints, tmp_path):
     assert row.endswith(f", here {config['hidden_size']} |") and config["hidden_size"] % 256 == 0
 
 
-@pytest.mark.parametrize("format", METHODS)
-def test_terms_and_tokenizer_are_kept(format, exports):
-    kept = {path.name: path.read_bytes() for path in exports[format].iterdir()}
-    assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
-    for name in ("tokenizer.json", "generation_config.json"):
-        assert kept[name] == (STORIES / name).read_bytes()
-
-
 @pytest.mark.parametrize(
-    ("card", "licence", "expected"),
+    ("card", "expected"),
     [
-        ("---\nlicense: mit\nlanguage: en\n---\n", False, {"license": "mit"}),
-        ("---\nlicense: mit\nlicense_link: ../../secret\n---\n", False, {"license": "mit"}),
-        ("---\nlicense: [mit]\n---\n", False, {}),
-        ("---\nlicense: 'mit\n\n  |'\n---\n", False, {}),
-        ("no front matter", True, {"license": "other", "license_name": "the base's", "license_link": "LICENSE"}),
-        ("---\n- a list\n---\n", False, {}),
-        ("---\nlicense: !!python/object/apply:os.mkdir [made]\n---\n", False, {}),
-        ("---\nlicense: mit\n x: {\n---\n", False, {}),
-        (f"---\nlicense: {'[' * 5000}\n---\n", False, {}),
-        (None, False, {}),
+        ("---\nlicense: mit\nlicense_link: ../../secret\n---\n", {"license": "mit"}),
+        ("---\nlicense: 'mit\n\n  |'\n---\n", {}),
+        ("---\nlicense: !!python/object/apply:os.mkdir [made]\n---\n", None),
+        ("---\n- a list\n---\n", None),
+        ("---\nlicense: mit\n x: {\n---\n", None),
     ],
 )
-def test_terms_in_a_strangers_card(card, licence, expected, checkpoints, tmp_path, monkeypatch, caplog):
+def test_terms_in_a_strangers_card(card, expected, tmp_path, monkeypatch, caplog):
+    """None: the card cannot be read, and a warning says so."""
     monkeypatch.chdir(tmp_path)
-    base = shutil.copytree(STORIES, tmp_path / "base")
-    (base / "README.md").unlink()
-    if card is not None:
-        (base / "README.md").write_text(card)
-    if licence:
-        (base / "LICENSE").write_text("Do as you like.")
-    convert(Conversion(checkpoints["scale"], base, tmp_path / "hf"), probe_maker({}))
-    front = front_matter(tmp_path / "hf")
-    assert {name: value for name, value in front.items() if name.startswith("license")} == expected
+    (tmp_path / "README.md").write_text(card)
+    assert _terms(tmp_path, _card_of(tmp_path)) == (expected or {})
     assert not (tmp_path / "made").exists()
-    unreadable = card is not None and card.startswith(("---\n- a", "---\nlicense: !!", "---\nlicense: mit\n x"))
-    unreadable |= card is not None and "[[" in card
-    assert ("front matter cannot be read" in caplog.text) == unreadable
+    assert ("front matter cannot be read" in caplog.text) == (expected is None)
+    (tmp_path / "LICENSE").write_text("Do as you like.")
+    if "license" not in (expected or {}):
+        named = {"license": "other", "license_name": "the base's", "license_link": "LICENSE"}
+        assert _terms(tmp_path, _card_of(tmp_path)) == named
 
 
 def kept_of(base: Path, folder: Path) -> set[str]:
@@ -183,24 +170,12 @@ def kept_of(base: Path, folder: Path) -> set[str]:
 def test_which_files_are_kept(tmp_path):
     base = tmp_path / "base"
     (base / "additional_chat_templates").mkdir(parents=True)
-    kept = {
-        "LICENSE",
-        "LICENCE-MODEL.md",
-        "Notice",
-        "USE_POLICY.md",
-        "COPYING.txt",
-        "generation_config.json",
-        "tokenizer.model",
-        "tokenizer.model.v3",
-        "qwen.tiktoken",
-        "tekken.json",
-        "vocab.txt",
-        "additional_chat_templates/tool_use.jinja",
-    }
-    others = {"licensed.py", "modeling.py", "model.safetensors", "LICENSE\n.py", "evil_tokenizer.json", "README.md"}
-    for name in kept | others:
+    kept = "LICENSE LICENCE-MODEL.md Notice USE_POLICY.md COPYING.txt generation_config.json tokenizer.model vocab.txt"
+    kept += " tokenizer.model.v3 qwen.tiktoken tekken.json additional_chat_templates/tool_use.jinja"
+    others = ["licensed.py", "modeling.py", "model.safetensors", "LICENSE\n.py", "evil_tokenizer.json", "README.md"]
+    for name in [*kept.split(), *others]:
         (base / name).write_text("{}")
-    assert kept_of(base, tmp_path / "out") == kept
+    assert kept_of(base, tmp_path / "out") == set(kept.split())
 
 
 @pytest.mark.parametrize("where", ["file", "config", "both", "several"])
@@ -274,64 +249,30 @@ def hub_here(monkeypatch):
         yield state
 
 
-@pytest.fixture
-def run_tool(monkeypatch, capsys):
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *arguments])))
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(TOOL), run_name="__main__")
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        return int(ended.value.code or 0), "".join(errors)
-
-    return run
-
-
-def test_pushed_and_loaded_again(base, checkpoints, hub_here, run_tool, tmp_path):
+def test_pushed_and_loaded_again(base, checkpoints, hub_here, tmp_path):
     named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
-    assert run_tool(*named)[0] == 0 and not hub_here.files
-    assert run_tool(*named, "--push", "someone/stories-ko", "--private") == (0, "")
+    assert run_main("convert_checkpoint.py", *named).returncode == 0 and not hub_here.files
+    done = run_main("convert_checkpoint.py", *named, "--push", "someone/stories-ko", "--private")
+    assert done.returncode == 0, done.stderr
     assert hub_here.repositories["someone/stories-ko"]["visibility"] == "private"
     assert hub_here.tokens == {"Bearer hf_test"}
-    there = {path.name for path in (tmp_path / "hf").iterdir()}
-    assert hub_here.files.keys() == there - {"conversion.json"}
-    for name, content in hub_here.files.items():
-        (tmp_path / "downloaded").mkdir(exist_ok=True)
-        (tmp_path / "downloaded" / name).write_bytes(content)
-    tokens = some_tokens(load_hf_model(STORIES).config, 1, 8)
-    here, downloaded = (load_hf_model(tmp_path / name)(tokens).logits for name in ("hf", "downloaded"))
-    assert torch.equal(here, downloaded)
+    there = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir() if path.name != "conversion.json"}
+    assert hub_here.files == there
 
 
-@pytest.mark.parametrize(
-    ("environment", "name", "expected"),
-    [
-        ({"HF_TOKEN": ""}, "someone/model", "error: --push: no token; log in with `hf auth login`"),
-        ({}, "a/b/c", "error: --push 'a/b/c': expected a name such as organisation/model"),
-        ({}, "someone/refused", "error: --push someone/refused: "),
-    ],
-)
-def test_what_cannot_be_pushed_ends_in_one_line(
-    environment, name, expected, base, checkpoints, exports, hub_here, run_tool, tmp_path, monkeypatch
-):
+def test_what_cannot_be_pushed_ends_in_one_line(exports, hub_here, tmp_path, monkeypatch):
     hub_here.refusal = 403
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
+    refused = [
+        (lambda: check_can_push("a/b/c"), "--push 'a/b/c': expected a name such as organisation/model"),
+        (lambda: push(exports["scale"], "someone/refused", private=False), "--push someone/refused: "),
+        (lambda: push(exports["peft"], "someone/adapters", private=False), f"{exports['peft']}: adapters whose base"),
+    ]
+    for attempt, expected in refused:
+        with pytest.raises(ConversionError, match=f"^{re.escape(expected)}") as caught:
+            attempt()
+        assert "\n" not in in_one_line(caught.value)
+    monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    output = shutil.copytree(exports["scale"], tmp_path / "hf")
-    code, error = run_tool(
-        *("--checkpoint", checkpoints["scale"], "--base", base, "--output", output, "--format", "scale", "--push", name)
-    )
-    assert code == 1 and error.startswith(expected)
+    with pytest.raises(ConversionError, match="--push: no token; log in with `hf auth login`"):
+        check_can_push("someone/model")
     assert not hub_here.files
-
-
-def test_adapters_of_a_base_that_only_this_machine_has_are_not_pushed(exports, base, checkpoints, run_tool, hub_here):
-    named = ["--checkpoint", checkpoints["peft"], "--base", base, "--output", exports["peft"], "--format", "peft"]
-    code, error = run_tool(*named, "--push", "someone/adapters")
-    assert code == 1 and "--base-name" in error and not hub_here.files
-    output = exports["peft"].with_name("named")
-    done = replace(Conversion(checkpoints["peft"], base, output), format="peft", base_name="someone/stories")
-    assert convert(done, probe_maker({}))
-    config = json.loads((output / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "someone/stories"
-    assert os.fspath(base) not in (output / "README.md").read_text()

@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--base",
         type=folder_or_hub,
         required=True,
-        help="a Hugging Face folder or a model on the hub, a tokenizer.json or a SentencePiece .model",
+        help="a Hugging Face folder or a model on the hub, or a tokenizer.json",
     )
     add("--corpus", nargs="+", required=True, metavar="FILE", help="new texts, as for tools/preprocess_data.py")
     add(

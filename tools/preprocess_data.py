@@ -44,13 +44,8 @@ def main(options: argparse.Namespace) -> None:
             if config is not None:
                 begin_run(config)
             for job in jobs:
-                manifest = preprocess(
-                    job,
-                    workers,
-                    max_bad_fraction=options.max_bad_fraction,
-                    share=options.share,
-                    reference_only=options.reference_only,
-                )
+                job = replace(job, reference_only=options.reference_only)
+                manifest = preprocess(job, workers, max_bad_fraction=options.max_bad_fraction, share=options.share)
                 print(
                     f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
                     f"{sum(manifest.rejected.values()):,} records rejected"

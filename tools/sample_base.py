@@ -36,13 +36,14 @@ def main(options: argparse.Namespace) -> None:
 def _sample(config: RunConfig | None, options: argparse.Namespace) -> None:
     import torch
 
+    from pipeline.data.jobs import finished
     from pipeline.data.workers import Workers, local_workers
-    from pipeline.rehearsal.corpus import check_folder, device_kind, plan_of, sample_corpus
+    from pipeline.rehearsal.corpus import device_kind, plan_of, sample_corpus
 
     planned = [(job, plan_of(job)) for job in _jobs(config, options)]
     unfinished = []
     for job, plan in planned:
-        if check_folder(job, plan) is None:
+        if finished(job.output, plan) is None:
             unfinished.append((job, plan))
         else:  # nothing but a word to the user
             sample_corpus(job, plan, Workers(None))

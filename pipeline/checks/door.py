@@ -41,6 +41,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
+from pipeline.data.jobs import finished
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files, is_here
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -53,7 +54,6 @@ from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
 from pipeline.parallel.topology import Layout, ProcessGroups
-from pipeline.rehearsal.corpus import check_folder as check_sampled_folder
 from pipeline.rehearsal.corpus import check_sampling, plan_of, sampling_jobs
 from pipeline.run_folder.lock import check_folder
 
@@ -150,7 +150,7 @@ def _sampled(run: Opened) -> list[UserError]:
     if run.get("base") is None or run.get("tokenizer") is None:
         return []
     jobs = sampling_jobs(run.config)
-    return [fault for job in jobs for fault in _faults(lambda job: check_sampled_folder(job, plan_of(job)), job)]
+    return [fault for job in jobs for fault in _faults(lambda job: finished(job.output, plan_of(job)), job)]
 
 
 def _expansion(run: Opened) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import orjson
 
+from pipeline.data.jobs import UnitRecord
 from pipeline.data.records import MAX_RECORD_BYTES, Rejected
 from pipeline.data.text_streams import encoding_advice
 from pipeline.errors import DataError
@@ -20,8 +20,6 @@ from pipeline.files import published_file
 
 # The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
 _RECORDS_BEFORE_CHECK = 10_000
-# So that the message about a small file counts all of its bad records.
-_REJECTED_BEFORE_STOP = 1000
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 60
 
@@ -34,36 +32,23 @@ class Quarantine(ExitStack):
 
     most_written = 10_000
 
-    def __init__(self, path: Path, source: str, most_rejected: float = math.inf) -> None:
+    def __init__(self, path: Path, source: str) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self._examples: list[dict[str, Any]] = []
         self._path = path
         self._source = source
-        self._most = max(most_rejected, _REJECTED_BEFORE_STOP)
 
     @cached_property
     def _file(self) -> BinaryIO:
         return self.enter_context(published_file(self._path))
 
     def add(self, record: Rejected) -> None:
-        """Writes one record; bytes that are not UTF-8 are shown as \\xNN.
-
-        Raises:
-            DataError: there are more than `most_rejected`.
-        """
+        """Writes one record; bytes that are not UTF-8 are shown as \\xNN."""
         self.counts[record.reason] += 1
-        total = self.counts.total()
-        if total > self._most:
-            count = f"{total} records are bad, more than --max-bad-fraction allows in all of the input"
-            raise _too_many(f"{self._source}: {count}", self._examples, self.counts)
-        if total > self.most_written:
-            return
-        excerpt = record.excerpt.decode(errors="backslashreplace")
-        line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
-        if total <= _EXAMPLES:
-            self._examples.append(line)
-        self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        if self.counts.total() <= self.most_written:
+            excerpt = record.excerpt.decode(errors="backslashreplace")
+            line = {"file": self._source, "offset": record.offset, "reason": record.reason, "excerpt": excerpt}
+            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 class BadRecordLimit:
@@ -74,10 +59,10 @@ class BadRecordLimit:
         self.records = 0
         self.rejected: Counter[str] = Counter()
 
-    def add(self, records: int, rejected: Mapping[str, int]) -> None:
-        """Counts the records of a finished unit, and the rejected ones among them by reason."""
-        self.records += records
-        self.rejected.update(rejected)
+    def add(self, unit: UnitRecord) -> None:
+        """Counts the records of a finished unit."""
+        self.records += unit.train.documents + unit.heldout.documents + sum(unit.rejected.values())
+        self.rejected.update(unit.rejected)
 
     def check(self, quarantines: Iterable[Path], *, at_end: bool = False) -> None:
         """Checks the fraction of bad records so far; `quarantines` are the files to take examples from.
@@ -89,30 +74,31 @@ class BadRecordLimit:
         if bad <= self.fraction * self.records or (self.records < _RECORDS_BEFORE_CHECK and not at_end):
             return
         lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
-        count = f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows"
-        raise _too_many(count, list(islice(lines, _EXAMPLES)), self.rejected)
-
-
-def _too_many(count: str, examples: Sequence[Mapping[str, Any]], rejected: Counter[str]) -> DataError:
-    shown = [
-        f"{line['file']} at {line['offset']}: {line['reason']} {line['excerpt'][:_EXAMPLE_CHARACTERS]!r}"
-        for line in examples
-    ]
-    return DataError(f"{count}: {'; '.join(shown)}; {_advice(rejected, [Path(line['file']) for line in examples])}")
-
-
-def _advice(rejected: Counter[str], files: Sequence[Path]) -> str:
-    """What to do about too many rejected records, by their most frequent reason."""
-    reason = rejected.most_common(1)[0][0]
-    if reason in ("no_text_key", "no_prompt_key"):
-        key = reason.removeprefix("no_")
-        return f"set {key} (--{key.replace('_', '-')}) to one of the keys, and remove the output folder"
-    if reason == "too_large":
-        return (
-            f"a document has at most {MAX_RECORD_BYTES >> 20} MiB: split them (a .txt by `document: blank_line`), and "
-            "remove the output folder"
+        examples = list(islice(lines, _EXAMPLES))
+        shown = "; ".join(
+            f"{line['file']} at {line['offset']}: {line['reason']} {line['excerpt'][:_EXAMPLE_CHARACTERS]!r}"
+            for line in examples
         )
-    return next(filter(None, map(encoding_advice, files)), None) or (
-        "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the output "
-        "folder"
-    )
+        raise DataError(
+            f"{bad} of {self.records} records are bad, more than --max-bad-fraction {self.fraction} allows: {shown}; "
+            f"{self._advice(Path(line['file']) for line in examples)}"
+        )
+
+    def _advice(self, files: Iterable[Path]) -> str:
+        """What to do about too many rejected records, by their most frequent reason."""
+        reason = self.rejected.most_common(1)[0][0]
+        if reason in ("no_text_key", "no_prompt_key"):
+            key = reason.removeprefix("no_")
+            return (
+                f"set {key} (--{key.replace('_', '-')}) to one of the keys, for chats messages_key (--messages-key), "
+                "and remove the output folder"
+            )
+        if reason == "too_large":
+            return (
+                f"a document has at most {MAX_RECORD_BYTES >> 20} MiB: split them (a .txt by `document: blank_line`), "
+                "and remove the output folder"
+            )
+        return next(filter(None, map(encoding_advice, files)), None) or (
+            "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the "
+            "output folder"
+        )

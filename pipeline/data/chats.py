@@ -13,10 +13,10 @@ from typing import Any
 
 import orjson
 
-from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, checked_text, with_prompt
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from pipeline.data.records import EXCERPT_BYTES, Document, Reason, Record, Rejected, checked_text, with_prompt
+from pipeline.data.tokenizer import json_beside, load_tokenizer, tokenizer_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
-from pipeline.files import json_hash, read_object, read_text
+from pipeline.files import json_hash, read_text
 
 TEMPLATE = "chat_template.jinja"
 # ShareGPT's names of who speaks; messages there hold `from` and `value`.
@@ -36,7 +36,7 @@ class ChatTemplate:
         file = tokenizer_file(path)
         if file.suffix == ".model":
             raise DataError(f"{file}: it would read the markers of chats as text, expected a tokenizer.json; {_ADVICE}")
-        described = _described(file)
+        described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
         if not source:
             raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
@@ -55,24 +55,22 @@ class ChatTemplate:
     @cached_property
     def _frame(self) -> tuple[str, str]:
         """What every document gets before and after it, as text: a template that writes them is cut there."""
-        tokenizer: Tokenizer = load_tokenizer(self.path)
+        tokenizer = load_tokenizer(self.path)
         return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
 
     def records(self, offset: int, found: object) -> Iterator[Record]:
         """A document for each message of the assistant in the list of messages `found`, or why there is none."""
         conversation = orjson.dumps(found, default=str).decode()
-        excerpt = conversation.encode()[:EXCERPT_BYTES]
-        messages = [message for message in map(_message, found) if message] if isinstance(found, list) else []
-        if not isinstance(found, list) or len(messages) < len(found):
-            yield Rejected(offset, "messages_not_usable", excerpt)
+        messages = [_message(message) for message in found] if isinstance(found, list) else [None]
+        answers = [at for at, message in enumerate(messages) if message and message["role"] == "assistant" and at > 0]
+        if None in messages or not answers:
+            reason: Reason = "messages_not_usable" if None in messages else "no_answer"
+            yield Rejected(offset, reason, conversation.encode()[:EXCERPT_BYTES])
             return
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at > 0]
-        if not answers:
-            yield Rejected(offset, "no_answer", excerpt)
+        chat = [message for message in messages if message]
         for at in answers:
             try:
-                prompt = self.opened(messages[:at])
-                whole = self._rendered(messages[: at + 1], is_open=False)
+                prompt, whole = self.opened(chat[:at]), self._rendered(chat[: at + 1], is_open=False)
             except DataError as fault:  # templates refuse what their model never saw, such as two users in a row
                 yield Rejected(offset, "messages_not_usable", in_one_line(fault)[-EXCERPT_BYTES:].encode())
                 return
@@ -106,13 +104,6 @@ def chat_template(path: Path) -> ChatTemplate:
     return ChatTemplate(path)
 
 
-def _described(file: Path) -> dict[str, Any]:
-    try:
-        return read_object(file.with_name("tokenizer_config.json"), DataError)
-    except FileNotFoundError:
-        return {}
-
-
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
     """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
 
@@ -131,7 +122,8 @@ def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
 
 def _message(found: object) -> dict[str, Any] | None:
     """A message of a chat, one of ShareGPT's translated; None for anything else."""
-    if isinstance(found, dict) and found.keys() >= {"from", "value"}:
+    if not isinstance(found, dict):
+        return None
+    if found.keys() >= {"from", "value"}:
         found = {"role": _ROLES.get(str(found["from"]), found["from"]), "content": found["value"]}
-    is_message = isinstance(found, dict) and all(isinstance(found.get(key), str) for key in ("role", "content"))
-    return found if isinstance(found, dict) and is_message else None
+    return found if all(isinstance(found.get(key), str) for key in ("role", "content")) else None

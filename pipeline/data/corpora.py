@@ -9,13 +9,10 @@ from pathlib import Path
 from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.records import Document
-from pipeline.data.token_corpus import MANIFEST, load_manifest
+from pipeline.data.token_corpus import MANIFEST, SAMPLER, TOKENIZER, load_manifest
 from pipeline.data.unit_work import Job, is_heldout, keys_of
 from pipeline.data.units import good_documents, is_text
 from pipeline.errors import DataError
-
-TOKENIZER = "tools/preprocess_data.py"
-SAMPLER = "tools/sample_base.py"
 
 
 def train_folder(data: Data, corpus: str) -> Path:

@@ -9,14 +9,12 @@ Nothing of a dataset is run: `datasets` 4 and later have no scripts, and only re
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,36 +127,42 @@ def _shard_name(number: int) -> str:
 def _stream(named: _Named) -> None:
     """Streams the rest of a dataset; a shard and the record of it are published together with where it ended."""
     record = _record(named)
-    if record is None or record.finished:  # or its shards were removed
-        with _faults(named):
-            record = Source(name=named.name, revision=_commit(named))
     with _faults(named):
+        if record is None or record.finished:  # or its shards were removed
+            record = Source(name=named.name, revision=_commit(named))
         dataset = _opened(named, record.revision)
         if record.state is not None:
             dataset.load_state_dict(record.state)
-        rows = iter(dataset)
+    rows = _rows(named, dataset)
     _logger.info("%s: streams it, at commit %s, into %s", named.name, record.revision, named.folder)
     with progress_bar(f"streaming {named.name}", named.documents, " documents", done=record.documents) as bar:
-        while (first := _next(named, rows) if record.documents < named.documents else None) is not None:
-            documents, size = record.documents, 0
+        while not record.finished:
+            documents, size, is_last = record.documents, 0, True
             with (
                 published_file(named.folder / _shard_name(record.shards)) as file,
                 zstandard.ZstdCompressor().stream_writer(file, closefd=False) as text,
             ):
-                for row in itertools.chain([first], iter(partial(_next, named, rows), None)):
+                for row in rows:
                     line = _line(row)
                     text.write(line)
                     size += len(line)
                     documents += 1
                     bar.update(1)
-                    if size >= SHARD_BYTES or documents >= named.documents:
+                    is_last = documents >= named.documents
+                    if size >= SHARD_BYTES or is_last:
                         break
-            changes = {"documents": documents, "shards": record.shards + 1, "state": dataset.state_dict()}
+                    is_last = True  # unless there is another row
+            if documents == 0:
+                raise DataError(f"{named.name}: holds no documents; name another split")
+            state = None if is_last else dataset.state_dict()
+            changes = {"documents": documents, "shards": record.shards + 1, "state": state, "finished": is_last}
             record = record.model_copy(update=changes)
             write_record(named.folder / SOURCE, record)
-    if record.documents == 0:
-        raise DataError(f"{named.name}: holds no documents; name another split")
-    write_record(named.folder / SOURCE, record.model_copy(update={"state": None, "finished": True}))
+
+
+def _rows(named: _Named, dataset: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # an IterableDataset
+    with _faults(named):
+        yield from dataset
 
 
 @contextmanager
@@ -195,17 +199,10 @@ def _opened(named: _Named, commit: str | None) -> Any:  # noqa: ANN401  # an Ite
 
 def _is_text(feature: Any) -> bool:  # noqa: ANN401  # a type of `datasets`
     """Whether every leaf of a column's type is a string."""
-    if isinstance(feature, dict):
-        return all(map(_is_text, feature.values()))
-    if isinstance(feature, list):
-        return all(map(_is_text, feature))
+    if isinstance(feature, (dict, list)):
+        return all(map(_is_text, feature.values() if isinstance(feature, dict) else feature))
     inner = getattr(feature, "feature", None)  # of a List
     return _is_text(inner) if inner is not None else getattr(feature, "dtype", None) in ("string", "large_string")
-
-
-def _next(named: _Named, rows: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
-    with _faults(named):
-        return next(rows, None)
 
 
 def _line(row: dict[str, Any]) -> bytes:

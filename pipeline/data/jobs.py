@@ -11,14 +11,13 @@ import contextlib
 import os
 import shutil
 import socket
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt
 
 from pipeline import log
 from pipeline.data.file_content import FileContent, check_file
@@ -26,16 +25,19 @@ from pipeline.data.token_corpus import (
     CORPUS,
     MANIFEST,
     SAMPLED_BLOCKS,
+    SAMPLER,
+    TOKENIZER,
+    Description,
     InputFile,
     Manifest,
     ShardRecord,
     TokenCorpus,
     load_manifest,
 )
-from pipeline.data.token_shards import ShardFile
+from pipeline.data.token_shards import ShardFile, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import check_replaceable, file_hash, read_record, rename_aside, write_record
+from pipeline.files import check_replaceable, read_record, rename_aside, write_record
 from pipeline.log import progress_bar
 
 STATE = ".units"
@@ -51,21 +53,26 @@ _Unit = TypeVar("_Unit")
 _Record = TypeVar("_Record", bound=BaseModel)
 
 
-class Plan(BaseModel):
-    """What a folder is begun for. A job with another plan must not continue there."""
+class Plan(Description):
+    """What a folder is begun for. A job with another plan must not continue there.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    tool: ClassVar[str]
+    `unit_size` is in bytes of text, or in tokens that a base writes.
+    """
 
-    @abstractmethod
-    def of_corpus(self, manifest: Manifest) -> Plan | None:
-        """The plan of a finished corpus; what its manifest does not say is as here. None if another tool made it."""
+    inputs: list[tuple[str, int]]
+    unit_size: int
+
+    @property
+    def tool(self) -> str:
+        """What makes such corpora."""
+        return TOKENIZER if self.sampling is None else SAMPLER
 
 
-class PartCounts(BaseModel):
-    """What one unit contributed to the train or to the held-out part."""
+class UnitPart(BaseModel):
+    """What one unit contributed to the train or to the held-out part.
 
-    model_config = ConfigDict(extra="forbid")
+    `files` is what the files of its shard hold, by the ends of their names; none without documents.
+    """
 
     documents: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
@@ -73,56 +80,39 @@ class PartCounts(BaseModel):
     bytes: NonNegativeInt = 0
     prompt_tokens: NonNegativeInt = 0
     prompt_bytes: NonNegativeInt = 0
-
-
-class UnitPart(PartCounts):
-    """The same, with what the files of its shard hold, by the ends of their names; none without documents."""
-
     files: dict[ShardFile, FileContent] = {}
 
 
 class UnitRecord(BaseModel):
     """The outcome of a unit that writes tokens."""
 
-    backend: str
     train: UnitPart
     heldout: UnitPart = UnitPart()
     rejected: dict[str, NonNegativeInt] = {}
 
-    @property
-    def records(self) -> int:
-        """The number of records read, good and bad."""
-        return self.train.documents + self.heldout.documents + sum(self.rejected.values())
 
-
-class _InputHash(BaseModel):
-    sha256: str
-
-
-def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest], heldout: Path | None = None) -> Manifest:
+def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
     """Makes the corpus of `plan`, or continues it; a finished one is left as it is.
 
     Args:
         output: its folder.
         plan: what it is.
         make: fills the folder, with the folder of unfinished work as argument.
-        heldout: another folder that it fills.
 
     Raises:
         OutputError: one of the folders holds something else.
-        DataError: the folder cannot be made, or holds or was begun for another corpus.
+        DataError: the folder holds or was begun for another corpus.
     """
     state = output / STATE
     if (manifest := finished(output, plan)) is not None:
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
     else:
         try:
-            for folder in () if state.is_dir() else filter(None, (output, heldout)):
+            folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
+            for folder in () if state.is_dir() else folders:
                 check_replaceable(folder, CORPUS)
-            if state.is_symlink():
-                raise DataError(f"{state}: is a link, and a corpus is made inside its folder only; remove it")
-            for folder in filter(None, (state, heldout)):
-                make_folder(folder)
+            for folder in (*folders, state):
+                Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
             _write_plan(state, plan)
             # Another job may have begun another corpus here, or finished this one, since the first look.
             manifest = finished(output, plan) or make(state)
@@ -147,15 +137,11 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
         DataError: it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
     if not (output / MANIFEST).exists():
-        if (begun := read_plan(output, type(plan))) is not None:
-            _check_same_plan(output, plan, begun)
+        if (begun := read_plan(output)) is not None:
+            _check_same(output, plan, begun)
         return None
     manifest = load_manifest(output, made_by=plan.tool)
-    if (found := plan.of_corpus(manifest)) is None:
-        raise DataError(
-            f"{output}: was not made by {plan.tool}; choose another --output, or another name for the corpus"
-        )
-    _check_same_plan(output, plan, found)
+    _check_same(output, plan, manifest)
     check_finished(output)
     if manifest.heldout_fraction > 0 and manifest.part == "train":
         try:
@@ -178,31 +164,45 @@ def _write_plan(state: Path, plan: Plan) -> None:
     own.unlink(missing_ok=True)
 
 
-def read_plan(output: Path, kind: type[_Record]) -> _Record | None:
+def read_plan(output: Path) -> Plan | None:
     """The plan that the unfinished corpus in `output` was begun for; None where none was.
 
     Raises:
-        DataError: it is damaged, or of another kind: another tool is making a corpus there.
+        DataError: it is damaged, or of an earlier version.
     """
     if not (output / STATE).is_dir():
         return None
-    advice = f"choose another --output if another tool is making a corpus there, else remove {output} to start again"
     try:
-        return read_record(output / STATE / _PLAN, kind, DataError, advice)
+        return read_record(output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again")
     except FileNotFoundError:
         return None
 
 
-def _check_same_plan(output: Path, expected: Plan, found: Plan) -> None:
-    for name in type(expected).model_fields:
-        values = [repr(getattr(plan, name)) for plan in (expected, found)]
-        if values[0] != values[1]:
-            shown = [value if len(value) <= 120 else value[:117] + "..." for value in values]
-            raise DataError(
-                f"{output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found "
-                f"{shown[1]}; set it back, or remove this folder and {output.name}.heldout to make the corpus again, "
-                "or choose another --output"
-            )
+def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
+    if (plan.sampling is None) != (found.sampling is None):
+        raise DataError(
+            f"{output}: was not made by {plan.tool}; choose another --output, or another name for the corpus"
+        )
+    terms = _terms(found)
+    for name, expected in _terms(plan).items():
+        # A manifest does not say how the work was divided. Either encoder may have made a finished corpus.
+        if name not in terms or (name == "backend" and isinstance(found, Manifest)) or expected == terms[name]:
+            continue
+        shown = [text if len(text) <= 120 else text[:117] + "..." for text in (repr(expected), repr(terms[name]))]
+        raise DataError(
+            f"{output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found {shown[1]}; set it "
+            f"back, or remove this folder and {output.name}.heldout to make the corpus again, or choose another "
+            "--output"
+        )
+
+
+def _terms(made: Plan | Manifest) -> dict[str, Any]:
+    """What may not differ between two attempts, by name."""
+    fields = made.model_dump(include=set(Plan.model_fields))
+    if isinstance(made, Manifest):
+        fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
+    tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
+    return {**fields, **tokenizer, **sampling}
 
 
 def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:
@@ -217,26 +217,11 @@ def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None
     # One that the user has removed is not missed.
     if manifest.quarantine is not None and (folder / QUARANTINE).exists():
         check_file(folder / QUARANTINE, manifest.quarantine, "remove it, or restore it")
-    if not manifest.knows_content:
-        _logger.warning("%s: was made without hashes of its files; only sizes and indexes were checked", folder)
 
 
 def heldout_of(output: Path) -> Path:
     """The folder of the held-out part of the corpus in `output`."""
     return output.with_name(output.name + ".heldout")
-
-
-def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, unless it exists. Raises DataError where that is not possible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename}: cannot make this folder ({error.strerror}); choose another --output"
-        ) from None
-
-
-# --- Units of work ---------------------------------------------------------------------------------------------------
 
 
 def run_units(
@@ -257,18 +242,19 @@ def run_units(
         work: does a unit, and returns its record.
         units: all of them, by their names.
         workers: the processes that do the work.
-        share: this job's.
+        share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
         bar: for the progress bar: what is done, and the unit and function of a unit's size.
     """
     what, of_size, size = bar
     done = {name: record for name in units if (record := _record_of(state, schema, name)) is not None}
     yield from done.items()
-    left = [(name, unit) for name, unit in units.items() if name not in done]
-    sizes = {name: size(unit) for name, unit in units.items()}
-    with progress_bar(what, sum(sizes.values()), of_size, done=sum(sizes[name] for name in done)) as progress:
-        finished_units = workers.run(partial(_do, state, schema, work), share_first(left, share), name=itemgetter(1))
-        for name, record in finished_units:
-            progress.update(sizes[name])
+    left = [task for task in units.items() if task[0] not in done]
+    k, n = share
+    left = left[k::n] + [task for at, task in enumerate(left) if at % n != k][::-1]
+    total = sum(map(size, units.values()))
+    with progress_bar(what, total, of_size, done=sum(size(units[name]) for name in done)) as progress:
+        for name, record in workers.run(partial(_do, state, schema, work), left, name=itemgetter(1)):
+            progress.update(size(units[name]))
             yield name, record
 
 
@@ -290,37 +276,31 @@ def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
         return None
 
 
-def share_first(tasks: Sequence[_Unit], share: Share) -> list[_Unit]:
-    """A job's own tasks, then the other jobs' from the end, which those jobs reach last."""
-    k, n = share
-    others = [task for at, task in enumerate(tasks) if at % n != k]
-    return [*tasks[k::n], *reversed(others)]
-
-
-def input_records(state: Path, inputs: Sequence[tuple[str, int]], workers: Workers, share: Share) -> list[InputFile]:
-    """The input files (path, bytes) with their hashes."""
-    files = {f"{number:05d}.sha256": path for number, (path, _) in enumerate(inputs)}
-    size = dict(inputs).__getitem__
-    found = dict(run_units(state, _InputHash, _hashed, files, workers, share, bar=("hashing", "B", size)))
-    return [InputFile(path=path, bytes=size(path), sha256=found[name].sha256) for name, path in files.items()]
-
-
-def _hashed(path: str) -> _InputHash:
-    return _InputHash(sha256=file_hash(Path(path)))
-
-
-def sums_of(shards: Mapping[str, UnitPart]) -> dict[str, Any]:
-    """The fields of a manifest that follow from its shards, by their names; empty ones are omitted."""
-    total = PartCounts(
-        **{name: sum(getattr(part, name) for part in shards.values()) for name in PartCounts.model_fields}
-    )
-    return {
-        **total.model_dump(),
-        "tokens_per_character": round(total.tokens / max(total.characters, 1), 6),
-        "tokens_per_byte": round(total.tokens / max(total.bytes, 1), 6),
-        "shards": [
+def manifest_of(
+    plan: Plan,
+    part: str,
+    shards: Mapping[str, UnitPart],
+    inputs: list[InputFile],
+    *,
+    rejected: Mapping[str, int] | None = None,
+    quarantine: FileContent | None = None,
+) -> Manifest:
+    """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
+    counted = set(UnitPart.model_fields) - {"files"}
+    total = UnitPart(**{name: sum(getattr(part, name) for part in shards.values()) for name in counted})
+    return Manifest(
+        part=part,
+        **plan.model_dump(exclude={"inputs", "unit_size"}),
+        token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
+        **total.model_dump(exclude={"files"}),
+        tokens_per_character=round(total.tokens / max(total.characters, 1), 6),
+        tokens_per_byte=round(total.tokens / max(total.bytes, 1), 6),
+        rejected=dict(sorted((rejected or {}).items())),
+        inputs=inputs,
+        shards=[
             ShardRecord(name=name, documents=part.documents, tokens=part.tokens, files=part.files)
             for name, part in shards.items()
             if part.documents
         ],
-    }
+        quarantine=quarantine,
+    )

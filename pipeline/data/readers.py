@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
@@ -18,6 +18,7 @@ from pipeline.data.records import (
     Record,
     Rejected,
     checked_text,
+    missing_column,
     row_record,
     text_of_bytes,
     with_prompt,
@@ -29,13 +30,10 @@ _BLOCK_BYTES = 4 << 20
 # Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
 _BLOCK_BYTES_PAST_END = 64 << 10
 _LOOK_BACK_BYTES = 64 << 10
-_ARRAY_BLOCK_BYTES = 256 << 10
+_MAX_ARRAY_BYTES = 1 << 30
 _BLANK = b" \t\r\v\f"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS = 20
-# In JSON, outside of strings only these matter: where a string begins, how deep it is, and where an element ends.
-_STRUCTURE = re.compile(rb'["\[\]{},]')
-_REST_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % _BYTE_ORDER_MARK)
 
 
@@ -141,12 +139,16 @@ def _paragraphs(stream: Stream, start: int, stop: int) -> Iterator[Line]:
 
 
 def _whole_file(stream: Stream, start: int, _: int) -> Iterator[Line]:
-    pieces: list[bytes] = []
-    size = 0
-    while size <= MAX_RECORD_BYTES and (block := stream.read_at(size, MAX_RECORD_BYTES + 1 - size)):
-        pieces.append(block)
-        size += len(block)
-    yield Line(start, b"".join(pieces).replace(b"\r\n", b"\n").rstrip(b"\n"), size)
+    content = _beginning(stream, MAX_RECORD_BYTES)
+    yield Line(start, content.replace(b"\r\n", b"\n").rstrip(b"\n"), len(content))
+
+
+def _beginning(stream: Stream, most: int) -> bytes:
+    """The content of `stream`, or a little more than `most` bytes of it."""
+    content = bytearray()
+    while len(content) <= most and (block := stream.read_at(len(content), _BLOCK_BYTES)):
+        content += block
+    return bytes(content)
 
 
 # --- Records ---------------------------------------------------------------------------------------------------------
@@ -168,20 +170,21 @@ def _records_of(line: Line, keys: Keys | None) -> Iterator[Record]:
         is_utf8 = not isinstance(text, Rejected) or text.reason != "invalid_utf8"
         yield Rejected(line.offset, "malformed_json" if is_utf8 else "invalid_utf8", excerpt)
         return
+    yield from _records_in(line.offset, value, keys, excerpt)
+
+
+def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") -> Iterator[Record]:
+    """The records in a JSON value."""
     if not isinstance(value, dict):
-        yield Rejected(line.offset, "not_an_object", excerpt)
-    elif keys.chat is not None and keys.text in value:
-        yield from keys.chat.records(line.offset, value[keys.text])
-    else:
-        yield _record_of(line.offset, value, keys)
-
-
-def _record_of(offset: int, value: dict[str, Any], keys: Keys) -> Record:
-    if missing := [key for key in keys.all if key not in value]:
+        yield Rejected(offset, "not_an_object", excerpt or repr(value)[:EXCERPT_BYTES].encode(errors="replace"))
+    elif missing := [key for key in keys.all if key not in value]:
         names = f"its keys: {', '.join(islice(value, _SHOWN_KEYS))}".encode()[:EXCERPT_BYTES]
-        return Rejected(offset, "no_text_key" if keys.text in missing else "no_prompt_key", names)
-    document = checked_text(offset, value[keys.text])
-    return document if keys.prompt is None else with_prompt(offset, document, value[keys.prompt])
+        yield Rejected(offset, "no_text_key" if keys.text in missing else "no_prompt_key", names)
+    elif keys.chat is not None:
+        yield from keys.chat.records(offset, value[keys.text])
+    else:
+        document = checked_text(offset, value[keys.text])
+        yield document if keys.prompt is None else with_prompt(offset, document, value[keys.prompt])
 
 
 # --- Files that only make sense from their beginning -----------------------------------------------------------------
@@ -189,53 +192,23 @@ def _record_of(offset: int, value: dict[str, Any], keys: Keys) -> Record:
 
 def begins_array(stream: Stream) -> bool:
     """Whether the text of `stream` begins as a JSON array does."""
-    return _ARRAY_START.match(stream.read_at(0, _ARRAY_BLOCK_BYTES)) is not None
+    return _ARRAY_START.match(stream.read_at(0, _BLOCK_BYTES)) is not None
 
 
 def _array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of the array that `stream` holds; the last is a rejected one if the array does not end well."""
-    opening = _ARRAY_START.match(stream.read_at(0, _ARRAY_BLOCK_BYTES))
-    window, base = b"", opening.end() if opening else 0  # some bytes of the file, and where they begin in it
-    start = at = 0  # in the window: where the element begins, and how far it has been scanned
-    dropped, head = 0, b""  # of an element that is too large: how much of it is not in the window, and its beginning
-    depth, in_string, is_open = 0, False, True
-    while is_open:
-        if in_string:
-            at = _REST_OF_STRING.match(window, at).end()  # type: ignore[union-attr]  # it matches an empty string
-            if window[at : at + 1] == b'"':
-                in_string = False
-                at += 1
-                continue
-        elif found := _STRUCTURE.search(window, at):
-            at = found.end()
-            if found[0] == b'"':
-                in_string = True
-            elif found[0] in (b"[", b"{"):
-                depth += 1
-            elif depth and found[0] != b",":
-                depth -= 1
-            elif not depth:
-                if content := (head + window[start : found.start()]).strip():
-                    yield from _records_of(Line(base + start - dropped, content, dropped + len(content)), keys)
-                start, dropped, head = at, 0, b""
-                is_open = found[0] == b","
-            continue
-        else:
-            at = len(window)
-        block = stream.read_at(base + len(window), _ARRAY_BLOCK_BYTES)
-        if not block:
-            excerpt = (head + window[start:])[:EXCERPT_BYTES]
-            yield Rejected(base + start - dropped, stream.fault or "malformed_json", excerpt)
-            return
-        if at - start > MAX_RECORD_BYTES:
-            head = head or window[start : start + EXCERPT_BYTES]
-            dropped += at - start
-            start = at
-        window, base = window[start:] + block, base + start
-        start, at = 0, at - start
-    rest = window[at:] + stream.read_at(base + len(window), _ARRAY_BLOCK_BYTES)
-    if rest.strip():
-        yield Rejected(base + at, stream.fault or "malformed_json", rest[:EXCERPT_BYTES])
+    """The records of the array that `stream` holds, which is read whole; offsets are their numbers."""
+    content = _beginning(stream, _MAX_ARRAY_BYTES)
+    advice = "write it as JSONL, an object a line"
+    if len(content) > _MAX_ARRAY_BYTES:
+        raise DataError(
+            f"{stream.path}: a JSON array is read whole, and has at most {_MAX_ARRAY_BYTES >> 30} GiB; {advice}"
+        )
+    try:
+        values = orjson.loads(content.removeprefix(_BYTE_ORDER_MARK))
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{stream.path}: {stream.fault or 'not JSON'} ({error}); correct it, or {advice}") from None
+    for number, value in enumerate(values):
+        yield from _records_in(number, value, keys)
 
 
 def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]:
@@ -244,36 +217,31 @@ def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]
     texts = (
         line.content.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape") + "\n"
         for line in lines(stream, 0, sys.maxsize)
+        if not stream.fault
+        or stream.read_at(line.offset + line.size, 1)  # the last line of a damaged file is not whole
     )
     rows = csv.reader(texts, delimiter=delimiter, strict=True)
     try:
         names = next(rows, [])
     except csv.Error as error:
         raise DataError(f"{stream.path}: its first row does not name columns ({error}); correct it") from None
-    for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
-        if key not in names:
-            advice = encoding_advice(stream.path) or f"set {option} to one of: {', '.join(names)[:500]}"
-            raise DataError(f"{stream.path}: has no column {key!r}; {advice}")
+    if missing := missing_column(names, keys):
+        raise DataError(f"{stream.path}: {encoding_advice(stream.path) or missing}")
     places = [names.index(key) for key in keys.all]
-    row, last = 0, None
+    number = 0
     while True:
         try:
-            values = next(rows, None)
-        except csv.Error as error:
-            found: Record = Rejected(row, "malformed_csv", str(error).encode())
-        else:
-            if values is None:
+            if (values := next(rows, None)) is None:
                 break
+        except csv.Error as error:
+            yield Rejected(number, "malformed_csv", str(error).encode())
+        else:
             if not values:  # an empty line
                 continue
-            if len(values) != len(names):
-                found = Rejected(row, "malformed_csv", f"{len(values)} columns, not {len(names)}".encode())
+            if len(values) == len(names):
+                yield row_record(number, [values[place].encode(errors="surrogateescape") for place in places])
             else:
-                found = row_record(row, [values[place].encode(errors="surrogateescape") for place in places])
-        if last is not None:
-            yield last
-        last, row = found, row + 1
-    if stream.fault:  # the last row may have been cut
-        last = Rejected(max(0, row - 1), stream.fault, b"")
-    if last is not None:
-        yield last
+                yield Rejected(number, "malformed_csv", f"{len(values)} columns, not {len(names)}".encode())
+        number += 1
+    if stream.fault:
+        yield Rejected(number, stream.fault, b"")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, Union
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union
+
+if TYPE_CHECKING:  # it makes documents
+    from pipeline.data.chats import ChatTemplate
 
 Reason = Literal[
     "malformed_json",
@@ -30,19 +33,6 @@ EXCERPT_BYTES = 200
 MAX_RECORD_BYTES = 32 * 2**20
 
 
-class Chat(Protocol):
-    """Makes documents of a chat; see `data.chats`."""
-
-    @property
-    def fingerprint(self) -> str:
-        """What decides how a chat is rendered."""
-        ...
-
-    def records(self, offset: int, messages: object) -> Iterator[Record]:
-        """The documents of one."""
-        ...
-
-
 class Keys(NamedTuple):
     """Where documents are in the inputs.
 
@@ -54,7 +44,7 @@ class Keys(NamedTuple):
     text: str = "text"
     prompt: str | None = None
     document: DocumentUnit = "line"
-    chat: Chat | None = None
+    chat: ChatTemplate | None = None
     encoding: str | None = None
 
     @property
@@ -66,7 +56,8 @@ class Keys(NamedTuple):
 class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer. `..._bytes` are lengths in UTF-8.
 
-    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone.
+    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
+    of the text, where another program has tokenized it.
     """
 
     text: str
@@ -74,6 +65,7 @@ class Document(NamedTuple):
     prompt: str | None = None
     prompt_utf8_bytes: int = 0
     group: str = ""
+    ids: list[int] | None = None
 
     @property
     def whole_text(self) -> str:
@@ -99,8 +91,6 @@ Record = Union[Document, Rejected]
 
 def text_of_bytes(offset: int, content: bytes) -> Record:
     """The document whose text is `content` in UTF-8, or why it cannot be one."""
-    if len(content) > MAX_RECORD_BYTES:
-        return Rejected(offset, "too_large", content[:EXCERPT_BYTES])
     try:
         return checked_text(offset, content.decode())
     except UnicodeDecodeError:
@@ -117,7 +107,9 @@ def checked_text(offset: int, text: object) -> Record:
         return Rejected(offset, "empty_text", text[:EXCERPT_BYTES].encode())
     if "\0" in text:
         return Rejected(offset, "nul_character", text[:EXCERPT_BYTES].encode())
-    return Document(text, len(text.encode()))
+    if (size := len(text.encode())) > MAX_RECORD_BYTES:
+        return Rejected(offset, "too_large", text[:EXCERPT_BYTES].encode())
+    return Document(text, size)
 
 
 def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
@@ -128,6 +120,14 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
     if isinstance(checked, Rejected):
         return checked._replace(reason="prompt_not_usable")
     return Document(answer.text, answer.utf8_bytes, checked.text, checked.utf8_bytes)
+
+
+def missing_column(names: Iterable[str], keys: Keys) -> str | None:
+    """What is wrong with a table of the columns `names`: the first column of `keys` that it lacks."""
+    for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
+        if key not in names:
+            return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"
+    return None
 
 
 def row_record(row: int, values: Sequence[bytes | None]) -> Record:

@@ -7,6 +7,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -47,15 +48,8 @@ class Stream:
         self._file = path.open("rb")
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset` on; none at the end. Raises DataError where the disk fails."""
-        try:
-            return os.pread(self._file.fileno(), size, offset)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror}); copy it again") from None
-
-    def __del__(self) -> None:
-        if "_file" in self.__dict__:
-            self._file.close()
+        """At most `size` bytes from `offset` on; none at the end."""
+        return os.pread(self._file.fileno(), size, offset)
 
 
 class DecodedStream(Stream):
@@ -65,7 +59,7 @@ class DecodedStream(Stream):
     """
 
     def __init__(self, path: Path, encoding: str | None) -> None:
-        self.path = path
+        super().__init__(path)
         self._encoding = encoding
         self._restart()
 
@@ -89,25 +83,23 @@ class DecodedStream(Stream):
 
     def pieces(self) -> Iterator[bytes]:
         """The whole text from its beginning, in pieces."""
-        stored = self._decompressed() if self.path.suffix in _DECOMPRESSORS else self._stored()
         if self._encoding is None:
-            yield from stored
+            yield from self._decompressed()
             return
         decoder = codecs.getincrementaldecoder(self._encoding)("lone_surrogate")
-        for piece in stored:
+        for piece in self._decompressed():
             yield decoder.decode(piece).encode(errors="surrogatepass")
         yield decoder.decode(b"", final=True).encode(errors="surrogatepass")
 
-    def _stored(self) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            while data := file.read(_SLICE_BYTES):
-                yield data
-
     def _decompressed(self) -> Iterator[bytes]:
         """What each piece of the file decompresses to. Consecutive members or frames form one text."""
-        new_decompressor = _DECOMPRESSORS[self.path.suffix]
+        stored = iter(partial(self.path.open("rb").read, _SLICE_BYTES), b"")
+        new_decompressor = _DECOMPRESSORS.get(self.path.suffix)
+        if new_decompressor is None:
+            yield from stored
+            return
         decompressor, complete = new_decompressor(), True
-        for piece in self._stored():
+        for piece in stored:
             data = piece
             while data:
                 if decompressor.eof:

@@ -15,15 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.records import DocumentUnit
-from pipeline.data.token_shards import PromptedShard, Shard, ShardFile
+from pipeline.data.token_shards import PromptedShard, Shard, ShardFile, shard_file
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
 
+TOKENIZER = "tools/preprocess_data.py"
+SAMPLER = "tools/sample_base.py"
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
-FORMAT_1 = "scale-cpt token corpus 1"
-"""Of manifests without hashes and checksums, which are still read."""
 CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 2")
 SAMPLED_BLOCKS = 256
 """How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
@@ -53,12 +53,12 @@ class InputFile(_Strict):
 
 
 class ShardRecord(_Strict):
-    """The files of a shard in the manifest's folder, by the ends of their names; None in a manifest of FORMAT_1."""
+    """A shard: its name, and its files in the manifest's folder by the ends of their names."""
 
     name: str
     documents: NonNegativeInt
     tokens: NonNegativeInt
-    files: dict[ShardFile, FileContent] | None = None
+    files: dict[ShardFile, FileContent]
 
     @model_validator(mode="after")
     def _lies_in_the_folder(self) -> ShardRecord:
@@ -84,25 +84,33 @@ class SamplingRecord(_Strict):
     batch_size: int
 
 
-class Manifest(_Strict):
-    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers.
+class Description(_Strict):
+    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are openings.
 
-    `characters` and `bytes` (UTF-8) count the accepted text of this part. In a corpus with prompts (`prompt_key` is not
-    None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`. In a corpus that a base
-    model wrote (`sampling`), `inputs` are the files of its openings, and the text includes them. `quarantine` is the
-    file of the rejected records, if there is one. `chat_template` is the hash of the template that framed chats.
+    `chat_template` is the hash of the template that framed chats.
     """
 
-    format: Literal["scale-cpt token corpus 1", "scale-cpt token corpus 2"] = "scale-cpt token corpus 2"
-    part: str
     tokenizer: TokenizerRecord
-    token_dtype: str
     text_key: str
     prompt_key: str | None = None
     document: DocumentUnit = "line"
     chat_template: str | None = None
     encoding: str | None = None
-    heldout_fraction: float
+    heldout_fraction: float = 0.0
+    sampling: SamplingRecord | None = None
+
+
+class Manifest(Description):
+    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers.
+
+    `characters` and `bytes` (UTF-8) count the accepted text of this part, openings included. In a corpus with prompts
+    (`prompt_key` is not None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
+    `quarantine` is the file of the rejected records, if there is one.
+    """
+
+    format: Literal["scale-cpt token corpus 2"] = "scale-cpt token corpus 2"
+    part: str
+    token_dtype: str
     documents: NonNegativeInt
     tokens: NonNegativeInt
     characters: NonNegativeInt
@@ -114,35 +122,14 @@ class Manifest(_Strict):
     rejected: dict[str, int]
     inputs: list[InputFile]
     shards: list[ShardRecord]
-    sampling: SamplingRecord | None = None
     quarantine: FileContent | None = None
-
-    @property
-    def knows_content(self) -> bool:
-        """Whether it holds the hashes of the shards' files; those of FORMAT_1 do not."""
-        return self.format != FORMAT_1
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Manifest:
-        for name in ("documents", "tokens"):
-            total = sum(getattr(shard, name) for shard in self.shards)
-            if total != getattr(self, name):
-                raise ValueError(f"{name}: expected {total}, the sum over its shards, found {getattr(self, name)}")
-        expected = [".bin", ".idx", *([] if self.prompt_key is None else [".prompts.npy"])]
-        for shard in self.shards:
-            if self.knows_content and sorted(shard.files or {}) != expected:
-                raise ValueError(f"shard {shard.name}: expected the hashes of {', '.join(expected)}")
-        beyond = [token for token in self.tokenizer.document_end if not 0 <= token < self.tokenizer.vocab_size]
-        if beyond:
-            raise ValueError(f"tokenizer: its document_end {beyond[0]} is not among {self.tokenizer.vocab_size} ids")
-        return self
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which completes the corpus."""
         write_record(folder / MANIFEST, self)
 
 
-def load_manifest(folder: Path, *, made_by: str = "tools/preprocess_data.py") -> Manifest:
+def load_manifest(folder: Path, *, made_by: str = TOKENIZER) -> Manifest:
     """Reads the manifest of the corpus in `folder`. `made_by` is the tool that makes it, for error messages.
 
     Raises:
@@ -170,12 +157,10 @@ class TokenCorpus:
         DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
     """
 
-    def __init__(
-        self, folder: Path, *, tokenizer_fingerprint: str | None = None, made_by: str = "tools/preprocess_data.py"
-    ) -> None:
+    def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None, made_by: str = TOKENIZER) -> None:
         self.folder = folder
         self.manifest = load_manifest(folder, made_by=made_by)
-        self._advice = advice_for(folder, made_by if self.manifest.sampling is None else "tools/sample_base.py")
+        self._advice = advice_for(folder, made_by if self.manifest.sampling is None else SAMPLER)
         found = self.manifest.tokenizer.fingerprint
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
@@ -234,8 +219,6 @@ class TokenCorpus:
     def check(self, *, blocks: int | None = 0, share: tuple[int, int] = (0, 1)) -> None:
         """Compares the shards with the manifest: all sizes, every index, the lengths of prompts, and some tokens.
 
-        A manifest of FORMAT_1 has no hashes: then an index is compared with itself, and tokens with nothing.
-
         Args:
             blocks: how many blocks of BLOCK_BYTES of tokens, drawn at random, are compared; None: all.
             share: (k, n): only the k-th of n shares of the shards.
@@ -245,18 +228,15 @@ class TokenCorpus:
         """
         k, n = share
         numbers = range(len(self.manifest.shards))[k::n]
-        bins = {number: files[".bin"] for number in numbers if (files := self.manifest.shards[number].files)}
-        drawn = {number: list(range(len(content.blocks))) for number, content in bins.items()}
-        if blocks is not None:
-            every = [(number, block) for number, own in drawn.items() for block in own]
-            drawn = {number: [] for number in bins}
-            for number, block in random.Random().sample(every, min(blocks, len(every))):
-                drawn[number].append(block)
+        every = [(at, block) for at in numbers for block in range(len(self.manifest.shards[at].files[".bin"].blocks))]
+        drawn: dict[int, list[int]] = {}
+        for number, block in every if blocks is None else random.Random().sample(every, min(blocks, len(every))):
+            drawn.setdefault(number, []).append(block)
 
         def check_shard(number: int) -> None:
             shard = self._opened(number, check=True)
-            if drawn.get(number):
-                check_file(shard.bin_path, bins[number], self._advice, blocks=drawn[number])
+            content = self.manifest.shards[number].files[".bin"]
+            check_file(shard.bin_path, content, self._advice, blocks=drawn.get(number, ()))
 
         with progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar:
             for _ in in_threads(check_shard, numbers):
@@ -290,19 +270,9 @@ class TokenCorpus:
         """A shard; with `check` compared with its record, but for the values of its tokens."""
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
-        for suffix, content in (described.files or {}).items() if check else ():
-            if suffix != ".bin":  # Shard compares its size
-                check_file(Path(f"{prefix}{suffix}"), content, self._advice)
-        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix, check=check)
-        expected = (described.documents, described.tokens, self.manifest.token_dtype)
-        found = (shard.documents, shard.tokens, shard.dtype.name)
-        if found != expected:
-            raise DataError(
-                "{}: expected {} documents of {} tokens ({}) as in the manifest, found {} of {} ({}); {}".format(
-                    shard.bin_path, *expected, *found, self._advice
-                )
-            )
-        return shard
+        for end, content in described.files.items() if check else ():
+            check_file(shard_file(prefix, end), content, self._advice, blocks=() if end == ".bin" else None)
+        return (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": OrderedDict()}

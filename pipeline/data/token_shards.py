@@ -17,13 +17,14 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.file_content import FileContent, HashedFile, hashed_file
+from pipeline.data.file_content import FileContent, content_of
 from pipeline.errors import DataError, faults_of_library
+from pipeline.files import published_file
 
 ShardFile = Literal[".bin", ".idx", ".prompts.npy"]
 
@@ -31,11 +32,9 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
 _DTYPES: dict[int, type[np.generic]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-# Bounds the memory in which a large index is checked.
-_CHECKED_AT_A_TIME = 2**20
 _ADVICE = "copy the shard again, or make it again"
 # Megatron's own limit for 16 bits.
 _UINT16_VOCABULARY = 65_500
@@ -53,7 +52,7 @@ class ShardWriter:
         files: what the published files hold, once `writing_shard` has ended.
     """
 
-    def __init__(self, open_bin: Callable[[], HashedFile], dtype: np.dtype[Any]) -> None:
+    def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
         self._dtype = dtype
         self._lengths: list[npt.NDArray[np.int32]] = []
@@ -77,50 +76,44 @@ class ShardWriter:
         self.tokens += len(ids)
 
     @cached_property
-    def _bin(self) -> HashedFile:
+    def _bin(self) -> BinaryIO:
         return self._open()
 
     def publish_others(self, prefix: Path, scratch: Path | None) -> None:
         """Publishes the index, and the lengths of the prompts if there are any."""
-        self.files[".bin"] = self._bin.content
-        with hashed_file(shard_files(prefix)[1], scratch) as file:
-            self._write_index(file)
-        self.files[".idx"] = file.content
-        if self._prompt_lengths:
-            with hashed_file(prompts_file(prefix), scratch) as file:
-                np.save(cast("BinaryIO", file), np.concatenate(self._prompt_lengths), allow_pickle=False)
-            self.files[".prompts.npy"] = file.content
-
-    def _write_index(self, file: HashedFile) -> None:
-        lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
+        lengths = np.concatenate(self._lengths)
         ends = np.cumsum(lengths, dtype=np.int64)
-        file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], len(lengths), len(lengths) + 1))
-        file.write(lengths.data)
-        file.write(((ends - lengths) * self._dtype.itemsize).data)
-        file.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
+        written: list[ShardFile] = [".bin", ".idx"]
+        with published_file(shard_file(prefix, ".idx"), scratch) as file:
+            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], len(lengths), len(lengths) + 1))
+            file.write(lengths.data)
+            file.write(((ends - lengths) * self._dtype.itemsize).data)
+            file.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
+        if self._prompt_lengths:
+            written.append(".prompts.npy")
+            with published_file(shard_file(prefix, ".prompts.npy"), scratch) as file:
+                np.save(file, np.concatenate(self._prompt_lengths), allow_pickle=False)
+        self.files = {end: content_of(shard_file(prefix, end)) for end in written}
 
 
 @contextlib.contextmanager
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
     """A writer whose files are published when the block ends. Without documents there are none."""
     with contextlib.ExitStack() as opened:
-        writer = ShardWriter(lambda: opened.enter_context(hashed_file(shard_files(prefix)[0], scratch)), dtype)
+        writer = ShardWriter(lambda: opened.enter_context(published_file(shard_file(prefix, ".bin"), scratch)), dtype)
         yield writer
     # Never publish an empty shard and remove it again: another job may be writing the same unit.
     if writer.documents > 0:
         writer.publish_others(prefix, scratch)
 
 
-def shard_files(prefix: Path) -> tuple[Path, Path]:
-    """The `.bin` and the `.idx` of a shard."""
-    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+def shard_file(prefix: Path, end: ShardFile) -> Path:
+    """A file of a shard."""
+    return prefix.with_name(prefix.name + end)
 
 
 class Shard:
-    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for.
-
-    With `check` the whole index is compared with itself and with the size of the `.bin`: each sequence begins where the
-    one before it ends, and documents follow each other. Without, it is trusted.
+    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for, and what the index says is trusted.
 
     Attributes:
         dtype: the type of a stored id.
@@ -128,26 +121,21 @@ class Shard:
         tokens: the number of ids.
 
     Raises:
-        DataError: a file is missing, is not of this format, contradicts itself, or has another size than the index
-            says.
+        DataError: a file is missing, is not of this format, or has another size than the index says.
     """
 
-    def __init__(self, prefix: Path, *, check: bool = True) -> None:
+    def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        self.bin_path, self.idx_path = shard_files(prefix)
+        self.bin_path, self.idx_path = shard_file(prefix, ".bin"), shard_file(prefix, ".idx")
         try:
-            with self.idx_path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size == 0:
-                    raise DataError(f"{self.idx_path}: expected a token index, found an empty file; {_ADVICE}")
-                self._index = np.memmap(file, dtype=np.uint8, mode="r")
             bin_bytes = self.bin_path.stat().st_size
+            # mmap refuses an empty file.
+            self._index = np.memmap(self.idx_path, np.uint8, "r") if self.idx_path.stat().st_size else np.zeros(0)
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: no such file; a token shard is a .bin and an .idx") from None
         self.dtype, self._sequences, self._ends = self._read_header()
         self.documents = self._ends - 1
         self.tokens = self._tokens_in_index()
-        if check:
-            self._check_index()
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise DataError(
                 f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes; {_ADVICE}"
@@ -161,36 +149,21 @@ class Shard:
         expected = _HEADER.size + sequences * 12 + ends * 8
         if version != _VERSION or code not in _DTYPES or ends < 1 or len(self._index) < expected:
             raise DataError(
-                f"{self.idx_path}: damaged index: expected {expected} bytes, found {len(self._index)}; {_ADVICE}"
+                f"{self.idx_path}: damaged index: expected {expected} bytes of integer ids, found {len(self._index)}; "
+                f"{_ADVICE}"
             )
-        dtype = np.dtype(_DTYPES[code])
-        if dtype.kind not in "iu":
-            raise DataError(f"{self.idx_path}: holds {dtype}, expected integer token ids; {_ADVICE}")
-        return dtype, int(sequences), int(ends)
+        return np.dtype(_DTYPES[code]), int(sequences), int(ends)
 
     def _array(self, offset: int, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         return np.frombuffer(self._index, dtype=dtype, count=count, offset=offset)
 
-    def _check_index(self) -> None:
+    def check_index(self) -> None:
         """Raises DataError where a sequence does not begin at the end of the one before it, or a document goes back."""
-        position = 0  # in bytes
-        for at in range(0, self._sequences, _CHECKED_AT_A_TIME):
-            lengths = self._array(_HEADER.size + at * 4, min(_CHECKED_AT_A_TIME, self._sequences - at), np.int32)
-            ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + position
-            starts = self._pointers[at : at + len(lengths)]
-            if lengths.min() < 0 or starts[0] != position or (starts[1:] != ends[:-1]).any():
-                raise DataError(
-                    f"{self.idx_path}: damaged index: sequences {at} to {at + len(lengths)} do not follow each other; "
-                    f"{_ADVICE}"
-                )
-            position = int(ends[-1])
-        firsts = self._first_sequences
-        ordered = all(
-            (np.diff(firsts[at : at + _CHECKED_AT_A_TIME + 1]) >= 0).all()
-            for at in range(0, self.documents, _CHECKED_AT_A_TIME)
-        )
-        if firsts[0] != 0 or firsts[-1] != self._sequences or not ordered:
-            raise DataError(f"{self.idx_path}: damaged index: documents do not follow each other; {_ADVICE}")
+        ends = np.cumsum(self._array(_HEADER.size, self._sequences, np.int32), dtype=np.int64) * self.dtype.itemsize
+        starts, firsts = self._pointers, self._first_sequences
+        follow = np.array_equal(starts, np.concatenate([[0], ends[:-1]])[: len(starts)]) and (np.diff(ends) >= 0).all()
+        if not follow or firsts[0] != 0 or firsts[-1] != self._sequences or (np.diff(firsts) < 0).any():
+            raise DataError(f"{self.idx_path}: damaged index: its documents do not follow each other; {_ADVICE}")
 
     @cached_property
     def _pointers(self) -> npt.NDArray[np.int64]:
@@ -225,12 +198,9 @@ class Shard:
         return starts[starts >= start]
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """The ids [start, stop), in their stored type."""
+        """The ids [start, stop), in their stored type. Raises DataError where the file has been cut since."""
         expected = (stop - start) * self.dtype.itemsize
-        try:
-            raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
-        except OSError as error:
-            raise DataError(f"{self.bin_path}: cannot be read ({error.strerror}); {_ADVICE}") from None
+        raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
         if len(raw) != expected:
             raise DataError(
                 f"{self.bin_path}: expected {expected} bytes from token {start} on, found {len(raw)}: it was cut while "
@@ -240,10 +210,7 @@ class Shard:
 
     @cached_property
     def _file(self) -> BinaryIO:
-        try:
-            return self.bin_path.open("rb")
-        except FileNotFoundError:
-            raise DataError(f"{self.bin_path}: was removed while it was in use; {_ADVICE}") from None
+        return self.bin_path.open("rb")
 
     def document(self, document: int) -> npt.NDArray[Any]:
         """The ids of one document."""
@@ -251,44 +218,24 @@ class Shard:
 
     def close(self) -> None:
         """Closes the `.bin` file; a later read opens it again."""
-        file = self.__dict__.pop("_file", None)
-        if file is not None:
+        if (file := self.__dict__.pop("_file", None)) is not None:
             file.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def prompts_file(prefix: Path) -> Path:
-    """The `.prompts.npy` of a shard."""
-    return prefix.with_name(prefix.name + ".prompts.npy")
 
 
 class PromptedShard(Shard):
     """An open shard of documents with prompts.
 
     Raises:
-        DataError: a file is missing or damaged, or the files do not belong together.
+        DataError: as `Shard`, or the prompts are not those of its documents.
     """
 
-    def __init__(self, prefix: Path, *, check: bool = True) -> None:
-        super().__init__(prefix, check=check)
-        path = prompts_file(prefix)
-        if not path.exists():
-            raise DataError(f"{path}: no such file; every shard of a corpus with prompts has one")
+    def __init__(self, prefix: Path) -> None:
+        super().__init__(prefix)
+        path = shard_file(prefix, ".prompts.npy")
         with faults_of_library(f"{path}: not an array in NumPy's format; {_ADVICE}", DataError):
             self._prompt_lengths: npt.NDArray[np.int32] = np.lib.format.open_memmap(path, mode="r")
-        found = self._prompt_lengths
-        if found.dtype != np.int32 or found.shape != (self.documents,):
-            raise DataError(
-                f"{path}: expected {self.documents} lengths of int32, found {found.shape} of {found.dtype}; {_ADVICE}"
-            )
-        if check and ((found < 0) | (found > self._document_lengths())).any():
-            raise DataError(f"{path}: damaged: a prompt is longer than its document; {_ADVICE}")
-
-    def _document_lengths(self) -> npt.NDArray[np.int64]:
-        starts = np.append(self._pointers, self.tokens * self.dtype.itemsize)[self._first_sequences]
-        return np.diff(starts) // self.dtype.itemsize
+        if (found := self._prompt_lengths).shape != (self.documents,):
+            raise DataError(f"{path}: expected {self.documents} lengths, found an array of {found.shape}; {_ADVICE}")
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of the tokens [start, stop) belong to a prompt."""

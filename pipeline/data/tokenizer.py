@@ -4,18 +4,18 @@ A document becomes `document_start + ids + document_end`: what the tokenizer's o
 BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
 
 Two libraries define the ids, `tokenizers` and `sentencepiece`. The fast encoder, `gigatoken`, is used only while it
-agrees with them.
+agrees with the first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, NamedTuple, Union
 
 import gigatoken
 import numpy as np
@@ -24,6 +24,7 @@ import sentencepiece
 import tokenizers
 
 from pipeline import log
+from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_bytes, read_object
 
@@ -39,8 +40,6 @@ _TEST_TEXTS = (
     "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
     "<s> </s> <unk> <|endoftext|>",
 )
-# Libraries make tables of as many rows as the largest id says.
-_MAX_VOCABULARY = 2**24
 _logger = log.get_logger(__name__)
 
 
@@ -64,12 +63,22 @@ class Tokenizer:
     document_start: tuple[int, ...]
     document_end: tuple[int, ...]
     reference: Reference
-    fast: Encoder | None
+    fast: GigatokenEncoder | None
 
     @property
     def before_document(self) -> tuple[int, ...]:
         """What a model reads before a document: `document_start`, or else the end of another document."""
         return self.document_start or self.document_end[-1:]
+
+    def record(self, backend: str) -> TokenizerRecord:
+        """What the manifest of a corpus says of it; `backend` made the ids."""
+        return TokenizerRecord(
+            fingerprint=self.fingerprint,
+            vocab_size=self.vocab_size,
+            document_start=list(self.document_start),
+            document_end=list(self.document_end),
+            backend=backend,
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`, including special tokens if the library shows them."""
@@ -116,16 +125,6 @@ class Encoded(NamedTuple):
     lengths: npt.NDArray[np.int64]
 
 
-class Encoder(Protocol):
-    """Turns texts into ids, without special tokens around them."""
-
-    name: str
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, joined."""
-        ...
-
-
 class HuggingFaceEncoder:
     """The reference for a `tokenizer.json`: the `tokenizers` library."""
 
@@ -159,62 +158,49 @@ class SentencePieceEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids))
 
-    def special_spellings(self) -> re.Pattern[str]:
-        """Matches the spelling of every control piece and of the unknown piece."""
-        library = self._library
-        special = [i for i in range(library.get_piece_size()) if library.is_control(i) or library.is_unknown(i)]
-        return re.compile("|".join(re.escape(library.id_to_piece(i)) for i in special))
-
 
 Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
 
 
 class GigatokenEncoder:
-    """The fast encoder.
+    """The fast encoder of a `tokenizer.json`.
 
     It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
-
-    Where a text spells a special token (`</s>`), `sentencepiece` sees text and gigatoken the token. The reference
-    encodes every batch with such a spelling in it.
     """
 
     name = "gigatoken"
     characters_between_renewals = 256 * 2**20
 
-    def __init__(self, content: bytes, reference: Reference) -> None:
-        is_sentencepiece = isinstance(reference, SentencePieceEncoder)
-        self._special = reference.special_spellings() if isinstance(reference, SentencePieceEncoder) else None
-        self._make = gigatoken.Tokenizer.from_sentencepiece if is_sentencepiece else gigatoken.Tokenizer.from_json
-        self._reference = reference
+    def __init__(self, content: bytes) -> None:
         self._content = content
-        self._library = self._make(content)
+        self._library = gigatoken.Tokenizer.from_json(content)
         self._characters = 0
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        if self._special and any(map(self._special.search, texts)):
-            return self._reference.encode(texts)
         characters = sum(map(len, texts))
         if self._characters + characters > self.characters_between_renewals:
-            self._library = self._make(self._content)
+            self._library = gigatoken.Tokenizer.from_json(self._content)
             self._characters = 0
         self._characters += characters
         layout: Any = self._library.encode_batch(list(texts), parallel=False).layout
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
 
-def fast_encoder(content: bytes, reference: Reference) -> Encoder | None:
-    """The fast encoder for the tokenizer file `content`; None if it is unsupported or fails on a test text."""
+Encoder = Union[Reference, GigatokenEncoder]
+
+
+def fast_encoder(content: bytes, reference: Reference) -> GigatokenEncoder | None:
+    """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
     try:
         with faults_of_library("gigatoken does not support this tokenizer", DataError):
-            encoder = GigatokenEncoder(content, reference)
+            encoder = GigatokenEncoder(content)
             is_equal = all(agree(encoder, reference, [text]) for text in _TEST_TEXTS)
     except DataError as error:
         _logger.info("%s: %s encodes", error, reference.name)
         return None
     if not is_equal:
         _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
-        return None
-    return encoder
+    return encoder if is_equal else None
 
 
 def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
@@ -225,17 +211,12 @@ def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
 
 def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    flat = np.empty(int(lengths.sum()), dtype=np.uint32)
-    at = 0
-    for of_text in ids:
-        flat[at : at + len(of_text)] = of_text
-        at += len(of_text)
+    flat = np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum()))
     return Encoded(flat, lengths)
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
     described = read_object(file, DataError)
-    _check_ids(file, described)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
@@ -268,29 +249,17 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         found = int(library.piece_to_id(token))
         return None if found == library.unk_id() else found
 
-    adds_bos = _json_file(file, "tokenizer_config.json").get("add_bos_token", False) and library.bos_id() >= 0
+    adds_bos = json_beside(file, "tokenizer_config.json").get("add_bos_token", False) and library.bos_id() >= 0
     own_end = (int(library.eos_id()),) if library.eos_id() >= 0 else ()
-    reference = SentencePieceEncoder(library)
     return Tokenizer(
         path=file,
         fingerprint="sentencepiece:" + hashlib.sha256(content).hexdigest(),
         vocab_size=int(library.get_piece_size()),
         document_start=(int(library.bos_id()),) if adds_bos else (),
         document_end=_document_end(file, id_of_token, end_of_document, own_end=own_end, known_ends=()),
-        reference=reference,
-        fast=fast_encoder(content, reference),
+        reference=SentencePieceEncoder(library),
+        fast=None,
     )
-
-
-def _check_ids(file: Path, described: dict[str, Any]) -> None:
-    """Raises DataError for an id that no vocabulary has: `tokenizers` allocates up to the largest, or aborts."""
-    model, added = described.get("model"), described.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    for found in ids:
-        if not isinstance(found, int) or not 0 <= found < _MAX_VOCABULARY:
-            raise DataError(f"{file}: expected ids from 0 to {_MAX_VOCABULARY - 1}, found {found!r:.80}; copy it again")
 
 
 def _fingerprint(described: dict[str, Any]) -> str:
@@ -319,12 +288,12 @@ def _document_end(
         return (found,)
     if own_end:
         return own_end
-    token = _json_file(file, "tokenizer_config.json").get("eos_token")
+    token = json_beside(file, "tokenizer_config.json").get("eos_token")
     if token is None:
         for name in ("generation_config.json", "config.json"):
-            ids = _json_file(file, name).get("eos_token_id")
+            ids = json_beside(file, name).get("eos_token_id")
             first = ids[0] if isinstance(ids, list) and ids else ids
-            if isinstance(first, int) and 0 <= first < _MAX_VOCABULARY:
+            if isinstance(first, int) and first >= 0:
                 return (first,)
     for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
         if isinstance(candidate, str) and (found := id_of_token(candidate)) is not None:
@@ -332,7 +301,7 @@ def _document_end(
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 
 
-def _json_file(file: Path, name: str) -> dict[str, Any]:
+def json_beside(file: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of the tokenizer's folder; empty if there is none."""
     try:
         return read_object(file.with_name(name), DataError)

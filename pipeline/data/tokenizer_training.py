@@ -6,13 +6,13 @@ import io
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import sentencepiece
 
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.data.units import good_documents
+from pipeline.data.units import good_documents, sampled_documents
 from pipeline.errors import DataError
 from pipeline.files import published_file
 
@@ -39,31 +39,25 @@ class Fertility(NamedTuple):
 def texts(
     inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None, seed: int | None = None
 ) -> Iterator[str]:
-    """Streams the texts of the usable documents of the inputs; `max_bytes` and `seed` as of `good_documents`."""
-    return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes, seed=seed))
+    """Streams the texts of the usable documents of the inputs, about `max_bytes` of them.
+
+    That is the beginning of each file, or with `seed` random places in some of the files.
+    """
+    if seed is not None and max_bytes is not None:
+        return (document.text for document in sampled_documents(inputs, Keys(text_key), max_bytes, seed=seed)[0])
+    return (document.text for document in good_documents(inputs, Keys(text_key), max_bytes=max_bytes))
 
 
-def train_sentencepiece(documents: Iterator[str], output: Path, **options: Any) -> None:  # noqa: ANN401
-    """Publishes the model `trained_sentencepiece(documents, **options)` at `output` (.model). Raises the same."""
-    try:
-        model = trained_sentencepiece(documents, **options)
-    except DataError as error:
-        raise DataError(f"{output}: {error}") from None
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with published_file(output) as file:
-        file.write(model)
-
-
-def trained_sentencepiece(
+def train_sentencepiece(
     documents: Iterator[str],
+    output: Path,
     *,
     vocab_size: int,
     model_type: Literal["bpe", "unigram"],
     character_coverage: float = 0.9999,
     threads: int = 1,
-    at_most: bool = False,
-) -> bytes:
-    """The content of a model with byte fallback; `at_most`: with fewer pieces where the text gives no more.
+) -> None:
+    """Publishes a model with byte fallback at `output` (.model).
 
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.
@@ -74,7 +68,6 @@ def trained_sentencepiece(
             sentence_iterator=_sentences(documents),
             model_writer=model,
             vocab_size=vocab_size,
-            hard_vocab_limit=not at_most,
             model_type=model_type,
             byte_fallback=True,
             character_coverage=character_coverage,
@@ -88,8 +81,10 @@ def trained_sentencepiece(
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].replace("--character_coverage", "--character-coverage")
-        raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
-    return model.getvalue()
+        raise DataError(f"{output}: cannot train {vocab_size} pieces on this text: {reason}") from None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with published_file(output) as file:
+        file.write(model.getvalue())
 
 
 def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:

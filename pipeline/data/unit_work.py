@@ -1,10 +1,10 @@
-"""Tokenizing a range of a file: read, check, encode, write a shard."""
+"""The work on a range of a file: read, check, encode, write a shard. Tokens of Megatron-LM are only framed anew."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,29 +14,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import log
 from pipeline.config.data import Corpus
 from pipeline.data.bad_records import Quarantine
 from pipeline.data.chats import chat_template
-from pipeline.data.jobs import STATE, PartCounts, UnitPart, UnitRecord, heldout_of
+from pipeline.data.jobs import STATE, UnitPart, UnitRecord, heldout_of
 from pipeline.data.records import Document, DocumentUnit, Keys, Rejected
-from pipeline.data.token_shards import ShardWriter, token_dtype, writing_shard
-from pipeline.data.tokenizer import Encoder, Tokenizer, agree, load_tokenizer
+from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
+from pipeline.data.tokenizer import Encoded, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError
-from pipeline.files import write_json
 
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
-_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it.
 
-    `unit_bytes` is the size of a unit of work; None derives it from the size of the input.
+    `unit_bytes` is the size of a unit of work; None derives it from the size of the input. With `reference_only` the
+    fast encoder is not used.
     """
 
     inputs: tuple[str, ...]
@@ -51,30 +49,16 @@ class Job:
     document: DocumentUnit = "line"
     messages_key: str | None = None
     encoding: str | None = None
+    reference_only: bool = False
 
     @property
     def keys(self) -> Keys:
         """Where documents are in the inputs."""
         return keys_of(self, Path(self.tokenizer))
 
-    @property
-    def heldout(self) -> Path:
-        """The folder of the held-out part."""
-        return heldout_of(self.output)
-
-    @property
-    def state(self) -> Path:
-        """The folder of unfinished work; removed when the manifest is written."""
-        return self.output / STATE
-
-    @property
-    def reference_only(self) -> Path:
-        """Exists once the fast encoder has made an error: the reference library then encodes everything."""
-        return self.state / "reference_only.json"
-
     def quarantine_of(self, unit: str) -> Path:
         """The rejected records of a unit, if there are any."""
-        return self.state / f"{unit}.quarantine.jsonl"
+        return self.output / STATE / f"{unit}.quarantine.jsonl"
 
 
 def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
@@ -91,49 +75,28 @@ def keys_of(described: Job | Corpus, tokenizer: Path) -> Keys:
 
 def is_heldout(text: str, fraction: float) -> bool:
     """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def tokenize_unit(job: Job, most_rejected: float, unit: Unit) -> UnitRecord:
+def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards.
 
     Raises:
-        DataError: the tokenizer produced an id outside its own vocabulary, the file cannot be read, or there are more
-            than `most_rejected` bad records.
+        DataError: there is an id outside the tokenizer's vocabulary, the encoders differ, or the file cannot be read.
     """
-    tokenizer = _cached_tokenizer(job.tokenizer, job.end_of_document)
-    fast = None if job.reference_only.exists() else tokenizer.fast
-    if fast is not None:
-        try:
-            return _tokenize_with(job, unit, tokenizer, fast, most_rejected)
-        except _Disagreement as difference:
-            _logger.warning("%s, unit %s: %s; the reference encodes the whole corpus", unit.path, unit.name, difference)
-            write_json(job.reference_only, {"path": unit.path, "unit": unit.name, "reason": str(difference)})
-    return _tokenize_with(job, unit, tokenizer, tokenizer.reference, most_rejected)
-
-
-@lru_cache(maxsize=1)
-def _cached_tokenizer(path: str, end_of_document: str | None) -> Tokenizer:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
-    return load_tokenizer(Path(path), end_of_document=end_of_document)
-
-
-class _Disagreement(Exception):  # noqa: N818  # not an error: the reference takes over
-    """The fast encoder and the reference produced different ids."""
-
-
-def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder, most_rejected: float) -> UnitRecord:
-    dtype = token_dtype(tokenizer.vocab_size)
+    tokenizer = cached_tokenizer(job.tokenizer, job.end_of_document)
     with ExitStack() as files:
-        quarantine = files.enter_context(Quarantine(job.quarantine_of(unit.name), unit.path, most_rejected))
+        quarantine = files.enter_context(Quarantine(job.quarantine_of(unit.name), unit.path))
 
         def part(folder: Path) -> _Part:
-            return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, job.state)), tokenizer, encoder)
+            dtype, scratch = token_dtype(tokenizer.vocab_size), job.output / STATE
+            return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, scratch)), tokenizer, job)
 
         train = part(job.output)
-        heldout = part(job.heldout) if job.heldout_fraction > 0 else None
-        for record in unit_records(unit, job.keys):
+        heldout = part(heldout_of(job.output)) if job.heldout_fraction > 0 else None
+        records = _imported(unit, tokenizer) if unit.kind == "tokens" else unit_records(unit, job.keys)
+        for record in records:
             if isinstance(record, Rejected):
                 quarantine.add(record)
             elif heldout is not None and is_heldout(record.held_out_by, job.heldout_fraction):
@@ -141,13 +104,38 @@ def _tokenize_with(job: Job, unit: Unit, tokenizer: Tokenizer, encoder: Encoder,
             else:
                 train.add(record)
         for each in filter(None, (train, heldout)):
-            each.finish()
+            each.write_batch()
     return UnitRecord(
-        backend=encoder.name,
         train=train.outcome,
         heldout=heldout.outcome if heldout is not None else UnitPart(),
         rejected=dict(sorted(quarantine.counts.items())),
     )
+
+
+@lru_cache(maxsize=1)
+def cached_tokenizer(path: str, end_of_document: str | None) -> Tokenizer:
+    """The tokenizer of a job, read once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
+    return load_tokenizer(Path(path), end_of_document=end_of_document)
+
+
+def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Document | Rejected]:
+    """The documents of tokens that Megatron-LM made, without what this tokenizer puts before and after a document."""
+    shard = Shard(Path(unit.path).with_suffix(""))
+    start, end = list(tokenizer.document_start), list(tokenizer.document_end)
+    for number in range(unit.start, unit.stop):
+        ids = shard.document(number).tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+            raise DataError(
+                f"{shard.bin_path}: document {number}: expected ids from 0 to {tokenizer.vocab_size - 1} of "
+                f"{tokenizer.path}, found {min(ids)} to {max(ids)}; name the tokenizer that made it"
+            )
+        ids = ids[len(start) :] if ids[: len(start)] == start else ids
+        ids = ids[: -len(end)] if ids[-len(end) :] == end else ids
+        text = tokenizer.decode(ids)
+        yield (
+            Document(text, len(text.encode(errors="replace")), ids=ids) if ids else Rejected(number, "empty_text", b"")
+        )
 
 
 class _Part:
@@ -157,54 +145,67 @@ class _Part:
     do not depend on the text after it.
     """
 
-    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, encoder: Encoder) -> None:
+    def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, job: Job) -> None:
         self._writer = writer
         self._tokenizer = tokenizer
-        self._encoder = encoder
-        self._counts = PartCounts()
-        self._texts: list[str] = []  # two for a document with a prompt
+        self._job = job
+        self._counts = UnitPart()
+        self._batch: list[Document] = []
         self._batch_bytes = 0
 
     def add(self, document: Document) -> None:
-        self._texts += [document.text] if document.prompt is None else [document.prompt, document.text]
-        self._counts.documents += 1
-        self._counts.characters += len(document.whole_text)
-        self._counts.prompt_bytes += document.prompt_utf8_bytes
+        self._batch.append(document)
         self._batch_bytes += document.utf8_bytes + document.prompt_utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
-            self._encode_batch()
-
-    def finish(self) -> None:
-        """Writes the last batch."""
-        if self._texts:
-            self._encode_batch()
+            self.write_batch()
 
     @property
     def outcome(self) -> UnitPart:
         """The counts of everything written, and what the files hold, once they are published."""
-        return UnitPart(**self._counts.model_dump(), files=self._writer.files)
+        return self._counts.model_copy(update={"files": self._writer.files})
 
-    def _encode_batch(self) -> None:
-        tokenizer = self._tokenizer
-        checked = [self._texts[self._writer.documents % len(self._texts)][:_CHECKED_CHARACTERS]]
-        if self._encoder is not tokenizer.reference and not agree(self._encoder, tokenizer.reference, checked):
-            raise _Disagreement(f"{self._encoder.name} and {tokenizer.reference.name} differ on {checked[0][:60]!r}")
-        ids, lengths = self._encoder.encode(self._texts)
-        if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-            raise DataError(
-                f"{tokenizer.path}: produced the id {ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
-            )
+    def write_batch(self) -> None:
+        """Encodes and writes the documents collected since the last batch."""
+        batch, counts, tokenizer = self._batch, self._counts, self._tokenizer
+        if not batch:
+            return
+        if batch[0].ids is not None:
+            lists = [document.ids or [] for document in batch]
+            ids, lengths = np.concatenate(lists), np.array([len(own) for own in lists])
+        else:
+            ids, lengths = self._encoded()
         prompt_lengths = None
-        if self._counts.prompt_bytes:  # no prompt is empty
+        if batch[0].prompt is not None:
             prompts, answers = lengths.reshape(-1, 2).T
             lengths = prompts + answers
             prompt_lengths = len(tokenizer.document_start) + prompts
-            self._counts.prompt_tokens += int(prompt_lengths.sum())
+            counts.prompt_tokens += int(prompt_lengths.sum())
+            counts.prompt_bytes += sum(document.prompt_utf8_bytes for document in batch)
         framed, framed_lengths = _frame(ids, lengths, tokenizer.document_start, tokenizer.document_end)
         self._writer.add(framed, framed_lengths, prompt_lengths)
-        self._counts.tokens += len(framed)
-        self._counts.bytes += self._batch_bytes
-        self._texts, self._batch_bytes = [], 0
+        counts.documents += len(batch)
+        counts.tokens += len(framed)
+        counts.characters += sum(len(document.whole_text) for document in batch)
+        counts.bytes += self._batch_bytes
+        self._batch, self._batch_bytes = [], 0
+
+    def _encoded(self) -> Encoded:
+        """The ids of the batch's texts, of a document with a prompt two."""
+        tokenizer, reference = self._tokenizer, self._tokenizer.reference
+        texts = [text for document in self._batch for text in (document.prompt, document.text) if text is not None]
+        encoder = reference if self._job.reference_only or tokenizer.fast is None else tokenizer.fast
+        checked = texts[self._writer.documents % len(texts)][:_CHECKED_CHARACTERS]
+        if encoder is not reference and not agree(encoder, reference, [checked]):
+            raise DataError(
+                f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; remove {self._job.output} and start "
+                "again with --reference-only"
+            )
+        encoded = encoder.encode(texts)
+        if len(encoded.ids) and int(encoded.ids.max()) >= tokenizer.vocab_size:
+            raise DataError(
+                f"{tokenizer.path}: produced the id {encoded.ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
+            )
+        return encoded
 
 
 def _frame(

@@ -7,12 +7,12 @@ the unit size alone, never from the workers.
 from __future__ import annotations
 
 import glob
-import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ from pipeline.data import hub_datasets, tables
 from pipeline.data.readers import begins_array, text_records
 from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, input_size, open_stream, text_length
+from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
@@ -110,33 +111,31 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     """The units of one file, in order. A compressed file is read once for its length.
 
     Raises:
-        DataError: a Parquet or Arrow file is damaged or lacks a column of `keys`, or plain text would need prompts.
+        DataError: a Parquet or Arrow file or an index is damaged, or `keys` ask for what such a file does not have.
     """
     kind = _kind(path)
-    if kind == "tokens":
-        raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
+    is_table = kind in ("parquet", "arrow")
     if keys.document != "line" and kind != "text":
         raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
-    if keys.chat is not None and kind in ("parquet", "arrow", "csv", "tsv"):
-        raise DataError(f"{path}: chats are read from JSON; write the table as JSONL, a chat a line")
-    if keys.encoding is not None and kind in ("parquet", "arrow"):
+    if keys.chat is not None and kind != "jsonl":
+        raise DataError(f"{path}: chats are read from JSON; write them as JSONL, a chat a line")
+    if keys.encoding is not None and (is_table or kind == "tokens"):
         raise DataError(f"{path}: encoding is for text files; the strings of a table are UTF-8")
-    if kind == "parquet":
-        ranges = tables.parquet_ranges(path, keys, unit_bytes)
-    elif kind == "arrow":
-        ranges = tables.arrow_ranges(path, keys, unit_bytes)
-    elif kind == "text" and keys.prompt is not None:
+    if keys.prompt is not None and kind in ("text", "tokens"):
         raise DataError(
-            f"{path}: a line of text has no {keys.prompt!r}; give texts with prompts as JSONL, CSV, Parquet or Arrow"
+            f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV, Parquet or Arrow"
         )
+    if kind == "tokens":
+        ranges = _token_ranges(path, unit_bytes)
+    elif is_table:
+        ranges = (tables.parquet_ranges if kind == "parquet" else tables.arrow_ranges)(path, keys, unit_bytes)
     else:
         length = text_length(path, keys.encoding)
         # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
         if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
             kind = "json_array"
-        if kind in ("json_array", "csv", "tsv"):
+        if kind in ("json_array", "csv", "tsv") or keys.document == "file":
             unit_bytes = max(length, 1)
-        unit_bytes = max(length, 1) if keys.document == "file" else unit_bytes
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
     return [
@@ -145,9 +144,24 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     ]
 
 
+def _token_ranges(path: Path, unit_bytes: int) -> list[tables.Range]:
+    """Ranges of documents in a shard of Megatron-LM, of about `unit_bytes` each."""
+    shard = Shard(path.with_suffix(""))
+    shard.check_index()
+    size = shard.dtype.itemsize
+    firsts = sorted({shard.document_at(token) for token in range(0, shard.tokens, max(1, unit_bytes // size))})
+    starts = map(shard.document_start, [*firsts, shard.documents])
+    return [
+        (first, last, size * (stop - start))
+        for (first, start), (last, stop) in pairwise(zip([*firsts, shard.documents], starts, strict=True))
+    ]
+
+
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
-    """The records of a unit."""
+    """The records of a unit of text."""
     path = Path(unit.path)
+    if unit.kind == "tokens":
+        raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
     if unit.kind == "parquet":
         return tables.parquet_records(path, unit.start, unit.stop, keys)
     if unit.kind == "arrow":
@@ -155,19 +169,8 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     return text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
 
 
-def most_records(units: Sequence[Unit], keys: Keys) -> float:
-    """A number of records that `units` cannot exceed, if all are good; infinite for tables."""
-    of_json = len('{"":"a"}\n') + len(keys.text)
-    shortest = {"text": len("a\n"), "csv": len("a\n"), "tsv": len("a\n"), "jsonl": of_json, "json_array": of_json}
-    return sum(unit.text_bytes / shortest[unit.kind] if unit.kind in shortest else math.inf for unit in units)
-
-
-def good_documents(
-    inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None, seed: int | None = None
-) -> Iterator[Document]:
-    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of each file.
-
-    That is its beginning, or with `seed` units from anywhere in it, drawn at random.
+def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
+    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of the beginning of each file.
 
     Raises:
         DataError: there is none, or an input cannot be read.
@@ -177,8 +180,6 @@ def good_documents(
     for file, size in files.items():
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes(size))
-        if seed is not None and max_bytes is not None:
-            units = _drawn(units, max_bytes // len(files), seed)
         for record in (record for unit in units for record in unit_records(unit, keys)):
             if isinstance(record, Rejected):
                 first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"
@@ -192,22 +193,34 @@ def good_documents(
         raise _no_document(inputs, keys, first_bad)
 
 
-def sampled_documents(inputs: Sequence[str], keys: Keys, max_bytes: int) -> tuple[list[Document], float]:
-    """Usable documents from places all over the inputs, and how many times as much the inputs hold.
+def sampled_documents(
+    inputs: Sequence[str], keys: Keys, max_bytes: int, *, seed: int = 0
+) -> tuple[list[Document], float]:
+    """Usable documents from random places all over the inputs, and how many times as much the inputs hold.
 
     Raises:
         DataError: there is none, or an input cannot be read.
     """
     files = input_files(inputs)
-    opened = random.Random(0).sample([*files], min(_SAMPLED_FILES, len(files)))
+    draw = random.Random(seed)
+    opened = draw.sample([*files], min(_SAMPLED_FILES, len(files)))
     units = [
         unit
         for number, file in enumerate(opened)
         for unit in split_file(file, number, keys, max(_SAMPLED_BYTES, files[file] // 1024))
     ]
+    # Of a unit of text its first bytes, where a document is shorter than the file.
+    in_part = [
+        replace(unit, stop=min(unit.stop, unit.start + _SAMPLED_BYTES), text_bytes=min(unit.text_bytes, _SAMPLED_BYTES))
+        if unit.kind in ("jsonl", "text") and keys.document != "file"
+        else unit
+        for unit in draw.sample(units, len(units))
+    ]
+    before = accumulate((unit.text_bytes for unit in in_part), initial=0)
+    places = [unit for unit, size in zip(in_part, before, strict=False) if size < max_bytes]
     documents: list[Document] = []
     read = 0
-    for place in _drawn([_beginning(unit, keys) for unit in units], max_bytes, seed=0):
+    for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
         taken, is_table = 0, place.kind not in ("jsonl", "text")
         for record in unit_records(place, keys):
             if isinstance(record, Document):
@@ -222,32 +235,12 @@ def sampled_documents(inputs: Sequence[str], keys: Keys, max_bytes: int) -> tupl
     return documents, scale * max(1.0, sum(unit.text_bytes for unit in units) / max(1, read))
 
 
-def _beginning(unit: Unit, keys: Keys) -> Unit:
-    """The first bytes of a unit of text, where a document is shorter than the file."""
-    if unit.kind not in ("jsonl", "text") or keys.document == "file":
-        return unit
-    stop = min(unit.stop, unit.start + _SAMPLED_BYTES)
-    return replace(unit, stop=stop, text_bytes=stop - unit.start)
-
-
 def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
     advice = next(filter(None, map(encoding_advice, named_files(inputs))), None) if keys.encoding is None else None
     return DataError(
         f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
         + (advice or "give records a string under that key, or set text_key, or messages_key for chats")
     )
-
-
-def _drawn(units: Sequence[Unit], wanted_bytes: int, seed: int) -> list[Unit]:
-    """Random units of about `wanted_bytes` in all, in the order of the files: a compressed one is read forwards."""
-    drawn: list[Unit] = []
-    size = 0
-    for unit in random.Random(seed).sample(units, len(units)):
-        if size >= wanted_bytes:
-            break
-        drawn.append(unit)
-        size += unit.text_bytes
-    return sorted(drawn, key=lambda unit: (unit.path, unit.start))
 
 
 def _kind(path: Path) -> Kind:

@@ -13,33 +13,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
-from sentencepiece import sentencepiece_model_pb2
 
 from pipeline.data.merges import RowCounts, Symbols, Word, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
-from pipeline.data.tokenizer_pieces import SPACE, Kind, NewPiece, Pieces, read_pieces
-from pipeline.data.tokenizer_training import trained_sentencepiece
+from pipeline.data.tokenizer_pieces import NewPiece, Pieces, read_pieces
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, published_folder, read_inside, read_object, read_record, write_json, write_record
-from pipeline.log import get_logger, progress_bar
+from pipeline.log import progress_bar
 
 RECORD = "vocabulary.json"
 FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
 VOCABULARY = FolderKind("an extended tokenizer", RECORD, FORMAT)
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "tokenizer_config.json", "generation_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
-"""What a Hugging Face folder's tokenizer is read from: all of it but copies in older formats."""
+"""What a Hugging Face folder's tokenizer is read from beside its tokenizer.json."""
 _BATCH = 256
-_BYTES_AND_CONTROLS = 300
 _FIRST_SYMBOL = 2**32  # no tokenizer has such ids
 _SPARE = 1.25  # learned beyond what is asked for, since some turn out to hardly save
-_logger = get_logger(__name__)
 
 
 class AddedPiece(BaseModel):
@@ -65,7 +61,7 @@ class Vocabulary(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["scale-cpt vocabulary 1"] = FORMAT
-    kind: Kind
+    kind: str
     base_tokenizer: str
     tokenizer: str
     base_rows: int
@@ -90,7 +86,6 @@ class Extension:
 
     base: Path
     pieces: list[NewPiece]
-    replaces: list[list[int]]
     rows: list[int]
     base_rows: int
     learned_from: int
@@ -133,21 +128,18 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
         for text in texts:
             counts.add(pieces.normalize(text))
     rows = new_rows_of_characters(of_new, of_old)
-    if pieces.kind == "unigram":
-        found, replaces = _unigram_pieces(pieces, base, new, rows, add, min_uses)
-    else:
-        words: Counter[Word] = Counter()
-        with progress_bar("cutting", len(new), " documents") as bar:
-            for batch in _batches(new):
-                words.update(pieces.words(batch))
-                bar.update(len(batch))
-        found, replaces = _merged_pieces(pieces, words, rows, add, min_uses)
+    words: Counter[Word] = Counter()
+    with progress_bar("cutting", len(new), " documents") as bar:
+        for batch in _batches(new):
+            words.update(pieces.words(batch))
+            bar.update(len(batch))
+    found = _new_pieces(pieces, words, rows, add, min_uses)
     if not found:
         raise DataError(
             f"{base}: no piece would be used {min_uses} times: the new texts have too few letters that the old ones do "
             "not have; give more text, or keep this tokenizer"
         )
-    return Extension(base, found, replaces, rows, base_rows(base), of_new.total)
+    return Extension(base, found, rows, base_rows(base), of_new.total)
 
 
 def write_extension(
@@ -165,12 +157,7 @@ def write_extension(
         for name in _TOKENIZER_FILES if extension.base.is_dir() else ():
             with suppress(FileNotFoundError):
                 (folder / name).write_bytes(read_inside(extension.base, name, DataError))
-        if len({main.suffix, *(file.suffix for file in folder.glob("*.model"))}) > 1:
-            _logger.warning("%s: its .model file is left out; %s defines the ids", extension.base, main.name)
-        for file in folder.glob("*.model"):
-            file.unlink()
-        name = "tokenizer" + main.suffix
-        _write(folder / name, pieces.extended(extension.base_rows, extension.pieces))
+        write_json(folder / "tokenizer.json", pieces.extended(extension.base_rows, extension.pieces))
         if not (folder / "tokenizer_config.json").exists() and not (folder / "generation_config.json").exists():
             write_json(folder / "generation_config.json", {"eos_token_id": base.document_end[-1]})
         record = Vocabulary(
@@ -179,10 +166,7 @@ def write_extension(
             tokenizer=load_tokenizer(folder).fingerprint,
             base_rows=extension.base_rows,
             new_rows=extension.rows,
-            pieces=[
-                AddedPiece(piece=piece.string, replaces=replaces)
-                for piece, replaces in zip(extension.pieces, extension.replaces, strict=True)
-            ],
+            pieces=[AddedPiece(piece=piece.string, replaces=piece.replaces) for piece in extension.pieces],
             learned_from=extension.learned_from,
         )
         check(folder)
@@ -198,7 +182,7 @@ class Comparison:
         self._before, self._after = load_tokenizer(extension.base), load_tokenizer(extended)
         self._pieces = read_pieces(tokenizer_file(extension.base))
         self._is_new = row_pattern(extension.rows)
-        self._replaced = dict(enumerate(extension.replaces, extension.base_rows))
+        self._replaced = {id_: piece.replaces for id_, piece in enumerate(extension.pieces, extension.base_rows)}
 
     def of(self, texts: Iterable[str]) -> Cuts:
         """Cuts `texts` with both.
@@ -227,23 +211,24 @@ class Comparison:
         if new == old:
             return True
         has_new_characters = self._is_new.search(self._pieces.normalize(text).encode()) is not None
-        if not has_new_characters or self._pieces.kind == "unigram":
-            return has_new_characters
-        return [number for piece in new for number in self._replaced.get(piece, [piece])] == old
+        return has_new_characters and [number for piece in new for number in self._replaced.get(piece, [piece])] == old
 
 
-def _merged_pieces(
-    pieces: Pieces, words: Counter[Word], rows: Sequence[int], add: int, min_uses: int
-) -> tuple[list[NewPiece], list[list[int]]]:
+def _new_pieces(pieces: Pieces, words: Counter[Word], rows: Sequence[int], add: int, min_uses: int) -> list[NewPiece]:
     """New characters, where those without a piece become bytes, and merges; and what each replaces."""
     is_new = row_pattern(rows)
     taken = set(pieces.strings.values())
     if pieces.kind == "BPE":
-        # SentencePiece joins whatever gives a piece: from a new piece no old one may be made.
-        taken |= {part for piece in taken if is_new.search(piece.encode()) for part in _substrings(piece)}
+        # SentencePiece, and llama.cpp, join whatever gives a piece: from a new piece no old one may be made.
+        taken |= {
+            piece[start:stop]
+            for piece in taken
+            if is_new.search(piece.encode())
+            for start in range(len(piece))
+            for stop in range(start + 1, len(piece) + 1)
+        }
     symbols = Symbols(dict(pieces.strings), dict(pieces.raw), taken, is_new, next_id=_FIRST_SYMBOL)
     added: dict[int, NewPiece] = {}
-    replaces: dict[int, list[int]] = {}
     if pieces.bytes_of:
         byte_ids = {byte: number for number, byte in pieces.bytes_of.items()}
         characters: Counter[str] = Counter()
@@ -255,7 +240,7 @@ def _merged_pieces(
         for character, count in characters.most_common(add):
             if count >= min_uses:
                 new = chosen[character] = symbols.add(character, character.encode())
-                added[new], replaces[new] = NewPiece(character), [byte_ids[byte] for byte in character.encode()]
+                added[new] = NewPiece(character, [byte_ids[byte] for byte in character.encode()])
         respelled: Counter[Word] = Counter()
         for word, count in words.items():
             parts = (chosen.get(part, -1) if isinstance(part, str) else part for part in _characters(pieces, word))
@@ -263,47 +248,10 @@ def _merged_pieces(
         words = respelled
     room = add - len(added)
     for merge in learn_merges(words, symbols, limit=int(_SPARE * room), min_uses=min_uses)[:room]:
-        left, right = (symbols.strings[part] for part in merge[:2])
-        added[merge.new] = NewPiece(symbols.strings[merge.new], pair=(left, right))
-        replaces[merge.new] = [old for part in merge[:2] for old in replaces.get(part, [part])]
-    return list(added.values()), list(replaces.values())
-
-
-def _unigram_pieces(
-    pieces: Pieces, base: Path, texts: Sequence[str], rows: Sequence[int], add: int, min_uses: int
-) -> tuple[list[NewPiece], list[list[int]]]:
-    """The likeliest pieces of a unigram model of the new texts, as likely as there; and the old cut of each."""
-    is_new = row_pattern(rows)
-    normalized = [pieces.normalize(text).replace(SPACE, " ") for text in texts]
-    size = 2 * add + len(set().union(*normalized)) + _BYTES_AND_CONTROLS
-    model = trained_sentencepiece(iter(normalized), vocab_size=size, model_type="unigram", at_most=True)
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(model)
-    # The least likely piece stays the least likely: unknown characters are scored by it.
-    least, most = min(pieces.scores.values()), max(pieces.scores.values())
-    candidates = [
-        NewPiece(piece.piece, min(max(piece.score, least), most))
-        for piece in proto.pieces
-        if piece.type == sentencepiece_model_pb2.ModelProto.SentencePiece.NORMAL
-        and is_new.search(piece.piece.encode())
-        and piece.piece not in pieces.strings.values()
-    ]
-    first = base_rows(base)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / tokenizer_file(base).name
-        _write(file, pieces.extended(first, candidates))
-        uses = Counter(
-            number for batch in _batches(texts) for word in read_pieces(file).words(batch) for number in word
-        )
-    found = [piece for number, piece in enumerate(candidates, first) if uses[number] >= min_uses][:add]
-    return found, [_old_cut(pieces, piece.string) for piece in found]
-
-
-def _old_cut(pieces: Pieces, piece: str) -> list[int]:
-    ids = [number for word in pieces.words([piece.replace(SPACE, " ").removeprefix(" ")]) for number in word]
-    # The space that SentencePiece puts before a text.
-    alone = not piece.startswith(SPACE) and len(ids) > 1 and pieces.strings.get(ids[0]) == SPACE
-    return ids[1:] if alone else ids
+        old = [old for part in merge[:2] for old in (added[part].replaces if part in added else [part])]
+        pair = symbols.strings[merge.left], symbols.strings[merge.right]
+        added[merge.new] = NewPiece(symbols.strings[merge.new], old, pair)
+    return list(added.values())
 
 
 def _characters(pieces: Pieces, word: Word) -> Iterator[int | str]:
@@ -316,27 +264,12 @@ def _characters(pieces: Pieces, word: Word) -> Iterator[int | str]:
             yield from ids
 
 
-def _substrings(piece: str) -> Iterator[str]:
-    for start in range(len(piece)):
-        yield from (piece[start:stop] for stop in range(start + 1, len(piece) + 1))
-
-
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     ids, lengths = tokenizer.reference.encode(texts)
-    at = 0
-    for length in lengths:
-        yield ids[at : at + length].tolist()
-        at += int(length)
+    yield from (own.tolist() for own in np.split(ids, np.cumsum(lengths)[:-1]))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
         yield batch
-
-
-def _write(file: Path, content: bytes | dict[str, object]) -> None:
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        write_json(file, content)

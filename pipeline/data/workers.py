@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from typing import Any, TypeVar
 
 from pipeline.errors import DataError, LayoutError
@@ -18,67 +17,46 @@ from pipeline.errors import DataError, LayoutError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
-_board: Any = None
-_PR_SET_PDEATHSIG = 1
 
 
 class Workers:
-    """Runs functions over tasks, on an Executor of concurrent.futures or mpi4py; with None, in this process.
+    """Runs functions over tasks, on `count` workers of an Executor of concurrent.futures or mpi4py, or in this process.
 
-    `board`: what each of the executor's processes works on, see `_on_board`.
+    `executor`: None for this process.
     """
 
-    def __init__(self, executor: Any, board: Any = None) -> None:  # noqa: ANN401
+    def __init__(self, executor: Any, count: int = 1) -> None:  # noqa: ANN401
         self._executor = executor
-        self._board = board
+        self._count = count
 
     def run(
-        self,
-        function: Callable[[Task], Result],
-        tasks: Iterable[Task],
-        *,
-        name: Callable[[Task], object] = str,
+        self, function: Callable[[Task], Result], tasks: Iterable[Task], *, name: Callable[[Task], object] = str
     ) -> Iterator[Result]:
         """Yields `function(task)` for every task, in the order in which they finish; `name` is for messages.
 
         Raises:
-            DataError: a worker died; the message names its task.
+            DataError: a worker died; the message names the tasks that may have been its own.
         """
         if self._executor is None:
             yield from map(function, tasks)
             return
-        tasks = list(tasks)
         futures: dict[Any, Task] = {}
-        processes: list[Any] = []
         try:
-            for at, task in enumerate(tasks):
-                call = function if self._board is None else partial(_on_board, at, function)
-                futures[self._executor.submit(call, task)] = task
-            processes = multiprocessing.active_children()
+            for task in tasks:
+                futures[self._executor.submit(function, task)] = task
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool:
-            raise DataError(self._death(processes, [str(name(task)) for task in tasks])) from None
+            # Tasks begin in their order.
+            unfinished = [task for future, task in futures.items() if not future.done() or future.exception()]
+            at_work = " or ".join(str(name(task)) for task in unfinished[: self._count])
+            raise DataError(
+                f"a worker process was killed at {at_work}; start the same command again, with fewer --workers if "
+                "memory was short, and without the file if it is damaged: finished work is kept"
+            ) from None
         finally:
             for future in futures:
                 future.cancel()
-
-    def _death(self, processes: Iterable[Any], names: Sequence[str]) -> str:
-        """Which process died, of what and at which task, in one line."""
-        self._executor.shutdown()  # ends the other processes, with SIGTERM
-        task_of = dict(zip(self._board[::2], self._board[1::2], strict=True))
-        codes = {process.pid: process.exitcode for process in processes if process.exitcode}
-        dead = [pid for pid, code in codes.items() if code != -signal.SIGTERM] or list(codes)
-        at_work = [f"{names[task]} ({_cause(codes[pid])})" for pid in dead if (task := task_of.get(pid, -1)) >= 0]
-        where = f" at {', '.join(at_work)}" if at_work else ""
-        return (
-            f"a worker process was killed{where}; start the same command again, with fewer --workers if memory was "
-            f"short, and without the file if it is damaged: finished work is kept"
-        )
-
-
-def _cause(exit_code: int) -> str:
-    return f"{signal.strsignal(-exit_code)}, signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 @contextlib.contextmanager
@@ -91,12 +69,12 @@ def local_workers(count: int, *, preload: str = "pipeline.data.unit_work", isola
         yield Workers(None)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.data.fork_server", preload])
-    started = context.Value("i", 0)
-    board = context.RawArray("q", [-1] * (2 * count))
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work, initargs=(started, board)) as executor:
+    context.set_forkserver_preload([preload])
+    with ProcessPoolExecutor(
+        count, mp_context=context, initializer=_begin_work, initargs=(context.Value("i", 0),)
+    ) as executor:
         executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
-        yield Workers(executor, board)
+        yield Workers(executor, count)
 
 
 @contextlib.contextmanager
@@ -128,30 +106,18 @@ def worker_number() -> int:
     return _number
 
 
-def end_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that forked it ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _begin_work(started: Any, board: Any) -> None:  # noqa: ANN401
+def _begin_work(started: Any) -> None:  # noqa: ANN401
     """Numbers a worker, makes it end with its parent, and leaves Ctrl-C to the parent."""
-    global _number, _board
-    end_with_parent()
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
-        os._exit(1)
+    global _number
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with started.get_lock():
         _number = started.value
         started.value += 1
-    _board = board
-    _board[2 * _number] = os.getpid()
 
 
-def _on_board(at: int, function: Callable[[Task], Result], task: Task) -> Result:
-    """Calls `function`; until it ends, the board shows the number `at` of its task behind this process's id."""
-    _board[2 * _number + 1] = at
-    try:
-        return function(task)
-    finally:
-        _board[2 * _number + 1] = -1
+def _end_with_parent() -> None:
+    """Waits for the process that made the pool; its death, even by SIGKILL, ends this one."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)

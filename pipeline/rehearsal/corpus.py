@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +21,33 @@ import torch
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
-from pipeline.data.corpora import SAMPLER, train_folder
+from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import (
     STATE,
-    PartCounts,
     Plan,
     Share,
     UnitPart,
     UnitRecord,
     complete,
-    input_records,
+    manifest_of,
     read_plan,
     run_units,
-    sums_of,
 )
-from pipeline.data.jobs import finished as finished_corpus
-from pipeline.data.token_corpus import MANIFEST, Manifest, SamplingRecord, TokenizerRecord, load_manifest
+from pipeline.data.token_corpus import (
+    MANIFEST,
+    SAMPLER,
+    Description,
+    InputFile,
+    Manifest,
+    SamplingRecord,
+    load_manifest,
+)
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
 from pipeline.errors import ConfigError
+from pipeline.files import file_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
@@ -86,38 +93,6 @@ class SamplingJob:
         return self.state / "openings"
 
 
-class SamplingPlan(Plan, SamplingRecord):
-    """The base, the settings and the openings of a corpus that a base writes."""
-
-    tool: ClassVar[str] = SAMPLER
-
-    openings: list[tuple[str, int]]
-    text_key: str
-    fingerprint: str
-    document_start: list[int]
-    document_end: list[int]
-    unit_tokens: int
-
-    @property
-    def units(self) -> dict[str, tuple[int, int]]:
-        """By name, the number of each unit and of the tokens that it has to write, at least."""
-        count = math.ceil(self.tokens / self.unit_tokens)
-        return {f"00000-{number:06d}": (number, math.ceil(self.tokens / count)) for number in range(count)}
-
-    def of_corpus(self, manifest: Manifest) -> SamplingPlan | None:
-        if manifest.sampling is None:
-            return None
-        return SamplingPlan(
-            **manifest.sampling.model_dump(),
-            openings=[(file.path, file.bytes) for file in manifest.inputs],
-            text_key=manifest.text_key,
-            fingerprint=manifest.tokenizer.fingerprint,
-            document_start=manifest.tokenizer.document_start,
-            document_end=manifest.tokenizer.document_end,
-            unit_tokens=self.unit_tokens,
-        )
-
-
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
     """The jobs that make all corpora of role rehearsal of a run."""
     for name, corpus in config.data.corpora.items():
@@ -152,7 +127,7 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
         )
 
 
-def plan_of(job: SamplingJob) -> SamplingPlan:
+def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
     Raises:
@@ -163,32 +138,23 @@ def plan_of(job: SamplingJob) -> SamplingPlan:
     check_vocabulary(tokenizer, base.spec)
     check_sampling(job.sampling, job.max_tokens, tokenizer, base.spec)
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
-    least = batch_size * job.max_tokens
-    return SamplingPlan(
+    sampling = SamplingRecord(
         base=base.hashes(),
         **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
         max_tokens=job.max_tokens,
         batch_size=batch_size,
-        openings=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
+    )
+    return Plan(
+        inputs=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
+        tokenizer=tokenizer.record(_BACKEND),
         text_key=job.text_key,
-        fingerprint=tokenizer.fingerprint,
-        document_start=list(tokenizer.document_start),
-        document_end=list(tokenizer.document_end),
-        unit_tokens=max(least, min(_MAX_UNIT_TOKENS, job.sampling.tokens // _UNITS_PER_CORPUS)),
+        unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
+        sampling=sampling,
     )
 
 
-def check_folder(job: SamplingJob, plan: SamplingPlan) -> Manifest | None:
-    """The manifest of a corpus that is already complete; None where it is not.
-
-    Raises:
-        DataError: the folder holds another corpus than `job` describes.
-    """
-    return finished_corpus(job.output, plan)
-
-
 def sample_corpus(
-    job: SamplingJob, plan: SamplingPlan, workers: Workers, *, device: Device = "auto", share: Share = (0, 1)
+    job: SamplingJob, plan: Plan, workers: Workers, *, device: Device = "auto", share: Share = (0, 1)
 ) -> Manifest:
     """Makes the corpus of `job`, or continues it; a finished one is left as it is.
 
@@ -204,36 +170,19 @@ def sample_corpus(
     """
 
     def make(state: Path) -> Manifest:
-        if plan.openings:
+        if plan.inputs:
             _make_openings(job, plan)
-        units = plan.units
+        # By name, the number of each unit, of how many, and of the tokens that it has to write, at least.
+        count = math.ceil(job.sampling.tokens / plan.unit_size)
+        tokens = math.ceil(job.sampling.tokens / count)
+        units = {f"00000-{number:06d}": (number, count, tokens) for number in range(count)}
         write = partial(_write_unit, job, plan, device_kind(device))
-        bar = ("sampling", " tokens", _tokens_of_unit)
+        bar = ("sampling", " tokens", itemgetter(2))
         records = dict(run_units(state, UnitRecord, write, units, workers, share, bar=bar))
-        vocab_size = load_tokenizer(job.base).vocab_size
-        return Manifest(
-            part="train",
-            tokenizer=TokenizerRecord(
-                fingerprint=plan.fingerprint,
-                vocab_size=vocab_size,
-                document_start=plan.document_start,
-                document_end=plan.document_end,
-                backend=_BACKEND,
-            ),
-            token_dtype=token_dtype(vocab_size).name,
-            text_key=plan.text_key,
-            heldout_fraction=0.0,
-            **sums_of({name: records[name].train for name in units}),
-            rejected={},
-            inputs=input_records(state, plan.openings, workers, share),
-            sampling=SamplingRecord(**plan.model_dump(include=set(SamplingRecord.model_fields))),
-        )
+        inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
+        return manifest_of(plan, "train", {name: records[name].train for name in units}, inputs)
 
     return complete(job.output, plan, make)
-
-
-def _tokens_of_unit(unit: tuple[int, int]) -> int:
-    return unit[1]
 
 
 def device_kind(device: Device) -> Literal["cpu", "cuda"]:
@@ -247,60 +196,65 @@ def device_kind(device: Device) -> Literal["cpu", "cuda"]:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
-def _make_openings(job: SamplingJob, plan: SamplingPlan) -> None:
+def _make_openings(job: SamplingJob, plan: Plan) -> None:
     """Writes the shard of the openings, unless it is there: its index is published last."""
     if not job.openings.with_suffix(".idx").exists():
-        longest = plan.max_tokens - len(plan.document_end) - 1
+        longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
         tokenizer = load_tokenizer(job.base)
         write_openings(job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest)
 
 
-def _write_unit(job: SamplingJob, plan: SamplingPlan, kind: _Kind, unit: tuple[int, int]) -> UnitRecord:
+def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: tuple[int, int, int]) -> UnitRecord:
     """Writes one unit and publishes its shard."""
-    number, _ = unit
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
-    writer, tokenizer = _loaded(job.base, tuple(plan.base.items()), device)
-    counts = PartCounts()
-    with writing_shard(job.output / f"00000-{number:06d}", token_dtype(tokenizer.vocab_size), job.state) as shard:
-        for documents in _batches(job, plan, writer, unit):
-            ids, lengths = np.concatenate(documents), np.array([len(document) for document in documents])
-            shard.add(ids, lengths)
-            texts = [tokenizer.decode(_body(document, plan)) for document in documents]
-            counts.documents += len(documents)
-            counts.tokens += len(ids)
-            counts.characters += sum(map(len, texts))
-            counts.bytes += sum(len(text.encode()) for text in texts)
-    return UnitRecord(backend=_BACKEND, train=UnitPart(**counts.model_dump(), files=shard.files))
+    sampling = plan.sampling
+    assert sampling is not None  # of plan_of
+    writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
+    start, end = list(tokenizer.document_start), tokenizer.document_end
+    part = UnitPart()
+    with writing_shard(job.output / f"00000-{unit[0]:06d}", token_dtype(tokenizer.vocab_size), job.state) as shard:
+        for documents in _batches(job, plan, sampling, writer, unit):
+            shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))
+            for document in documents:
+                # As in every corpus, text is counted without what precedes and ends it; a chat template may begin
+                # otherwise.
+                begins = len(start) if document[: len(start)].tolist() == start else 0
+                text = tokenizer.decode(document[begins : len(document) - len(end)])
+                part.characters += len(text)
+                part.bytes += len(text.encode())
+        part.documents, part.tokens = shard.documents, shard.tokens
+    return UnitRecord(train=part.model_copy(update={"files": shard.files}))
 
 
 def _batches(
-    job: SamplingJob, plan: SamplingPlan, writer: BaseWriter, unit: tuple[int, int]
+    job: SamplingJob, plan: Plan, sampling: SamplingRecord, writer: BaseWriter, unit: tuple[int, int, int]
 ) -> Iterator[Sequence[npt.NDArray[np.int64]]]:
     """Batches of documents until the unit has its tokens; the last one has as many as are still needed."""
-    number, wanted = unit
-    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(plan.document_start or plan.document_end[-1:]))
-    if plan.openings:
-        openings = chosen_openings(job.openings, plan.seed, number, len(plan.units))
+    number, units, wanted = unit
+    start, end = plan.tokenizer.document_start, plan.tokenizer.document_end
+    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
+    if plan.inputs:
+        openings = chosen_openings(job.openings, sampling.seed, number, units)
     tokens = documents = 0
     while (left := wanted - tokens) > 0:
         # At first no more documents than are needed if all are as long as they may be. Later an eighth more than the
         # mean length suggests: another batch for a few missing tokens would take as long as a whole one.
-        needed = 1.125 * left * documents / tokens if documents else left / plan.max_tokens
-        count = min(plan.batch_size, math.ceil(needed))
+        needed = 1.125 * left * documents / tokens if documents else left / sampling.max_tokens
+        count = min(sampling.batch_size, math.ceil(needed))
         try:
             batch = writer.write(
                 list(islice(openings, count)),
-                temperature=plan.temperature,
-                max_tokens=plan.max_tokens,
-                seed=mix(plan.seed, number, documents),
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                seed=mix(sampling.seed, number, documents),
             )
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"{writer.device}: {count} documents of up to {plan.max_tokens} tokens at a time do not fit into its "
-                f"memory; give a smaller --batch-size than {plan.batch_size}, and remove {job.output} first"
+                f"{writer.device}: {count} documents of up to {sampling.max_tokens} tokens at a time do not fit into "
+                f"its memory; give a smaller --batch-size than {sampling.batch_size}, and remove {job.output} first"
             ) from None
-        if not plan.document_start:  # the end of another document, which the base began with, is no part of this one
-            batch = [document[int(document[0] == plan.document_end[-1]) :] for document in batch]
+        if not start:  # the end of another document, which the base began with, is no part of this one
+            batch = [document[int(document[0] == end[-1]) :] for document in batch]
         yield batch
         tokens += sum(map(len, batch))
         documents += len(batch)
@@ -313,19 +267,12 @@ def _loaded(base: Path, hashes: tuple[tuple[str, str], ...], device: str) -> tup
     return BaseWriter(base, tokenizer, device), tokenizer
 
 
-def _body(document: npt.NDArray[np.int64], plan: SamplingPlan) -> npt.NDArray[np.int64]:
-    """A document without what precedes and ends it, as text is counted in every corpus."""
-    start = len(plan.document_start)
-    begins = start if document[:start].tolist() == plan.document_start else 0  # a chat template may begin otherwise
-    return document[begins : len(document) - len(plan.document_end)]
-
-
 def _begun_batch_size(job: SamplingJob) -> int | None:
     """The batch size of the corpus in the job's folder, if there is one."""
-    if (begun := read_plan(job.output, SamplingPlan)) is not None:
-        return begun.batch_size
-    sampling = load_manifest(job.output, made_by=SAMPLER).sampling if (job.output / MANIFEST).exists() else None
-    return None if sampling is None else sampling.batch_size
+    begun: Description | None = read_plan(job.output)
+    if begun is None and (job.output / MANIFEST).exists():
+        begun = load_manifest(job.output, made_by=SAMPLER)
+    return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None
 
 
 def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
-from pipeline.data.corpora import SAMPLER, TOKENIZER, made_by, unfinished_corpora
+from pipeline.data.corpora import made_by, unfinished_corpora
+from pipeline.data.token_corpus import SAMPLER, TOKENIZER
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, StudyError
 from pipeline.run_folder.status import read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record

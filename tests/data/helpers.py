@@ -74,12 +74,9 @@ def job(output: Path, *inputs: Path | str, **settings: object) -> Job:
     return Job(inputs=tuple(map(str, inputs)), tokenizer=str(STORIES260K), output=output, **settings)  # type: ignore[arg-type]
 
 
-def tokenize(
-    output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, reference_only: bool = False, **settings: object
-) -> Manifest:
+def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: object) -> Manifest:
     with local_workers(1) as workers:
-        described = job(output, *inputs, **settings)
-        return preprocess(described, workers, max_bad_fraction=max_bad_fraction, reference_only=reference_only)
+        return preprocess(job(output, *inputs, **settings), workers, max_bad_fraction=max_bad_fraction)
 
 
 def texts_in(folder: Path) -> list[str]:
@@ -102,15 +99,6 @@ def contents(*folders: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def forget_hashes(folder: Path) -> None:
-    """Makes the manifest of a finished corpus one that was written before there were hashes."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for shard in manifest["shards"]:
-        del shard["files"]
-    del manifest["quarantine"]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": "scale-cpt token corpus 1"}))
 
 
 def run_main(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -81,23 +81,6 @@ def test_folders_saved_by_datasets(tmp_path: Path, unit_bytes: int):
         assert [text for file in files for text in units_text(file, unit_bytes, "content")] == TEXTS
 
 
-def test_all_formats_make_the_same_corpus(tmp_path: Path):
-    write_jsonl(tmp_path / "a.jsonl.zst", TEXTS)
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    for number, source in enumerate(("a.jsonl.zst", "a.parquet", "saved")):
-        made = tokenize(tmp_path / f"out{number}", tmp_path / source)
-        assert (made.documents, made.characters) == (60, sum(map(len, TEXTS)))
-        assert made.bytes == sum(len(text.encode()) for text in TEXTS)
-        assert texts_in(tmp_path / f"out{number}") == TEXTS
-
-
-def test_patterns_are_sorted(tmp_path: Path):
-    for name in ("b", "a", "c"):
-        write_jsonl(tmp_path / f"{name}.jsonl", [name])
-    assert [path.name for path in input_files([str(tmp_path / "*.jsonl")])] == ["a.jsonl", "b.jsonl", "c.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -127,14 +110,6 @@ def test_the_error_about_a_missing_column_lists_the_columns(tmp_path: Path):
     for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
         with pytest.raises(DataError, match=r"no column 'text'; set --text-key to one of: content"):
             split_file(path, 0, Keys(), 100)
-
-
-def test_a_truncated_parquet_file_gives_a_one_line_error(tmp_path: Path):
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "x.parquet")
-    (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"not a complete \.parquet file") as error:
-        split_file(tmp_path / "x.parquet", 0, Keys(), 100)
-    assert "\n" not in str(error.value)
 
 
 class Bytes:

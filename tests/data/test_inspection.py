@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from pipeline.data.tokenizer import load_tokenizer
-from tests.data.helpers import PROJECT, STORIES260K, documents, run_main, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, run_main, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
-
-
-def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROJECT / "tools" / tool), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
 def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
@@ -22,7 +15,7 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)
-    done = run("inspect_data.py", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
+    done = run_main("inspect_data.py", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
     assert done.returncode == 0, done.stderr
     summary, *decoded = done.stdout.split("\n--- ")
     values = dict(re.split("  +", line, maxsplit=1) for line in summary.splitlines())
@@ -33,12 +26,6 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     found = [document.partition(" ---\n")[2].rstrip("\n") for document in decoded]
     assert sorted(found) == sorted(f"<s> {text}</s>".rstrip("\n") for text in texts)
 
-    def order(seed: int) -> list[str]:
-        arguments = [tmp_path / "corpus", "--tokenizer", STORIES260K, "--characters", "20", "--seed", str(seed)]
-        return re.findall("--- .*, document .* ---", run_main("inspect_data.py", *arguments).stdout)
-
-    assert len(order(1)) == 3
-    assert order(1) != order(2)
     next((tmp_path / "corpus").glob("*.bin")).unlink()
     done = run_main("inspect_data.py", tmp_path / "corpus")
     assert done.returncode == 1
@@ -56,7 +43,7 @@ def test_a_different_tokenizer_is_refused(tmp_path: Path):
 
 
 def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
-    done = run(
+    done = run_main(
         "train_tokenizer.py",
         *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),
         *("--output", tmp_path / "t.model", "--vocab-size", "1500", "--model-type", "unigram"),

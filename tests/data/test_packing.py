@@ -89,13 +89,6 @@ def test_without_document_mask_a_sample_is_continuous_text():
     assert list(second.document_ids) == [0, 0, 0, 1, 1]
 
 
-def test_the_token_after_the_sample_is_its_last_target():
-    first, second = packed([10], 5)
-    assert list(first.targets) == [2, 3, 4, 5, 6]
-    assert list(second.targets) == [7, 8, 9, 10, IGNORED]
-    assert list(second.positions) == [0, 1, 2, 3, 4]
-
-
 def test_arrays_are_int64():
     sample = pack(np.arange(4, dtype=np.uint16), np.array([0]), 8, padding=0)
     assert [array.dtype for array in sample] == [np.dtype(np.int64)] * 4 + [np.dtype(bool)]

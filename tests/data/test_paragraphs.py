@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pipeline.data import readers
 from pipeline.data.records import Document, Keys
 from pipeline.data.token_corpus import load_manifest
-from pipeline.data.units import good_documents, split_file, unit_records
+from pipeline.data.units import split_file, unit_records
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, tokenize, write_jsonl
+from tests.data.helpers import COMPRESS, tokenize
 
 BOOK = "Chapter 1\r\nIt was late.\r\n\r\n \t\nChapter 2\n둘째 장.\n\n\n\nThe end"
 
@@ -87,9 +87,3 @@ def test_a_corpus_records_it_and_is_not_continued_otherwise(tmp_path):
     assert load_manifest(tmp_path / "out").document == "blank_line"
     with pytest.raises(DataError, match="begun with another document: expected 'line', found 'blank_line'"):
         tokenize(tmp_path / "out", path)
-
-
-def test_records_are_documents_already(tmp_path):
-    path = write_jsonl(tmp_path / "x.jsonl", ["a"])
-    with pytest.raises(DataError, match=r"document file is for \.txt files"):
-        list(good_documents([str(path)], Keys(document="file")))

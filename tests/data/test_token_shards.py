@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.data.token_shards import Shard, shard_files, token_dtype, writing_shard
+from pipeline.data.token_shards import Shard, shard_file, token_dtype, writing_shard
 from pipeline.errors import DataError
 
 # Written by megatron-core 0.16.1's IndexedDatasetBuilder: twenty documents of random ids; 3 of 2, 1 and 3 sequences.
@@ -27,8 +28,9 @@ def test_we_write_what_megatron_writes(name: str, tmp_path: Path):
     with writing_shard(tmp_path / "ours", token_dtype(VOCABULARIES[name])) as writer:
         for batch in (documents[:7], documents[7:]):
             writer.add(np.concatenate(batch), np.array([len(document) for document in batch]))
-    for ours, theirs in zip(shard_files(tmp_path / "ours"), shard_files(FIXTURES / f"megatron_{name}"), strict=True):
-        assert ours.read_bytes() == theirs.read_bytes()
+    for end in (".bin", ".idx"):
+        theirs = shard_file(FIXTURES / f"megatron_{name}", end)
+        assert shard_file(tmp_path / "ours", end).read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -53,7 +55,7 @@ def test_beyond_32_bits(tmp_path: Path):
     lengths = np.array([2**31 - 1, 2**31 - 1, 5, 7, 2**29], dtype=np.int32)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     tokens = int(lengths.sum(dtype=np.int64))
-    bin_path, idx_path = shard_files(tmp_path / "large")
+    bin_path, idx_path = tmp_path / "large.bin", tmp_path / "large.idx"
     with bin_path.open("wb") as file:
         file.truncate(tokens * 4)
         for document, ids in ((2, [11, 12, 13, 14, 15]), (3, [21, 22, 23, 24, 25, 26, 27])):
@@ -70,18 +72,6 @@ def test_beyond_32_bits(tmp_path: Path):
     assert list(shard.document_starts(2**32 - 10, 2**32 + 20)) == [int(at) for at in starts[2:]]
     assert shard.document_at(2**32 + 3) == 3
     assert shard.document_at(tokens - 1) == 4
-
-
-def test_the_writers_own_offsets_are_64_bit(tmp_path: Path):
-    """The index of documents whose ids sum to more than 2**32, written without writing the ids."""
-    with writing_shard(tmp_path / "s", np.dtype(np.int32)) as writer:
-        writer._lengths += [np.full(3, 2**31 - 1, np.int32), np.array([9], np.int32)]
-        writer.documents = 4
-    with shard_files(tmp_path / "s")[0].open("wb") as file:
-        file.truncate((3 * (2**31 - 1) + 9) * 4)
-    shard = Shard(tmp_path / "s")
-    assert shard.document_start(3) == 3 * (2**31 - 1)
-    assert shard.tokens == 3 * (2**31 - 1) + 9
 
 
 def test_the_type_follows_the_vocabulary():
@@ -107,9 +97,9 @@ def test_damage_gives_a_one_line_error(tmp_path: Path):
         Shard(tmp_path / "missing")
     with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
         writer.add(np.arange(50), np.array([20, 30]))
-    bin_path, idx_path = shard_files(tmp_path / "s")
+    bin_path, idx_path = tmp_path / "s.bin", tmp_path / "s.idx"
     whole = idx_path.read_bytes()
-    for damaged, message in ((b"", "empty"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
+    for damaged, message in ((b"", "Megatron"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
         idx_path.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
             Shard(tmp_path / "s")
@@ -117,3 +107,24 @@ def test_damage_gives_a_one_line_error(tmp_path: Path):
     bin_path.write_bytes(bin_path.read_bytes()[:-2])
     with pytest.raises(DataError, match="expected 50 tokens"):
         Shard(tmp_path / "s")
+
+
+def test_an_index_of_another_program_is_checked(tmp_path: Path):
+    """But for a document's border that moves to that of another sequence."""
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(9), np.array([2, 3, 4]))
+    index = tmp_path / "s.idx"
+    whole = index.read_bytes()
+    for at in range(len(whole) - 3 * 8):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DataError):
+            Shard(tmp_path / "s").check_index()
+
+
+def test_a_shard_cut_while_it_is_read(tmp_path: Path):
+    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(9), np.array([2, 3, 4]))
+    shard = Shard(tmp_path / "s")
+    os.truncate(shard.bin_path, 7)
+    with pytest.raises(DataError, match=r"s\.bin: expected 8 bytes from token 5 on, found 0: it was cut while"):
+        shard.document(2)

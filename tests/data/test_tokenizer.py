@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pipeline.data.tokenizer import GigatokenEncoder, agree, load_tokenizer
-from pipeline.data.tokenizer_training import fertility, train_sentencepiece
+from pipeline.data.tokenizer_training import train_sentencepiece
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories
 from tests.hostile import PLACES, replace_by
@@ -88,26 +86,20 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in described["model"]["merges"]]
     respelled["model"] = {**described["model"], "merges": merges}
     assert fingerprint_of(respelled) == original
+    texts = documents(20)
+    ours, whole = load_tokenizer(tmp_path, end_of_document="</s>"), load_tokenizer(STORIES260K)
+    assert agree(ours.reference, whole.reference, texts), "the truncation does not cut documents"
     other = {**described, "model": {**described["model"], "merges": merges[:-1]}}
     assert fingerprint_of(other) != original
 
 
-def test_truncation_in_the_file_does_not_cut_documents(tmp_path: Path):
-    described = json.loads((STORIES260K / "tokenizer.json").read_text())
-    described["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    tokenizer = load_tokenizer(tmp_path)
-    assert agree(tokenizer.reference, load_tokenizer(STORIES260K).reference, documents(20))
-
-
-def test_sentencepiece_models_have_both_encoders(sentencepiece_model: Path):
+def test_a_sentencepiece_model_gives_the_ids_of_its_library(sentencepiece_model: Path):
     tokenizer = load_tokenizer(sentencepiece_model)
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     texts = [*documents(50), "ends with </s>", "<s>", "새 emoji 👩‍👧"]
-    for encoder in (tokenizer.reference, tokenizer.fast):
-        ids, lengths = encoder.encode(texts)
-        assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == library.encode(texts)
-    assert tokenizer.decode(library.encode("정말 재미있다")) == "정말 재미있다"
+    ids, lengths = tokenizer.reference.encode(texts)
+    assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == library.encode(texts)
+    assert tokenizer.decode(library.encode("정말 재미있다 龍 Ж 🦉")) == "정말 재미있다 龍 Ж 🦉"
     assert (tokenizer.document_start, tokenizer.document_end) == ((), (library.eos_id(),))
 
 
@@ -117,17 +109,11 @@ def test_a_folder_with_only_a_sentencepiece_model(sentencepiece_model: Path, tmp
     assert load_tokenizer(tmp_path).document_start == (1,)
 
 
-def test_unigram_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    train_sentencepiece(iter(stories(20)), tmp_path / "u.model", vocab_size=2000, model_type="unigram")
+def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", logger="pipeline"):
-        tokenizer = load_tokenizer(tmp_path / "u.model")
+        tokenizer = load_tokenizer(word_level(tmp_path / "t", {"a": 0, "</s>": 1}))
     assert tokenizer.fast is None
-    assert "gigatoken does not support this tokenizer" in caplog.text
-
-
-def test_byte_fallback_leaves_nothing_unknown(sentencepiece_model: Path):
-    tokenizer = load_tokenizer(sentencepiece_model)
-    assert tokenizer.decode(tokenizer.reference.encode(["龍 Ж 🦉"]).ids) == "龍 Ж 🦉"
+    assert "gigatoken" in caplog.text and "tokenizers encodes" in caplog.text
 
 
 def test_too_large_a_vocabulary_gives_a_one_line_error(tmp_path: Path):
@@ -142,13 +128,6 @@ def test_the_error_about_too_small_a_vocabulary_names_our_option(tmp_path: Path)
         train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
 
 
-def test_fertility_counts_what_was_encoded():
-    found = fertility(load_tokenizer(STORIES260K), iter(["한국", "ab"]))
-    ids = load_tokenizer(STORIES260K).reference.encode(["한국", "ab"]).ids
-    assert (found.characters, found.bytes, found.tokens) == (4, 8, len(ids))
-    assert found.tokens_per_byte == len(ids) / 8
-
-
 def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.MonkeyPatch):
     tokenizer = load_tokenizer(STORIES260K)
     fast = tokenizer.fast
@@ -157,26 +136,6 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(fast, "characters_between_renewals", 100)
     assert agree(fast, tokenizer.reference, documents(20, seed=1))
     assert fast._library is not first
-
-
-def hostile_tokenizer(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
-    """The message with which the stories' tokenizer is refused after a `change`."""
-    described = json.loads((STORIES260K / "tokenizer.json").read_text(encoding="utf-8"))
-    change(described)
-    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
-    with pytest.raises(DataError) as error:
-        load_tokenizer(folder)
-    message = str(error.value)
-    assert "tokenizer.json" in message and "\n" not in message and len(message) < 800
-    return message
-
-
-@pytest.mark.parametrize("largest", [2**24, 2**31, 2**32 - 1, -1, 1e300, "5"])
-def test_ids_for_which_the_library_would_allocate_without_bound_are_refused(tmp_path: Path, largest: object):
-    message = hostile_tokenizer(tmp_path, lambda values: values["added_tokens"][0].update(id=largest))
-    assert "expected ids from 0 to 16777215" in message
-    message = hostile_tokenizer(tmp_path, lambda values: values["model"]["vocab"].update({"<s>": largest}))
-    assert "expected ids from 0 to 16777215" in message
 
 
 @pytest.mark.parametrize("kind", PLACES)

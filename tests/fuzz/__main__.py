@@ -22,12 +22,12 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu")
 
 from pipeline.files import write_json
-from tests.fuzz import corpora, models, runs
+from tests.fuzz import corpora, models
 from tests.fuzz.runner import GOOD, Laboratory, as_text
 
 
 def main() -> int:
-    subjects = [*corpora.SUBJECTS, *models.SUBJECTS, *runs.SUBJECTS]
+    subjects = [*corpora.SUBJECTS, *models.SUBJECTS]
     targets = list(dict.fromkeys(subject.target for subject in subjects))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

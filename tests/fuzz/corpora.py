@@ -1,15 +1,13 @@
-"""Corpora to tokenize, the state of a killed tokenization, and finished corpora."""
+"""Corpora to tokenize, finished corpora, and configurations in YAML and JSON."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import awkward  # noqa: F401  the fast encoder imports it when it is first used: every child would
@@ -19,21 +17,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from pipeline.config.run import load_config
 from pipeline.data.packing import PackedCorpus
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import Workers, local_workers
+from pipeline.deepspeed_config import load_deepspeed_config
+from pipeline.parallel.topology import Layout
+from pipeline.studies.study import load_study
 from tests.data.helpers import COMPRESS
 from tests.fuzz.damage import damage_bytes_only
-from tests.fuzz.subject import INPUT, Subject, digest
+from tests.fuzz.runner import INPUT, Subject, digest
 
 TOKENIZER = Path("tokenizer")
 _TEXTS = [f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}." for number in range(60)]
 _RECORDS = [{"text": text, "prompt": text[:20], "n": number} for number, text in enumerate(_TEXTS)]
 _JSONL = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in _RECORDS)
-_OUTPUT, _HELDOUT = INPUT / "tokens", INPUT / "tokens.heldout"
+_PROJECT = Path(__file__).parents[2]
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -84,50 +86,42 @@ def _tokenize(name: str, prompt_key: str | None) -> dict[str, str]:
     return {}
 
 
-# The state of a killed tokenization, and finished corpora
+# Finished corpora
 
 
-class _KilledWorkers(Workers):
-    """Dies after some tasks: two files to split, and units of work."""
-
-    _left = 6
-
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
-        for result in super().run(function, tasks, **options):
-            yield result
-            self._left -= 1
-            if self._left == 0:
-                raise KeyboardInterrupt
-
-
-def _job(prompt_key: str | None, workers: Workers) -> dict[str, str]:
-    """Makes the corpus, or ends its work; the tokens must be those of an undisturbed job, to the last byte."""
-    inputs = ("texts/a.jsonl", "texts/b.jsonl.gz")
-    job = Job(inputs, str(TOKENIZER), _OUTPUT, prompt_key=prompt_key, heldout_fraction=0.2, unit_bytes=1500)
-    preprocess(job, workers, max_bad_fraction=0.5)
-    made = (path for folder in (_OUTPUT, _HELDOUT) for path in sorted(folder.iterdir()))
-    return {str(path): digest([path.read_bytes()]) for path in made if path.suffix in (".bin", ".idx", ".npy")}
-
-
-def _make(prompt_key: str | None, workers: Workers) -> None:
+def _make_finished(prompt_key: str | None) -> None:
     make_tokenizer(TOKENIZER)
-    Path("texts").mkdir()
-    Path("texts/a.jsonl").write_text(_JSONL[: len(_JSONL) // 2])
-    Path("texts/b.jsonl.gz").write_bytes(gzip.compress(_JSONL[len(_JSONL) // 2 :].encode(), mtime=0))
-    with contextlib.suppress(KeyboardInterrupt):
-        _job(prompt_key, workers)
+    Path("a.jsonl").write_text(_JSONL)
+    job = Job(("a.jsonl",), str(TOKENIZER), INPUT / "tokens", prompt_key=prompt_key, unit_bytes=1500)
+    preprocess(job, Workers(None))
 
 
 def _train_on() -> dict[str, str]:
     """Reads every sample as training does, after the check of its files."""
-    found = {}
-    for folder in (_OUTPUT, _HELDOUT):
-        corpus = TokenCorpus(folder, tokenizer_fingerprint=load_tokenizer(TOKENIZER).fingerprint)
-        corpus.check(blocks=None)
-        packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=False)
-        parts = (np.ascontiguousarray(array).tobytes() for at in range(len(packed)) for array in packed[at])
-        found[folder.name] = digest(parts)
-    return found
+    corpus = TokenCorpus(INPUT / "tokens", tokenizer_fingerprint=load_tokenizer(TOKENIZER).fingerprint)
+    corpus.check(blocks=None)
+    packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=False)
+    arrays = (array for at in range(len(packed)) for array in packed[at])
+    return {"samples": digest(np.ascontiguousarray(array).tobytes() for array in arrays)}
+
+
+# Configurations
+
+_CONFIGS: dict[str, Callable[[Path], object]] = {
+    "configs/demo.yaml": lambda path: load_config(path).model_dump_json(),
+    "configs/cpt_korean_llama3.2_1b.yaml": lambda path: load_config(path).model_dump_json(),
+    "configs/studies/korean.yaml": lambda path: load_study(path, _PROJECT / "data"),
+    "ds_configs/zero1.json": lambda path: load_deepspeed_config(path, Layout(2, 1)),
+}
+
+
+def _make_config(source: str) -> None:
+    INPUT.mkdir()
+    shutil.copy(_PROJECT / source, INPUT)
+
+
+def _load(source: str) -> None:
+    _CONFIGS[source](INPUT / Path(source).name)
 
 
 def _subjects() -> Iterator[Subject]:
@@ -137,13 +131,10 @@ def _subjects() -> Iterator[Subject]:
     for name in ("a.parquet", "saved"):
         yield Subject("corpora", name, partial(_make_tables, name), partial(_tokenize, name, "prompt"))
     for name, key in (("plain", None), ("prompts", "prompt")):
-        options: dict[str, Any] = {"exact": True, "damage": damage_bytes_only}
-        resume = partial(_job, key, Workers(None))
-        # What a killed job left is trusted, so that damage to it is seen by no reader before the corpus is checked.
-        yield Subject("unit state", name, partial(_make, key, _KilledWorkers(None)), resume, damage=damage_bytes_only)
-        finished = partial(_make, key, Workers(None))
-        yield Subject("finished corpora", f"{name}, again", finished, resume, **options)
-        yield Subject("finished corpora", f"{name}, train", finished, _train_on, **options)
+        make = partial(_make_finished, key)
+        yield Subject("finished corpora", name, make, _train_on, exact=True, damage=damage_bytes_only)
+    for name in _CONFIGS:
+        yield Subject("configurations", Path(name).name, partial(_make_config, name), partial(_load, name))
 
 
 SUBJECTS = list(_subjects())

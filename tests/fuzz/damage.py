@@ -11,11 +11,10 @@ from typing import Any
 import yaml
 
 _VALUES: tuple[Any, ...] = (
-    None, True, False, [], {}, 0, -1, 1.5, 2**31, 2**63, 10**30, 1e308, "", "0", "x" * 100_000, "\0",
-    "../../etc/passwd", "/", ".", [[]], [None], [-1], {"": {}}, list(range(5000)), "step_9999999999999999999999999",
+    None, True, [], {}, 0, -1, 1.5, 2**31, 2**63, 10**30, 1e308, "", "0", "x" * 100_000, "\0", "../../etc/passwd", "/",
+    [[]], [None], {"": {}}, list(range(5000)), "step_9999999999999999999999999",
 )  # fmt: skip
-_ODD_YAML = ("deep: " + "[" * 20_000, "name: !!python/object/apply:os.system ['true']", "\tname: x", "? [a, b]\n: c")
-_EXTREMES = (0, -1, 1, 2**31 - 1, -(2**31), 2**40, 2**62, -(2**63), 2**63 - 1)
+_EXTREMES = (0, -1, 1, 2**31 - 1, 2**40, 2**62, -(2**63), 2**63 - 1)
 
 
 def damage_any(root: Path, draw: random.Random) -> str:
@@ -24,7 +23,7 @@ def damage_any(root: Path, draw: random.Random) -> str:
 
 
 def damage_bytes_only(root: Path, draw: random.Random) -> str:
-    """The same without other values in JSON: what an earlier stage of a run wrote there is trusted if it is whole."""
+    """The same, but JSON is only cut: no hash guards the values of a manifest."""
     return _damage_some(root, draw, values=False)
 
 
@@ -38,53 +37,43 @@ def _damage_some(root: Path, draw: random.Random, *, values: bool) -> str:
 
 
 def _damage_file(file: Path, draw: random.Random, values: bool) -> str:
-    odd = draw.random()
-    if odd < 0.04:
+    if draw.random() < 0.04:
         file.unlink()
         return "removed"
-    if odd < 0.06:
-        file.unlink()
-        file.mkdir()
-        return "a folder"
     content = file.read_bytes()
-    is_text = file.suffix in (".json", ".jsonl", ".yaml", ".lock")
+    is_text = file.suffix in (".json", ".jsonl", ".yaml")
     if is_text and not values:
-        file.write_bytes(content[: draw.randrange(len(content) + 1) if draw.random() < 0.8 else 0])
+        file.write_bytes(content[: draw.randrange(len(content) + 1)])
         return "cut"
     if is_text and draw.random() < 0.6:
         try:
             text, what = _with_other_value(file.suffix, content.decode(), draw)
             file.write_text(text)
             return what
-        except (ValueError, yaml.YAMLError, RecursionError, IndexError):
+        except (ValueError, yaml.YAMLError, IndexError):
             pass  # damaged before
-    changed, what = damage_bytes(content, draw)
+    changed, what = _with_other_bytes(content, draw)
     file.write_bytes(changed)
     return what
 
 
-def damage_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _with_other_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     """`content` with random damage, often in the header or the footer."""
     data = bytearray(content)
     region = draw.choice((range(len(data)), range(len(data)), range(len(data))[:64], range(len(data))[-512:]))
     at = draw.choice(region) if region else 0
     size = min(draw.choice((1, 4, 8, 64, 4096)), len(data) - at)
-    kind = draw.choice(("flip", "flip", "overwrite", "cut", "remove", "repeat", "insert", "integer"))
+    kind = draw.choice(("flip", "flip", "overwrite", "cut", "insert", "integer"))
     if kind == "flip" and data:
         data[at] ^= 1 << draw.randrange(8)
     elif kind == "overwrite":
-        data[at : at + size] = draw.choice((bytes(size), b"\xff" * size, draw.randbytes(size)))
+        data[at : at + size] = draw.choice((b"", bytes(size), b"\xff" * size, draw.randbytes(size)))
     elif kind == "cut":
         del data[at:]
-    elif kind == "remove":
-        del data[at : at + size]
-    elif kind == "repeat":
-        data[at:at] = data[at : at + size] * draw.choice((1, 2, 100))
     elif kind == "insert":
-        data[at:at] = draw.choice((draw.randbytes(size), b"[" * 50_000, b"9" * 5_000, b"\xef\xbb\xbf", b"\r\n", b"\0"))
+        data[at:at] = draw.choice((draw.randbytes(size), b"[" * 5_000, b"9" * 5_000, b"\xef\xbb\xbf", b"\r\n", b"\0"))
     elif kind == "integer":
-        at -= at % 8
-        data[at : at + 8] = (draw.choice(_EXTREMES) % 2**64).to_bytes(8, "little")
+        data[at - at % 8 : at - at % 8 + 8] = (draw.choice(_EXTREMES) % 2**64).to_bytes(8, "little")
     return bytes(data), f"{kind} at {at} of {len(content)} bytes"
 
 
@@ -92,8 +81,6 @@ def _with_other_value(suffix: str, text: str, draw: random.Random) -> tuple[str,
     """A text of JSON, JSON lines or YAML with a random value changed or removed; raises where it is none."""
     lines = text.split("\n") if suffix == ".jsonl" else [text]
     number = draw.randrange(max(1, len(lines) - 1))
-    if suffix == ".yaml" and draw.random() < 0.2:
-        return f"{text}\n{draw.choice(_ODD_YAML)}\n", "odd YAML at the end"
     holder = {"": yaml.safe_load(text) if suffix == ".yaml" else json.loads(lines[number])}
     # Values deep in long lists are many, and alike: half of the time a place near the root is taken.
     places = list(_places(holder))

@@ -1,4 +1,4 @@
-"""Base folders, expansions and gates, and checkpoints."""
+"""Base folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folder import all_checkpoints, candidates, latest_checkpoint, publish, unfinished
+from pipeline.checkpoint.folder import all_checkpoints, candidates, publish, unfinished
 from pipeline.checkpoint.manifest import (
     FileRecord,
     LayoutRecord,
@@ -23,23 +23,19 @@ from pipeline.checkpoint.manifest import (
 )
 from pipeline.checkpoint.torch_files import write_torch_file
 from pipeline.config.run import parse_config
-from pipeline.conversion.trained_model import as_text, describe_checkpoint, open_trained
+from pipeline.conversion.trained_model import open_trained
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DamagedCheckpointError
 from pipeline.files import file_hash
-from pipeline.methods.scale import Scale, upscale
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import named_trained_parameters
-from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.attempts import newest_checkpoint_step
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import GateRecord, open_gate, write_gate
 from tests.bases import CONFIGS, random_model
 from tests.fuzz.corpora import make_tokenizer
-from tests.fuzz.subject import INPUT, Subject, digest
-from tests.widened import SEED, scale_settings, widened
+from tests.fuzz.runner import INPUT, Subject, digest
+from tests.widened import scale_settings, widened
 
 _BASE = Path("base")
 _ADAPT = scale_settings("adapt", collaborative_modules="both")
@@ -74,39 +70,6 @@ def _read_base() -> dict[str, str]:
     model = Decoder(base.spec)
     load_base(model, base)
     return {"weights": _model_digest(model)}
-
-
-# Expansions and gates
-
-
-def _make_expansion() -> None:
-    _save_model("llama", _BASE)
-    upscale(_ADAPT, open_base(_BASE), INPUT, SEED)
-
-
-def _read_expansion() -> dict[str, str]:
-    base, method = open_base(_BASE), Scale(_ADAPT, INPUT, SEED)
-    method.check_files(slice(None))
-    model = method.build(base.spec, SINGLE, "none")
-    method.load(model, base, SINGLE)
-    return {"weights": _model_digest(model)}
-
-
-def _make_gate() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean, std, weight = (torch.rand(32, generator=generator) for _ in range(3))
-    record = GateRecord(
-        request={"checkpoint_manifest": "abc"}, layer=1, features="token", bias=0.5, threshold=1.5, auc=0.9,
-        closed_fraction_of_new=0.1, open_fraction_of_negatives=0.001, left_out_of_own_text=0.0,
-        roc=[(0.0, 0.0), (1.0, 1.0)], calibration=[(0.05, 0.04, 7)], heldout={},
-        closed_max_abs_logit_difference=None,
-    )  # fmt: skip
-    write_gate(INPUT, Gate(1, "token", mean, std, weight, bias=0.5, threshold=1.5), record)
-
-
-def _read_gate() -> dict[str, str]:
-    gate, _ = open_gate(INPUT)
-    return {"tensors": digest(map(_bytes, gate.tensors.values()))}
 
 
 # Checkpoints
@@ -188,18 +151,9 @@ def _resume_each() -> dict[str, str]:
     return {checkpoint.name: _checkpoint_digest(checkpoint) for checkpoint in all_checkpoints(INPUT)}
 
 
-def _inspect() -> dict[str, str]:
-    checkpoint = latest_checkpoint(INPUT)
-    if checkpoint is not None:
-        assert as_text(describe_checkpoint(checkpoint, _BASE))
-        open_trained(checkpoint, _BASE)
-    return {}
-
-
 def _subjects() -> Iterator[Subject]:
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "llama in several files": ("llama", {"max_shard_size": "40KB"}),
-        "llama": ("llama3 rope", {}),
         "phi3": ("phi3", {}),
         "gemma3": ("gemma3", {}),
         "neox": ("neox", {}),
@@ -207,9 +161,6 @@ def _subjects() -> Iterator[Subject]:
     for name, (kind, options) in kinds.items():
         yield Subject("base folders", name, partial(_make_base, kind, options), _read_base)
     yield Subject("checkpoints", "resume", _make_checkpoints, _resume, exact=True, truth=_resume_each)
-    yield Subject("checkpoints", "inspect", _make_checkpoints, _inspect)
-    yield Subject("expansions and gates", "expansion", _make_expansion, _read_expansion, exact=True)
-    yield Subject("expansions and gates", "gate", _make_gate, _read_gate, exact=True)
 
 
 SUBJECTS = list(_subjects())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -18,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import INTERNAL_FAULT, UserError, exit_code_of, in_one_line
-from tests.fuzz.subject import INPUT, Subject
+from tests.fuzz.damage import damage_any
+
+INPUT = Path("input")
+"""What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
+
 
 GOOD = ("right", "refused")
 CPU_SECONDS = 60
@@ -26,6 +31,37 @@ CPU_SECONDS = 60
 WALL_SECONDS = 900
 MEMORY_BYTES = 16 * 2**30
 _LONGEST_MESSAGE = 2_000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One reader of one kind of input.
+
+    Attributes:
+        target: the row of the table that it belongs to.
+        name: its name among the target's.
+        make: writes the sound input to `INPUT`, and other files that the reader needs beside it.
+        read: reads it as the project does; returns digests of what it read, by name.
+        exact: whether the project promises to notice any change. Then each digest must be that of the sound input.
+        damage: damages the folder; returns what it did.
+        truth: reads all that may be read of the sound input; default: `read`.
+    """
+
+    target: str
+    name: str
+    make: Callable[[], None]
+    read: Callable[[], Mapping[str, str] | None]
+    exact: bool = False
+    damage: Callable[[Path, random.Random], str] = damage_any
+    truth: Callable[[], Mapping[str, str]] | None = None
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """A hash of `parts`."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(hashlib.sha256(part).digest())
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -93,7 +129,7 @@ class Laboratory:
             if subject.exact and any(truth.get(name) != value for name, value in answer["content"].items()):
                 return "silent change", "accepted, with another content than was written"
             return "right", ""
-        if kind == "refused" and (str(INPUT) not in text or "\n" in text or len(text) > _LONGEST_MESSAGE):
+        if kind == "refused" and (str(INPUT) not in text or len(text) > _LONGEST_MESSAGE):
             return "vague", text
         return kind, text
 
@@ -130,12 +166,10 @@ def _in_child(work: Callable[[], dict[str, Any]], place: Path, *, wait: bool = T
 def _content_of(work: Callable[[], Mapping[str, str] | None]) -> dict[str, Any]:
     try:
         return {"kind": "content", "content": work() or {}}
-    except UserError as error:
-        return {"kind": "refused", "text": str(error)}
     except BaseException as error:  # noqa: BLE001  every other end is a fault
-        if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
+        if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
             return {"kind": "refused", "text": in_one_line(error)}  # as every command line prints it
-        return {"kind": "memory" if isinstance(error, MemoryError) else "traceback", "text": traceback.format_exc()}
+        return {"kind": "traceback", "text": traceback.format_exc()}
 
 
 def _result_of(status: int, place: Path) -> dict[str, Any]:

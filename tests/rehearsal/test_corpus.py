@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,14 +23,12 @@ from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import writing_shard
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
-from pipeline.rehearsal.corpus import plan_of, sample_corpus
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings
 from tests.bases import STORIES, save_stories_with_a_token_more
 from tests.data.helpers import PROJECT, contents, documents, write_jsonl
-from tests.rehearsal.helpers import END, START, copied_stories, documents_in, job, random_base, sample
+from tests.rehearsal.helpers import END, START, copied_stories, documents_in, random_base, sample
 
 TEMPLATE = (
     "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
@@ -101,27 +97,6 @@ def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Pa
     assert same(output, written)
 
 
-def test_a_lost_record_is_made_again_and_a_damaged_corpus_refused(tmp_path: Path):
-    settings = {"tokens": 200, "openings": [str(write_jsonl(tmp_path / "o.jsonl", documents(9)))], "opening_tokens": 6}
-    sample(tmp_path / "whole", **settings)
-    output = tmp_path / "own"
-    with mock.patch.object(BaseWriter, "write", stopping_after(3)), pytest.raises(StoppedError):
-        sample(output, **settings)
-    (output / ".units" / "00000-000001.json").write_text("{")
-    sample(output, **settings)
-    assert same(output, tmp_path / "whole")
-
-    flip(output / "00000-000001.bin")
-    with pytest.raises(DataError, match=r"00000-000001\.bin: damaged.* start tools/sample_base\.py$"):
-        sample(output, **settings)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):
     output = tmp_path / "own"
     flags = ["--base", STORIES, "--output", output, "--tokens", "600", "--max-tokens", "24", "--workers", "1"]
@@ -129,66 +104,11 @@ def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Pat
     running = subprocess.Popen([*tool, *flags], stderr=subprocess.DEVNULL)
     while not list((output / ".units").glob("00000-*.json")) and running.poll() is None:
         time.sleep(0.001)
-    running.send_signal(signal.SIGKILL)
+    running.kill()
     running.wait()
-    done = len(list((output / ".units").glob("00000-*.json")))
-    assert 0 < done < len(TokenCorpus(written).manifest.shards) and not (output / "manifest.json").exists()
+    assert list((output / ".units").glob("00000-*.json")) and not (output / "manifest.json").exists()
     sample(output, workers=2)
     assert same(output, written)
-
-
-def test_jobs_that_share_the_work_make_the_same_corpus(written: Path, tmp_path: Path):
-    """The second finds the first's units done; when it has finished, the first finds its state gone."""
-    output = tmp_path / "own"
-    described = job(output)
-    plan = plan_of(described)
-    original, calls = BaseWriter.write, []
-
-    def write(self: BaseWriter, *arguments: object, **options: object) -> object:
-        calls.append(None)
-        if len(calls) == 3:
-            with local_workers(1) as others:
-                sample_corpus(described, plan, others, device="cpu", share=(1, 2))
-            assert (output / "manifest.json").exists()
-        return original(self, *arguments, **options)  # type: ignore[arg-type]
-
-    with mock.patch.object(BaseWriter, "write", write), local_workers(1) as workers:
-        manifest = sample_corpus(described, plan, workers, device="cpu", share=(0, 2))
-    assert manifest == TokenCorpus(written).manifest
-    assert same(output, written)
-
-
-def test_the_progress_ends_at_all_of_the_tokens_though_units_write_more(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pipeline.log._BETWEEN_LOG_LINES_S", 0)
-    with caplog.at_level("INFO", logger="pipeline"):
-        assert sample(tmp_path / "own").tokens > 600
-    lines = [line for line in caplog.messages if line.startswith("sampling: ")]
-    assert re.match(r"sampling: (6\d\d) of \1 tokens \(100 %\)", lines[-1])
-    assert len(lines) > 3 and not any("of ?" in line for line in lines)
-
-
-class _Failing(Workers):
-    """Workers that fail at a unit, when another command has begun other text in the folder."""
-
-    def __init__(self, error: Exception, state: Path, *, plan: str) -> None:
-        super().__init__(None)
-        self._error, self._state, self._plan = error, state, plan
-
-    def run(self, function, tasks, **options):
-        if next(iter(tasks := list(tasks)), None) is not None:
-            (self._state / "plan.json").write_text(self._plan)
-            raise self._error
-        return iter(())
-
-
-@pytest.mark.parametrize("first", [DataError("a worker process was killed"), FileNotFoundError(2, "gone", "x.bin")])
-def test_an_error_does_not_hide_behind_another(tmp_path: Path, first: Exception):
-    """What failed first is said, whatever is then found in the folder; never as a traceback."""
-    output = tmp_path / "own"
-    described = job(output)
-    failing = _Failing(first, output / ".units", plan="no plan")
-    with pytest.raises(DataError, match=r"^a worker process was killed|^x\.bin: vanished during the work; start again"):
-        sample_corpus(described, plan_of(described), failing, device="cpu")
 
 
 def test_another_seed_writes_other_text(written: Path, tmp_path: Path):
@@ -197,13 +117,6 @@ def test_another_seed_writes_other_text(written: Path, tmp_path: Path):
     assert first != second
     batch = TokenCorpus(written).manifest.sampling.batch_size
     assert first[:batch] != first[batch : 2 * batch], "units repeat each other"
-
-
-@pytest.mark.parametrize("name", ["llama", "neox"])
-def test_bases_of_both_families_write(name: str, tmp_path: Path):
-    base = random_base(name, tmp_path / "base")
-    sample(tmp_path / "own", base, tokens=200)
-    assert len(documents_in(tmp_path / "own")) >= 8
 
 
 def test_documents_continue_their_openings(tmp_path: Path):
@@ -260,38 +173,22 @@ def test_each_pass_over_the_openings_uses_each_once(tmp_path_factory, count: int
         assert sorted(drawn[number] for number in range(start, start + count)) == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.5}, "another temperature: expected 0.5, found 1.0"),
-        ({"tokens": 601}, "another tokens: expected 601, found 600"),
-        ({"max_tokens": 25}, "another max tokens: expected 25, found 24"),
-        ({"seed": 1}, "another seed: expected 1, found 0"),
-        ({"batch_size": 2}, "another batch size: expected 2, found 4"),
-        ({"openings": True}, "another openings: expected"),
-        ({"base": True}, "another base: expected"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
-def test_a_folder_of_other_text_is_refused(
-    written: Path, tmp_path: Path, changes: dict[str, object], message: str, finished: bool
-):
+def test_a_folder_of_other_text_is_refused(written: Path, tmp_path: Path, finished: bool):
     output = written
     if not finished:
         output = tmp_path / "own"
         with mock.patch.object(BaseWriter, "write", stopping_after(2)), pytest.raises(StoppedError):
             sample(output)
-    if "openings" in changes:
-        changes = {"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]}
-    if "base" in changes:
-        changes = {"base": random_base("llama", tmp_path / "base")}
     before = contents(output)
-    with pytest.raises(
-        DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"
-    ) as error:
-        sample(output, **changes)  # type: ignore[arg-type]
-    assert "\n" not in str(error.value)
+    for changes, message in (
+        ({"temperature": 0.5}, "another temperature: expected 0.5, found 1.0"),
+        ({"batch_size": 2}, "another batch size: expected 2, found 4"),
+        ({"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]}, "another inputs: expected"),
+        ({"base": random_base("llama", tmp_path / "base")}, "another base: expected"),
+    ):
+        with pytest.raises(DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"):
+            sample(output, **changes)  # type: ignore[arg-type]
     assert contents(output) == before
 
 
@@ -342,14 +239,6 @@ def test_settings_that_cannot_work_are_refused(
         sample(tmp_path / "own", **settings)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "own" / "manifest.json").exists()
-
-
-def test_a_chat_template_that_refuses_a_user_is_a_fault_of_the_base(tmp_path: Path):
-    template = "{{ raise_exception('no user here') }}"
-    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": template})
-    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
-    with pytest.raises(DataError, match="its chat template cannot frame a message: TemplateError: no user here"):
-        sample(tmp_path / "own", base, openings=[str(file)], chat_template=True)
 
 
 def test_a_tokenizer_with_more_ids_than_the_base_is_refused(tmp_path: Path):

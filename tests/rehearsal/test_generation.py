@@ -126,21 +126,6 @@ def test_where_a_document_is_over(ids: list[int], end: tuple[int, ...], document
     assert _document(np.array(ids), 1, [end[-1], 1], end).tolist() == document
 
 
-def test_a_seed_decides_the_text_whatever_was_drawn_before():
-    base = writer(STORIES)
-
-    def drawn(seed: int) -> list[list[int]]:
-        written = base.write(openings(1, 2), temperature=1.0, max_tokens=20, seed=seed)
-        return [document.tolist() for document in written]
-
-    state = torch.get_rng_state()
-    first = drawn(1)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(3)
-    assert drawn(1) == first
-    assert drawn(2) != first
-
-
 def test_code_in_the_folder_is_not_run(tmp_path: Path):
     """transformers has code of its own for every architecture that can be a base."""
     base = copied_stories(

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -18,7 +17,6 @@ from pipeline.checks.inputs import open_samples
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_probe
-from pipeline.data.corpora import corpus_jobs
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import ConfigError, DataError
@@ -127,26 +125,12 @@ def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message:
     assert not (tmp_path / "own").exists()
 
 
-def test_tokenizing_leaves_the_corpus_alone(tmp_path: Path):
-    config = load_config(rehearsing(tmp_path, tmp_path / "tokens"))
-    assert {job.output.name for job in corpus_jobs(config.data, STORIES)} == {
-        "korean", "korean.heldout", "english", "english.heldout",
-    }  # fmt: skip
-
-
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
     with pytest.raises(ConfigError, match="max_tokens: 1000 is beyond the base's context"):
         begin(load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize")
     config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]
-
-
-def test_a_tokenized_corpus_is_not_taken_for_a_written_one(copied_tokens: Path, tmp_path: Path):
-    shutil.copytree(copied_tokens / "korean", copied_tokens / "own")
-    done = run_main("sample_base.py", rehearsing(tmp_path / "run", copied_tokens))
-    assert done.returncode == 1
-    assert "own: was not made by tools/sample_base.py; choose another --output, or another name" in done.stderr
 
 
 def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
@@ -170,29 +154,12 @@ def test_the_spelling_of_the_openings_paths_does_not_count(tmp_path: Path, monke
 
 def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
     begun, own = tmp_path / "begun", tmp_path / "own"
-    file = write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
-    sample_to = (
-        "sample_base.py",
-        "--base",
-        STORIES,
-        "--tokens",
-        "20",
-        "--max-tokens",
-        "8",
-        "--workers",
-        "1",
-        "--output",
-    )
-    tokenize_to = ("preprocess_data.py", "--input", file, "--tokenizer", STORIES, "--workers", "1", "--output")
-
-    with mock.patch("pipeline.data.preprocess._tokenize", side_effect=DataError("stopped")):
-        assert run_main(*tokenize_to, begun).returncode == 1
-    done = run_main(*sample_to, begun)
-    assert done.returncode == 1
-    assert "plan.json: " in done.stderr
-    assert "choose another --output if another tool is making a corpus there" in done.stderr
-
-    assert run_main(*sample_to, own, "--openings", file, "--opening-tokens", "2").returncode == 0
-    done = run_main(*tokenize_to, own)
-    assert done.returncode == 1
-    assert "own: was not made by tools/preprocess_data.py" in done.stderr
+    bad, file = write_jsonl(tmp_path / "bad.jsonl", ["one", 2]), write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
+    sample_to = ("sample_base.py", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
+    tokenize_to = ("preprocess_data.py", "--tokenizer", STORIES, "--workers", "1")
+    assert run_main(*tokenize_to, "--input", bad, "--output", begun).returncode == 1
+    assert run_main(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own).returncode == 0
+    for tool, maker, output in ((sample_to, "sample_base", begun), (tokenize_to, "preprocess_data", own)):
+        done = run_main(*tool, *(("--input", file) if tool is tokenize_to else ()), "--output", output)
+        assert done.returncode == 1
+        assert f"{output}: was not made by tools/{maker}.py; choose another --output" in done.stderr

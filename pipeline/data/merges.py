@@ -24,34 +24,27 @@ _TIMES_AS_FREQUENT = 10
 _ASCII_ROWS = 2
 
 
-class RowCounts:
-    """How often the characters of each row occur in texts, and how many of those are letters or marks."""
+def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
+    """The rows that hold letters of the new texts and are foreign to the old ones, of which the characters are counted.
 
-    def __init__(self) -> None:
-        self.all: Counter[int] = Counter()
-        self.letters: Counter[int] = Counter()
-        self.total = 0
-
-    def add(self, text: str) -> None:
-        for character, count in Counter(text).items():
-            row = ord(character) >> ROW_BITS
-            self.all[row] += count
-            self.total += count
-            if unicodedata.category(character)[0] in "LM":
-                self.letters[row] += count
-
-
-def new_rows_of_characters(new: RowCounts, old: RowCounts) -> list[int]:
-    """The rows that hold letters of the new texts and are foreign to the old ones; never those of ASCII.
-
-    Foreign: ten times as frequent in the new texts, where one occurrence too many is assumed in the old ones.
+    Never those of ASCII. A row holds letters if most of its characters are letters or marks. Foreign: ten times as
+    frequent in the new texts, where one occurrence too many is assumed in the old ones.
     """
+    in_new: Counter[int] = Counter()
+    in_old: Counter[int] = Counter()
+    letters: Counter[int] = Counter()
+    for counts, rows in ((new, in_new), (old, in_old)):
+        for character, count in counts.items():
+            rows[ord(character) >> ROW_BITS] += count
+    for character, count in new.items():
+        if unicodedata.category(character)[0] in "LM":
+            letters[ord(character) >> ROW_BITS] += count
     return sorted(
         row
-        for row, count in new.all.items()
+        for row, count in in_new.items()
         if row >= _ASCII_ROWS
-        and 2 * new.letters[row] > count
-        and count * (old.total + 1) >= _TIMES_AS_FREQUENT * (old.all[row] + 1) * new.total
+        and 2 * letters[row] > count
+        and count * (old.total() + 1) >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new.total()
     )
 
 

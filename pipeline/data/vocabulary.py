@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.data.merges import RowCounts, Symbols, Word, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.merges import Symbols, Word, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_pieces import NewPiece, Pieces, read_pieces
 from pipeline.errors import DataError
@@ -123,10 +123,11 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
     """
     load_tokenizer(base)
     pieces = read_pieces(tokenizer_file(base))
-    of_new, of_old = RowCounts(), RowCounts()
+    of_new: Counter[str] = Counter()
+    of_old: Counter[str] = Counter()
     for counts, texts in ((of_new, new), (of_old, old)):
         for text in texts:
-            counts.add(pieces.normalize(text))
+            counts.update(pieces.normalize(text))
     rows = new_rows_of_characters(of_new, of_old)
     words: Counter[Word] = Counter()
     with progress_bar("cutting", len(new), " documents") as bar:
@@ -139,7 +140,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
             f"{base}: no piece would be used {min_uses} times: the new texts have too few letters that the old ones do "
             "not have; give more text, or keep this tokenizer"
         )
-    return Extension(base, found, rows, base_rows(base), of_new.total)
+    return Extension(base, found, rows, base_rows(base), of_new.total())
 
 
 def write_extension(

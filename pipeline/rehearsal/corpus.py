@@ -83,14 +83,9 @@ class SamplingJob:
     batch_size: int | None = None
 
     @property
-    def state(self) -> Path:
-        """The folder of unfinished work; removed when the manifest is written."""
-        return self.output / STATE
-
-    @property
     def openings(self) -> Path:
-        """The shard of the openings' ids, in the state."""
-        return self.state / "openings"
+        """The shard of the openings' ids, in the folder of unfinished work."""
+        return self.output / STATE / "openings"
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
@@ -170,8 +165,9 @@ def sample_corpus(
     """
 
     def make(state: Path) -> Manifest:
-        if plan.inputs:
-            _make_openings(job, plan)
+        if plan.inputs and not job.openings.with_suffix(".idx").exists():  # it is published last
+            longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
+            write_openings(job.openings, job.sampling, job.text_key, base=job.base, longest=longest)
         # By name, the number of each unit, of how many, and of the tokens that it has to write, at least.
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
@@ -196,14 +192,6 @@ def device_kind(device: Device) -> Literal["cpu", "cuda"]:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
-def _make_openings(job: SamplingJob, plan: Plan) -> None:
-    """Writes the shard of the openings, unless it is there: its index is published last."""
-    if not job.openings.with_suffix(".idx").exists():
-        longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-        tokenizer = load_tokenizer(job.base)
-        write_openings(job.openings, job.sampling, job.text_key, base=job.base, tokenizer=tokenizer, longest=longest)
-
-
 def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: tuple[int, int, int]) -> UnitRecord:
     """Writes one unit and publishes its shard."""
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
@@ -212,7 +200,8 @@ def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: tuple[int, int,
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
     start, end = list(tokenizer.document_start), tokenizer.document_end
     part = UnitPart()
-    with writing_shard(job.output / f"00000-{unit[0]:06d}", token_dtype(tokenizer.vocab_size), job.state) as shard:
+    prefix, dtype = job.output / f"00000-{unit[0]:06d}", token_dtype(tokenizer.vocab_size)
+    with writing_shard(prefix, dtype, job.output / STATE) as shard:
         for documents in _batches(job, plan, sampling, writer, unit):
             shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))
             for document in documents:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy.typing as npt
 from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
-from pipeline.data.chats import ChatTemplate, chat_template
+from pipeline.data.chats import chat_template
 from pipeline.data.records import Keys
-from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.token_shards import Shard, token_dtype, writing_shard
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
 
@@ -26,10 +25,8 @@ _logger = log.get_logger(__name__)
 _Ids = npt.NDArray[Any]
 
 
-def write_openings(
-    prefix: Path, sampling: Sampling, text_key: str, *, base: Path, tokenizer: Tokenizer, longest: int
-) -> ShardWriter:
-    """Writes the openings' ids as the shard `prefix`; every opening has at most `longest`. Returns its writer, closed.
+def write_openings(prefix: Path, sampling: Sampling, text_key: str, *, base: Path, longest: int) -> None:
+    """Writes the openings' ids as the shard `prefix`; every opening has at most `longest`.
 
     Openings that are longer are left out. Reading ends with as many as `sampling.tokens` can need, equally many of each
     file.
@@ -37,9 +34,17 @@ def write_openings(
     Raises:
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
     """
-    encode: Callable[[str], _Ids] = partial(_encoded, tokenizer, sampling.opening_tokens)
-    if sampling.chat_template:
-        encode = partial(_framed, chat_template(base), tokenizer)
+    tokenizer = load_tokenizer(base)
+    template = chat_template(base) if sampling.chat_template else None
+
+    def encode(text: str) -> _Ids:
+        """What precedes a document and its beginning; or a user's message, up to where the answer begins."""
+        if template is not None:
+            return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids
+        limit = sampling.opening_tokens
+        beginning = text if limit is None else text[: limit * _CHARACTERS_PER_TOKEN]
+        return np.concatenate([tokenizer.before_document, tokenizer.reference.encode([beginning]).ids[:limit]])
+
     files = input_files(sampling.openings)
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
@@ -60,7 +65,6 @@ def write_openings(
         )
     if too_long:
         _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)
-    return writer
 
 
 def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
@@ -75,15 +79,3 @@ def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterato
         a_pass, position = divmod(number, shard.documents)
         yield shard.document(Permutation(shard.documents, seed, a_pass)[position])
         number += stride
-
-
-def _encoded(tokenizer: Tokenizer, opening_tokens: int | None, text: str) -> _Ids:
-    """What precedes a document, and its first `opening_tokens` ids, or all."""
-    beginning = text if opening_tokens is None else text[: opening_tokens * _CHARACTERS_PER_TOKEN]
-    ids = tokenizer.reference.encode([beginning]).ids[:opening_tokens]
-    return np.concatenate([np.array(tokenizer.before_document, dtype=np.int64), ids.astype(np.int64)])
-
-
-def _framed(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> _Ids:
-    """A user's message in the chat template, up to where the answer begins."""
-    return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids.astype(np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.merges import ROW_BITS, RowCounts, Symbols, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.merges import ROW_BITS, Symbols, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
@@ -152,10 +153,8 @@ def test_a_row_is_found_in_utf8_exactly_where_a_character_has_it(text: str, rows
 
 
 def test_rows_are_those_of_foreign_letters():
-    new, old = RowCounts(), RowCounts()
-    new.add("한국 영화 … “quoted” 100% é " * 50 + "がо")
-    old.add("plain café text " * 50)
-    rows = new_rows_of_characters(new, old)
+    new = Counter("한국 영화 … “quoted” 100% é " * 50 + "がо")
+    rows = new_rows_of_characters(new, Counter("plain café text " * 50))
     assert {ord(letter) >> ROW_BITS for letter in "한국영화"} <= set(rows)
     assert not {ord(letter) >> ROW_BITS for letter in "a1%é“…がо"} & set(rows)
 

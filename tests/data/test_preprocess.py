@@ -10,12 +10,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from pipeline.data import jobs, unit_work
 from pipeline.data.preprocess import preprocess
@@ -39,6 +39,7 @@ from tests.data.helpers import (
 )
 from tests.disks import SmallDisk
 from tests.texts import REVIEWS, STORIES
+from tests.training.runs import write_config
 from tests.waiting import PATIENCE_S
 
 # 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is killed.
@@ -212,39 +213,24 @@ def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path):
     assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
 
 
-def test_a_finished_corpus_is_left_alone(tmp_path: Path):
-    source = write_jsonl(tmp_path / "x.jsonl", documents(20))
-    tokenize(tmp_path / "corpus", source)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
-    tokenize(tmp_path / "corpus", source)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("inputs", {}),
-        ("text_key", {"text_key": "body"}),
-        ("heldout_fraction", {"heldout_fraction": 0.5}),
-        ("document_end", {"end_of_document": "<unk>"}),
-    ],
-)
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, finished: bool, name: str, change: dict):
-    source = write_jsonl(tmp_path / "x.jsonl", documents(20))
+def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, finished: bool):
+    source = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7])
     output = tmp_path / "corpus"
-    if finished:
-        tokenize(output, source)
-    else:
-        with pytest.raises(DataError, match="bad"):
-            tokenize(output, write_jsonl(source, [*documents(20), 7]), max_bad_fraction=0)
-    if not change:
-        write_jsonl(source, documents(30))
+    with nullcontext() if finished else pytest.raises(DataError, match="bad"):
+        tokenize(output, source, max_bad_fraction=float(finished))
     before = contents(output)
-    with pytest.raises(
-        DataError, match=f"was begun with another {name.replace('_', ' ')}: expected .*, found .*; set it back"
-    ):
-        tokenize(output, source, **change)
+
+    def refused(name: str, **changes: object) -> None:
+        message = f"was begun with another {name}: expected .*, found .*; set it back, or remove"
+        with pytest.raises(DataError, match=message):
+            tokenize(output, source, **changes)
+
+    refused("text key", text_key="body")
+    refused("heldout fraction", heldout_fraction=0.5)
+    refused("document end", end_of_document="<unk>")
+    write_jsonl(source, documents(30))
+    refused("inputs")
     assert contents(output) == before
 
 
@@ -353,57 +339,29 @@ def test_memory_does_not_follow_the_corpus(tmp_path: Path):
 
 
 def test_every_corpus_of_a_configuration(tmp_path: Path):
-    config = {
-        "name": "t",
-        "folder": str(tmp_path),
-        "base": str(STORIES260K),
-        "method": {"name": "fft"},
-        "data": {
-            "folder": str(tmp_path / "tokens"),
-            "sequence_length": 64,
-            "replay_fraction": 0.1,
-            "corpora": {
-                "korean": {"input": [str(write_jsonl(tmp_path / "k.jsonl", documents(30)))], "heldout_fraction": 0.3},
-                "english": {
-                    "input": [str(write_jsonl(tmp_path / "e.jsonl", documents(10, seed=1)))],
-                    "heldout_input": [str(write_jsonl(tmp_path / "h.jsonl", documents(5, seed=2)))],
-                    "role": "replay",
-                },
-            },
-        },
-        "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
-        "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
+    korean, english, heldout = (write_jsonl(tmp_path / f"{n}.jsonl", documents(30, n)) for n in range(3))
+    corpora = {
+        "korean": {"input": [str(korean)], "heldout_fraction": 0.3},
+        "english": {"input": [str(english)], "heldout_input": [str(heldout)], "role": "replay"},
     }
-    (tmp_path / "run.yaml").write_text(json.dumps(config))
-    (tmp_path / "h.jsonl").rename(tmp_path / "later.jsonl")
-    early = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
-    assert (early.returncode, early.stderr.count("\n")) == (1, 1)
-    assert "h.jsonl: no such file" in early.stderr
-    assert not (tmp_path / "tokens").exists()  # the file of the last job is looked for before the first job
-    (tmp_path / "later.jsonl").rename(tmp_path / "h.jsonl")
-    done = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
+    path, tokens = write_config(tmp_path / "run", tmp_path / "tokens", data__corpora=corpora), tmp_path / "tokens"
+    tool = ("preprocess_data.py", path, "--workers", "1")
+    heldout.rename(tmp_path / "later")
+    early = run_main(*tool)
+    assert (early.returncode, early.stderr.count("\n")) == (1, 1) and "2.jsonl: no such file" in early.stderr
+    assert not tokens.exists()  # the file of the last job is looked for before the first job
+    (tmp_path / "later").rename(heldout)
+    early = run_main(*tool, "--set", "deepspeed=none.json")
+    assert early.returncode == 2 and "none.json: no such file" in early.stderr
+    assert not tokens.exists()  # it would stop training
+    done = run_main(*tool)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
-        "english", "english.heldout", "korean", "korean.heldout",
-    ]  # fmt: skip
-    assert load_manifest(tmp_path / "tokens" / "english.heldout").part == "heldout"
-    assert texts_in(tmp_path / "tokens" / "english.heldout") == documents(5, seed=2)
-    made = contents(tmp_path / "tokens")
-    again = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
-    assert again.returncode == 0
-    assert again.stderr.count("already complete") == 3
-    assert contents(tmp_path / "tokens") == made
-
-
-def test_a_fault_that_would_stop_training_is_reported_before_tokenizing(tmp_path: Path):
-    demo = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
-    demo["data"]["folder"] = str(tmp_path / "tokens")
-    demo["deepspeed"] = "none.json"
-    (tmp_path / "run.yaml").write_text(json.dumps(demo))
-    done = run_main("preprocess_data.py", tmp_path / "run.yaml", "--workers", "1")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: deepspeed: none.json: no such file")
-    assert not (tmp_path / "tokens").exists()
+    assert {path.name for path in tokens.iterdir()} == {"english", "english.heldout", "korean", "korean.heldout"}
+    assert load_manifest(tokens / "english.heldout").part == "heldout"
+    assert texts_in(tokens / "english.heldout") == documents(30, seed=2)
+    made = {path: path.stat().st_mtime_ns for path in tokens.rglob("*")}
+    assert run_main(*tool).stderr.count("already complete") == 3
+    assert {path: path.stat().st_mtime_ns for path in tokens.rglob("*")} == made
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -22,13 +22,12 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu")
 
 from pipeline.files import write_json
-from tests.fuzz import corpora, models
 from tests.fuzz.runner import GOOD, Laboratory, as_text
+from tests.fuzz.subjects import SUBJECTS
 
 
 def main() -> int:
-    subjects = [*corpora.SUBJECTS, *models.SUBJECTS]
-    targets = list(dict.fromkeys(subject.target for subject in subjects))
+    targets = list(dict.fromkeys(subject.target for subject in SUBJECTS))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="how long (default: 5)")
@@ -39,7 +38,7 @@ def main() -> int:
     add("--lanes", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: the cores)")
     add("--folder", type=Path, default=Path("runs/fuzz"), help="where inputs are made and kept (default: runs/fuzz)")
     options = parser.parse_args()
-    laboratory = Laboratory(options.folder, subjects, options.seed)
+    laboratory = Laboratory(options.folder, SUBJECTS, options.seed)
     numbers = (number for number in count() if laboratory.subject_of(number).target in options.only)
     if options.input is not None:
         numbers, options.only = iter([options.input]), [laboratory.subject_of(options.input).target]

@@ -44,7 +44,6 @@ class Subject:
         read: reads it as the project does; returns digests of what it read, by name.
         exact: whether the project promises to notice any change. Then each digest must be that of the sound input.
         damage: damages the folder; returns what it did.
-        truth: reads all that may be read of the sound input; default: `read`.
     """
 
     target: str
@@ -53,7 +52,6 @@ class Subject:
     read: Callable[[], Mapping[str, str] | None]
     exact: bool = False
     damage: Callable[[Path, random.Random], str] = damage_any
-    truth: Callable[[], Mapping[str, str]] | None = None
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -92,7 +90,7 @@ class Laboratory:
         for subject in (subject for target in targets for subject in self.targets[target]):
             shutil.rmtree(self._sound(subject), ignore_errors=True)
             self._sound(subject).mkdir(parents=True)
-            for place, work in ((self._sound(subject), subject.make), (None, subject.truth or subject.read)):
+            for place, work in ((self._sound(subject), subject.make), (None, subject.read)):
                 at = place or self._copy(subject, "truth")
                 answer = _result_of(_in_child(partial(_content_of, work), at), at)
                 assert answer["kind"] == "content", f"{subject.target}/{subject.name} unharmed: {answer}"

@@ -1,13 +1,14 @@
-"""Corpora to tokenize, finished corpora, and configurations in YAML and JSON."""
+"""What is damaged: corpora to tokenize, finished corpora, base folders, and configurations in YAML and JSON."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import awkward  # noqa: F401  the fast encoder imports it when it is first used: every child would
@@ -15,6 +16,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline.config.run import load_config
@@ -25,8 +27,12 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import Job
 from pipeline.data.workers import Workers, local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
+from pipeline.methods.vocabulary import check_vocabulary
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.topology import Layout
 from pipeline.studies.study import load_study
+from tests.bases import CONFIGS, random_model
 from tests.data.helpers import COMPRESS
 from tests.fuzz.damage import damage_bytes_only
 from tests.fuzz.runner import INPUT, Subject, digest
@@ -105,6 +111,23 @@ def _train_on() -> dict[str, str]:
     return {"samples": digest(np.ascontiguousarray(array).tobytes() for array in arrays)}
 
 
+# Base folders
+
+
+def _make_base(kind: str, options: Mapping[str, Any]) -> None:
+    make_tokenizer(INPUT)
+    config = type(CONFIGS[kind]).from_dict({**CONFIGS[kind].to_dict(), "vocab_size": 320})
+    random_model(config).save_pretrained(INPUT, **options)
+
+
+def _read_base() -> None:
+    base = open_base(INPUT)
+    check_vocabulary(load_tokenizer(INPUT), base.spec)
+    with torch.device("meta"):
+        Decoder(base.spec)
+    load_base(Decoder(base.spec), base)
+
+
 # Configurations
 
 _CONFIGS: dict[str, Callable[[Path], object]] = {
@@ -133,6 +156,9 @@ def _subjects() -> Iterator[Subject]:
     for name, key in (("plain", None), ("prompts", "prompt")):
         make = partial(_make_finished, key)
         yield Subject("finished corpora", name, make, _train_on, exact=True, damage=damage_bytes_only)
+    for kind in ("llama", "phi3", "gemma3", "neox"):
+        options = {"max_shard_size": "40KB"} if kind == "llama" else {}
+        yield Subject("base folders", kind, partial(_make_base, kind, options), _read_base)
     for name in _CONFIGS:
         yield Subject("configurations", Path(name).name, partial(_make_config, name), partial(_load, name))
 

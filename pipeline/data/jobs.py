@@ -109,8 +109,9 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
     else:
         try:
             folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
-            for folder in () if state.is_dir() else folders:
-                check_replaceable(folder, CORPUS)
+            if not state.is_dir():
+                for folder in folders:
+                    check_replaceable(folder, CORPUS)
             for folder in (*folders, state):
                 Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
             _write_plan(state, plan)

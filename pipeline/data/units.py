@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -149,12 +148,10 @@ def _token_ranges(path: Path, unit_bytes: int) -> list[tables.Range]:
     shard = Shard(path.with_suffix(""))
     shard.check_index()
     size = shard.dtype.itemsize
-    firsts = sorted({shard.document_at(token) for token in range(0, shard.tokens, max(1, unit_bytes // size))})
-    starts = map(shard.document_start, [*firsts, shard.documents])
-    return [
-        (first, last, size * (stop - start))
-        for (first, start), (last, stop) in pairwise(zip([*firsts, shard.documents], starts, strict=True))
-    ]
+    firsts = {shard.document_at(token) for token in range(0, shard.tokens, max(1, unit_bytes // size))}
+    cuts = [*sorted({0, *firsts}), shard.documents]
+    starts = [shard.document_start(document) for document in cuts]
+    return [(cuts[at], cuts[at + 1], size * (starts[at + 1] - starts[at])) for at in range(len(cuts) - 1)]
 
 
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
@@ -209,15 +206,16 @@ def sampled_documents(
         for number, file in enumerate(opened)
         for unit in split_file(file, number, keys, max(_SAMPLED_BYTES, files[file] // 1024))
     ]
-    # Of a unit of text its first bytes, where a document is shorter than the file.
-    in_part = [
-        replace(unit, stop=min(unit.stop, unit.start + _SAMPLED_BYTES), text_bytes=min(unit.text_bytes, _SAMPLED_BYTES))
-        if unit.kind in ("jsonl", "text") and keys.document != "file"
-        else unit
-        for unit in draw.sample(units, len(units))
-    ]
-    before = accumulate((unit.text_bytes for unit in in_part), initial=0)
-    places = [unit for unit, size in zip(in_part, before, strict=False) if size < max_bytes]
+    places: list[Unit] = []
+    wanted = max_bytes
+    for unit in draw.sample(units, len(units)):
+        place = unit
+        if unit.kind in ("jsonl", "text") and keys.document != "file":  # where a document is shorter than the file
+            size = min(unit.text_bytes, _SAMPLED_BYTES)
+            place = replace(unit, stop=unit.start + size, text_bytes=size)
+        if wanted > 0:
+            places.append(place)
+            wanted -= place.text_bytes
     documents: list[Document] = []
     read = 0
     for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards

@@ -273,6 +273,3 @@ class TokenCorpus:
         for end, content in described.files.items() if check else ():
             check_file(shard_file(prefix, end), content, self._advice, blocks=() if end == ".bin" else None)
         return (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": OrderedDict()}

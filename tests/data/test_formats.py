@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.data import readers
 from pipeline.data.readers import lines
 from pipeline.data.records import Document, Keys
-from pipeline.data.text_streams import DecodedStream, open_stream, text_length
+from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import input_files, split_file, unit_records
 from pipeline.errors import DataError
@@ -140,19 +140,6 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
         : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
     ]
     assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 400)), min_size=1, max_size=20))
-def test_a_compressed_file_can_be_read_anywhere(reads: list[tuple[int, int]]):
-    content = bytes(range(256)) * 20
-    stream = DecodedStream.__new__(DecodedStream)
-    stream.fault = None
-    stream.pieces = lambda: iter([content[at : at + 300] for at in range(0, len(content), 300)] + [b""])  # type: ignore[method-assign]
-    stream._restart()
-    for offset, size in reads:
-        part = stream.read_at(offset, size)
-        assert content[offset : offset + size].startswith(part)
-        assert bool(part) == (offset < len(content))
 
 
 def test_going_back_further_than_the_window(tmp_path: Path):

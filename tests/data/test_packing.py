@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.packing import IGNORED, PackedCorpus, pack
+from pipeline.data.packing import IGNORED, PackedCorpus
 
 PADDING = 0
 
@@ -78,21 +78,6 @@ def test_after_another_documents_end_every_token_but_the_first_is_predicted_once
         at = np.flatnonzero(sample.targets != IGNORED)
         assert np.array_equal(sample.targets[at], sample.tokens[at] + 1)
         assert np.all(sample.positions[at[np.isin(sample.tokens[at], np.cumsum(lengths))]] == 0)
-
-
-def test_without_document_mask_a_sample_is_continuous_text():
-    first, second = packed([3, 2, 3], 5, document_mask=False)
-    assert list(first.targets) == [2, 3, 4, 5, 6]
-    assert list(first.positions) == [0, 1, 2, 3, 4]
-    assert list(first.document_ids) == [0] * 5
-    assert list(second.targets) == [7, 8, IGNORED, IGNORED, IGNORED]
-    assert list(second.document_ids) == [0, 0, 0, 1, 1]
-
-
-def test_arrays_are_int64():
-    sample = pack(np.arange(4, dtype=np.uint16), np.array([0]), 8, padding=0)
-    assert [array.dtype for array in sample] == [np.dtype(np.int64)] * 4 + [np.dtype(bool)]
-    assert {array.shape for array in sample} == {(8,)}
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 17), st.booleans())

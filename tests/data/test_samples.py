@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -86,13 +85,6 @@ def test_a_sample_is_a_pure_function_of_its_index(data: Data):
     assert any(not np.array_equal(forward[index].tokens, other[index].tokens) for index in range(60))
     far = ours[10**9]
     assert far.tokens.shape == (LENGTH,)
-
-
-def test_samples_can_be_sent_to_other_processes(data: Data):
-    ours = training(data)
-    assert ours[3] is not None
-    copied = pickle.loads(pickle.dumps(ours))
-    assert np.array_equal(copied[5].tokens, ours[5].tokens)
 
 
 def test_a_temperature_draws_corpora_of_a_role_by_their_sizes(module_folder: Path, data: Data):

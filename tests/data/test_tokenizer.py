@@ -16,7 +16,6 @@ from pipeline.data.tokenizer import GigatokenEncoder, agree, load_tokenizer
 from pipeline.data.tokenizer_training import train_sentencepiece
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories
-from tests.hostile import PLACES, replace_by
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +135,6 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(fast, "characters_between_renewals", 100)
     assert agree(fast, tokenizer.reference, documents(20, seed=1))
     assert fast._library is not first
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_any_other_thing_in_place_of_a_tokenizer_is_refused(tmp_path: Path, kind: str):
-    shutil.copytree(STORIES260K, tmp_path, dirs_exist_ok=True)
-    replace_by(kind, tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("eos", [5, [], {}, {"content": 5}])

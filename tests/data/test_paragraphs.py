@@ -24,7 +24,7 @@ def read(path: Path, document: str, unit_bytes: int = 10**9) -> list[str]:
     return [record.text if isinstance(record, Document) else record.reason for record in records]
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", ["", ".zst"])
 def test_a_book_by_lines_by_paragraphs_and_as_a_whole(tmp_path, suffix):
     path = tmp_path / f"book.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](b"\xef\xbb\xbf" + BOOK.encode()))

@@ -36,7 +36,7 @@ from pipeline.data.token_corpus import (
 )
 from pipeline.data.token_shards import ShardFile, token_dtype
 from pipeline.data.workers import Workers
-from pipeline.errors import DataError
+from pipeline.errors import DataError, OutputError
 from pipeline.files import check_replaceable, read_record, rename_aside, write_record
 from pipeline.log import progress_bar
 
@@ -109,9 +109,12 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
     else:
         try:
             folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
-            if not state.is_dir():
+            try:
                 for folder in folders:
                     check_replaceable(folder, CORPUS)
+            except OutputError:
+                if not state.is_dir():  # begun, perhaps by another job at this moment
+                    raise
             for folder in (*folders, state):
                 Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
             _write_plan(state, plan)

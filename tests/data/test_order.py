@@ -108,8 +108,8 @@ def test_roles_and_weights_divide_the_draws():
     assert drawn["tiny"] > 0
     assert Blend(shares).drawn_before(BLOCK)["c"] == 0
     blend = Blend({"korean": NO_LIMIT, "english": Share(1.0, None, role="replay")}, fractions={"replay": 1 / 16})
-    batches = [sum(blend[index].corpus == "english" for index in range(at, at + 16)) for at in range(0, 16 * 128, 16)]
-    assert abs(sum(batches) - 128) <= 1 and set(batches) <= {0, 1, 2}, "in every batch"
+    batches = [sum(blend[index].corpus == "english" for index in range(at, at + 16)) for at in range(0, 16 * 512, 16)]
+    assert abs(sum(batches) - 512) <= 1 and set(batches) <= {0, 1, 2}, "in every batch"
 
 
 def test_the_others_continue_after_a_corpus_is_exhausted():

@@ -206,7 +206,7 @@ def _terms(made: Plan | Manifest) -> dict[str, Any]:
     if isinstance(made, Manifest):
         fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
     tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
-    return {**fields, **tokenizer, **sampling}
+    return {**tokenizer, **sampling, **fields}  # the size of units, which others decide, comes last
 
 
 def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:

@@ -52,6 +52,7 @@ FULL = (
     "sizing/test_recommendation.py",
     "checkpoint/test_reader.py",
     "data/test_preprocess.py",
+    "data/test_vocabulary.py",
     "studies/test_run_study.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",

@@ -42,6 +42,7 @@ FULL = (
     "training/test_resume.py",
     "training/test_shipped_deepspeed.py",
     "training/test_zero_stages.py",
+    "conversion/test_families.py",
     "conversion/test_memory.py",
     "conversion/test_second_round.py",
     "conversion/test_generate.py",

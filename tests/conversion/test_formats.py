@@ -1,45 +1,34 @@
-"""Every family in every format that can express it: what transformers loads is the model that trained."""
+"""Each method in each format that can express it, on a base of each kind; `test_families` has every family."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from pipeline.conversion import formats
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
-from pipeline.model.from_hf import open_base
-from tests.bases import CONFIGS
-from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
-from tests.distributed import run_ranks
-from tests.tolerances import assert_near, rounding, rounding_of
-from tests.widened import some_tokens, unwidened
+from tests.conversion.checkpoints import scale
+from tests.conversion.exports import (
+    METHODS,
+    NOT_STOCK,
+    assert_exported,
+    exported,
+    loaded_with_base,
+    pairs,
+    train_models,
+)
+from tests.tolerances import rounding
+from tests.widened import some_tokens
 
-FAMILIES = [name for name in CONFIGS if "eight" not in name]
-FEW = ["llama tied", "llama biases", "smollm3", "phi3", "exaone4", "gemma3", "neox", "neox unbiased attention"]
-NOT_STOCK = {
-    "neox": "LayerNorm takes one mean",
-    "olmo": "one mean square over all heads",
-    "gemma": "multiplies its embedding",
-}
-"""Why no ordinary wider model of a family exists, by the beginning of the base's name."""
-STOCK_FAMILIES = [name for name in FAMILIES if not name.startswith(tuple(NOT_STOCK))]
-COMPARED = ("freeze", "lora", "llama_pro")
-METHODS = {
-    "scale": scale("route", collaborative_modules="both"),
-    "stock": scale("adapt", collaborative_modules="both", norm="base"),
-    "fft": FFT,
-    "freeze": {"name": "freeze", "frozen_layers": 2},
-    "lora": {"name": "lora", "rank": 4, "alpha": 6},
-    "llama_pro": {"name": "llama_pro", "added_layers": 3},
-}
+# Tied; layers without rotary embedding; fused maps; norms after attention; both, with an embedding that is scaled;
+# LayerNorm and biases.
+KINDS = ["llama tied", "smollm3", "phi3", "exaone4", "gemma3", "neox"]
+PAIRS = pairs(KINDS, METHODS)
 # Adapters on a part of GPT-NeoX's fused query, key and value.
 PARTIAL_LORA = {
     "-".join(targets): {**METHODS["lora"], "target_modules": targets}
@@ -49,113 +38,35 @@ PARTIAL_LORA = {
 
 @pytest.fixture(scope="module")
 def models(base, tmp_path_factory):
-    """A trained model by family and method, all saved by one process.
-
-    Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads every stage.
-    """
-    folder = tmp_path_factory.mktemp("trained")
-    wanted = {(name, key): METHODS[key] for key in METHODS for name in (FEW if key in COMPARED else FAMILIES)}
+    wanted = {(name, key): METHODS[key] for name, key in PAIRS}
     wanted |= {("neox", key): method for key, method in PARTIAL_LORA.items()}
-    wanted["llama", "separate"] = scale("preserve")
+    wanted |= {(name, "stock"): METHODS["stock"] for name in ("neox", "gemma3", "olmo2")}
+    wanted["llama tied", "separate"] = scale("preserve")
     whole_heads = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}
     wanted["phi3", "whole heads"] = {**METHODS["stock"], "expansion": whole_heads}
-    places = {pair: folder / "-".join(pair).replace(" ", "_") for pair in wanted}
-    run_ranks(save_many, 1, [(base(name).path, wanted[name, key], places[name, key]) for name, key in wanted])
-    return lambda name, key: trained(base(name).path, places[name, key])
+    return train_models(base, tmp_path_factory.mktemp("trained"), wanted)
 
 
-def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    folder.mkdir()
-    write_hf_folder(folder, choose_export(model, format, dtype), model.base.path)
-    return folder
-
-
-@torch.no_grad()
-def assert_exported(model: TrainedModel, folder: Path, bound: float | None = None) -> None:
-    """The folder's logits are the training model's, within `bound`: by default the rounding in fp32."""
-    tokens = some_tokens(model.spec, 2, 16)
-    expected = training_decoder(model).logits(tokens)
-    assert expected.std() > 0.5
-    found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
-    assert_near(found, expected, rounding_of(model.spec) if bound is None else bound)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scale_format_of_every_family(name, models, tmp_path):
-    model = models(name, "scale")
-    folder = exported(model, "scale", tmp_path / "hf")
-    assert isinstance(load_hf_model(folder), ScaleForCausalLM)
+@pytest.mark.parametrize(("name", "method"), [*PAIRS, ("phi3", "whole heads")])
+def test_what_transformers_loads_is_the_model_that_trained(name, method, models, tmp_path):
+    model = models(name, method)
+    folder = exported(model, "auto", tmp_path / "hf")
     assert_exported(model, folder)
+    loaded, original = load_hf_model(folder), load_hf_model(model.base.path)
+    assert type(loaded) is (ScaleForCausalLM if method == "scale" else type(original))
+    assert (folder / "modeling_scale.py").exists() == (method == "scale")
 
 
-@pytest.mark.parametrize(("name", "method"), [*((name, "stock") for name in STOCK_FAMILIES), ("phi3", "whole heads")])
-def test_stock_format_is_the_bases_own_class_only_wider(name, method, models, tmp_path):
-    model, folder = models(name, method), tmp_path / "hf"
-    loaded, _ = loaded_with_base(model, folder)
-    assert loaded.config.hidden_size >= model.spec.widths.hidden_size + 12
-    assert not (folder / "modeling_scale.py").exists()
-    assert_exported(model, folder)
-    tokens = some_tokens(model.spec, 2, 16)  # a base of a second round is read as transformers reads it
-    assert_near(unwidened(open_base(folder)).logits(tokens), loaded(tokens).logits, rounding_of(loaded.config))
-
-
-def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model exported in a format of its own choice, and its base; both of the same class."""
-    exported(model, "auto", folder)
-    loaded, original = (load_hf_model(path) for path in (folder, model.base.path))
-    assert type(loaded) is type(original)
-    return loaded, original
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_full_fine_tuning_is_exported_as_the_base_is_stored(name, models, tmp_path):
-    model, folder = models(name, "fft"), tmp_path / "hf"
-    loaded, original = loaded_with_base(model, folder)
-    pairs = zip(loaded.parameters(), original.parameters(), strict=True)
-    assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in pairs)
-    assert_exported(model, folder)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_freeze_is_exported_with_only_the_upper_layers_changed(name, models, tmp_path):
-    model, folder = models(name, "freeze"), tmp_path / "hf"
-    loaded, original = loaded_with_base(model, folder)
-    pairs = zip(loaded.named_parameters(), original.parameters(), strict=True)
-    moved = {key for (key, parameter), other in pairs if not torch.equal(parameter, other)}
-    frozen = ("embed", "layers.0.", "layers.1.", *(["lm_head"] if "tied" in name else []))
-    assert {key for key, _ in loaded.named_parameters() if key not in moved} == {
-        key for key, _ in loaded.named_parameters() if any(part in key for part in frozen) and "embed_out" not in key
-    }
-    assert_exported(model, folder)
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_llama_pro_is_exported_as_a_deeper_base(name, models, tmp_path):
-    model, folder = models(name, "llama_pro"), tmp_path / "hf"
-    loaded, original = loaded_with_base(model, folder)
-    assert loaded.config.num_hidden_layers == 6
-    kept = {key: tensor for key, tensor in original.state_dict().items() if ".layers." not in key}
-    for key, tensor in kept.items():
-        assert torch.equal(loaded.state_dict()[key], tensor), key
-    for layer in range(3):
-        layers = loaded.base_model.layers[2 * layer], original.base_model.layers[layer]
-        pairs = zip(*(module.parameters() for module in layers), strict=True)
-        assert all(torch.equal(new, old) for new, old in pairs)
-    assert_exported(model, folder)
-
-
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("format", ["peft", "auto"])
-def test_lora_is_exported_as_adapters_for_peft_or_merged(format, name, models, tmp_path):
+@pytest.mark.parametrize("name", KINDS)
+def test_lora_is_exported_as_adapters_for_peft(name, models, tmp_path):
     model = models(name, "lora")
-    folder = exported(model, format, tmp_path / "hf")
-    assert (folder / "adapter_model.safetensors").exists() == (format == "peft")
-    assert (folder / "model.safetensors").exists() == (format == "auto")
+    folder = exported(model, "peft", tmp_path / "hf")
+    assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
     assert_exported(model, folder)
     tokens = some_tokens(model.spec, 2, 16)
-    base = load_hf_model(model.base.path, torch.float32)
-    moved = load_exported(folder, model.base.path, torch.float32)
-    assert (moved(tokens).logits - base(tokens).logits).abs().max() > 0.05, "the adapters change nothing"
+    both = (load_hf_model(model.base.path, torch.float32), load_exported(folder, model.base.path, torch.float32))
+    base, moved = (one(tokens).logits for one in both)
+    assert (moved - base).abs().max() > 0.05, "the adapters change nothing"
 
 
 @pytest.mark.parametrize("key", PARTIAL_LORA)
@@ -169,22 +80,24 @@ def test_adapters_of_a_part_of_a_fused_map(key, models, tmp_path):
     assert config["rank_pattern"] == ({} if parts == 1 else {"query_key_value": 4 * parts})
 
 
-def test_formats_that_do_not_fit_the_method_are_refused(models):
-    for method, format in (
-        ("fft", "peft"),
-        ("scale", "peft"),
-        ("llama_pro", "peft"),
-        ("lora", "scale"),
-        ("freeze", "scale"),
-    ):
-        with pytest.raises(ConversionError, match=f"method {method}"):
-            choose_export(models("llama tied", method), format, torch.float32)
+def test_full_fine_tuning_and_freeze_change_what_they_train(models, tmp_path):
+    loaded, original = loaded_with_base(models("llama tied", "fft"), tmp_path / "fft")
+    both = zip(loaded.parameters(), original.parameters(), strict=True)
+    assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in both)
+    loaded, original = loaded_with_base(models("phi3", "freeze"), tmp_path / "freeze")
+    equal = {key: torch.equal(tensor, original.state_dict()[key]) for key, tensor in loaded.state_dict().items()}
+    frozen = ("embed", "layers.0.", "layers.1.")
+    assert {key for key, same in equal.items() if same} == {key for key in equal if any(part in key for part in frozen)}
 
 
-def test_adapters_are_not_written_without_peft_to_verify_them(models, monkeypatch):
-    monkeypatch.setattr(formats, "find_spec", lambda name: None)
-    with pytest.raises(ConversionError, match="pip install peft"):
-        choose_export(models("neox", "lora"), "peft", torch.float32)
+def test_llama_pro_is_exported_as_a_deeper_base(models, tmp_path):
+    loaded, original = loaded_with_base(models("exaone4", "llama_pro"), tmp_path / "hf")
+    assert loaded.config.num_hidden_layers == 6
+    for key, tensor in original.state_dict().items():
+        parts = key.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(2 * int(parts[2]))
+        assert torch.equal(loaded.state_dict()[".".join(parts)], tensor), key
 
 
 @pytest.mark.parametrize("format", ["scale", "stock"])
@@ -192,33 +105,32 @@ def test_adapters_are_not_written_without_peft_to_verify_them(models, monkeypatc
 def test_sixteen_bits(format, dtype, models, tmp_path):
     model = models("llama tied", format)
     folder = exported(model, format, tmp_path / "hf", dtype)
-    loaded = load_hf_model(folder)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in load_hf_model(folder).parameters()} == {dtype}
     assert_exported(model, folder, rounding(48, 1, dtype))
 
 
-def test_what_stock_cannot_express_is_refused_with_the_reason(models):
-    cases = [(name, NOT_STOCK[start]) for name in FAMILIES for start in NOT_STOCK if name.startswith(start)]
-    for name, method, reason in [*((name, "stock", reason) for name, reason in cases), ("llama", "scale", "route")]:
+def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeypatch):
+    refused = [("llama tied", method, "peft", f"method {method}") for method in ("fft", "scale", "llama_pro")]
+    refused += [("llama tied", method, "scale", f"method {method}") for method in ("lora", "freeze")]
+    refused += [("llama tied", "scale", "stock", "route"), ("llama tied", "separate", "stock", "separate")]
+    refused += [("llama tied", "fft", "scale", "but as stock;")]
+    refused += [
+        (name, "stock", "stock", NOT_STOCK[start])
+        for name, start in (("neox", "neox"), ("gemma3", "gemma"), ("olmo2", "olmo"))
+    ]
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    refused.append(("neox", "lora", "peft", "pip install peft"))
+    for name, method, format, reason in refused:
         with pytest.raises(ConversionError, match=reason):
-            choose_export(models(name, method), "stock", torch.float32)
-    with pytest.raises(ConversionError, match="but as stock;"):
-        choose_export(models("llama", "fft"), "scale", torch.float32)
+            choose_export(models(name, method), format, torch.float32)
+    assert choose_export(models("llama tied", "separate"), "auto", torch.float32).format == "scale"
 
 
-def test_separate_norms_are_not_stock(models):
-    with pytest.raises(ConversionError, match="separate"):
-        choose_export(models("llama", "separate"), "stock", torch.float32)
-    assert choose_export(models("llama", "separate"), "auto", torch.float32).format == "scale"
-
-
-@pytest.mark.parametrize("file_bytes", [2_000, 20_000])
-def test_many_files_are_one_model(file_bytes, models, tmp_path):
-    model = models("llama tied", "stock")
+def test_many_files_are_one_model(models, tmp_path):
+    model, many = models("llama tied", "stock"), tmp_path / "many"
     single = exported(model, "stock", tmp_path / "single")
-    many = tmp_path / "many"
     many.mkdir()
-    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path, file_bytes=file_bytes)
+    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path, file_bytes=2000)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     expected, found = load_hf_model(single).state_dict(), load_hf_model(many).state_dict()

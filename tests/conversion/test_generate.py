@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
-from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.conversion.clean_environment import clean_environment, run_in
@@ -51,16 +49,6 @@ def folders(base, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("key", "beams"), [*((key, 1) for key in MODELS), ("route", 3)])
-def test_generation_with_a_cache_equals_generation_without(key, beams, folders):
-    """Beam search reorders the cache."""
-    model = load_hf_model(folders[key])
-    tokens = some_tokens(model.config, 3, 9)
-    cached = generate(model, tokens, num_beams=beams)
-    assert torch.equal(cached, generate(model, tokens, num_beams=beams, use_cache=False))
-    assert cached.shape == (3, 9 + NEW_TOKENS) and len(cached[:, 9:].unique()) > 3
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("key", MODELS)
 def test_logits_token_by_token_equal_logits_at_once(key, folders):
@@ -89,23 +77,9 @@ def test_both_paths_of_the_router_are_taken(folders):
     assert (preserved ^ adapted).all() and preserved.any() and adapted.any()
 
 
-@pytest.mark.parametrize("key", MODELS)
-def test_prompts_of_several_lengths_in_one_batch(key, folders):
-    model = load_hf_model(folders[key])
-    prompts = [some_tokens(model.config, length, seed=length) for length in (3, 8, 5)]
-    padded = torch.stack([torch.nn.functional.pad(prompt, (8 - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([(torch.arange(8) >= 8 - len(prompt)).long() for prompt in prompts])
-    together = generate(model, padded, attention_mask=mask)
-    for row, prompt in enumerate(prompts):
-        assert torch.equal(together[row, 8:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
-    direct = model(padded, attention_mask=mask).logits[0, -3:]
-    assert_near(direct, model(prompts[0].unsqueeze(0)).logits[0], rounding_of(model.config))
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("key", MODELS)
-def test_layers_may_be_on_several_devices(key, folders):
-    model = load_hf_model(folders[key])
+def test_layers_may_be_on_several_devices(folders):
+    model = load_hf_model(folders["route"])
     elsewhere = torch.device("meta")  # it computes nothing, and refuses tensors of another device as a GPU does
     for module in (*model.layers[1:], model.final_norm, model.output):
         add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))  # as device_map does
@@ -113,14 +87,6 @@ def test_layers_may_be_on_several_devices(key, folders):
     out = model(tokens, attention_mask=torch.ones_like(tokens))
     assert out.logits.device == elsewhere and out.logits.shape == (2, 9, model.config.vocab_size)
     model(tokens[:, :1], past_key_values=out.past_key_values)
-
-
-def test_labels_give_the_loss_of_the_next_token(folders):
-    model = load_hf_model(folders["adapt"])
-    tokens = some_tokens(model.config, 2, 9)
-    out = model(tokens, labels=tokens)
-    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert torch.allclose(out.loss, expected)
 
 
 _CLEAN_SCRIPT = """
@@ -152,13 +118,3 @@ def test_it_generates_where_only_torch_and_transformers_are_installed(folders, t
     prompt = torch.tensor([json.loads(tokens)[:-20]])
     assert generate(here, prompt)[0].tolist() == json.loads(tokens)[: prompt.shape[1] + NEW_TOKENS]
     assert text.strip().startswith("Once upon a time")
-    assert open_base(STORIES).spec.tie_word_embeddings
-
-
-def test_the_shipped_file_imports_nothing_else(folders):
-    for folder in folders.values():
-        source = Path(folder / "modeling_scale.py").read_text()
-        imports = [
-            line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))
-        ]
-        assert set(imports) == {"__future__", "math", "typing", "torch", "transformers"}

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import cpu_offload
-from torch.utils.data import Dataset
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,18 +28,8 @@ from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
-# rotary embeddings.
-MODELS = {
-    "mistral window": "adapt",
-    "exaone4": "route",
-    "gemma2": "adapt",
-    "gemma3": "route",
-    "llama dynamic": "adapt",
-    "phi3": "adapt",
-}
-IMPLEMENTATIONS = [(name, kind) for name in MODELS for kind in ("eager", "sdpa") if (name, kind) != ("gemma2", "sdpa")]
-# With rope_type dynamic, frequencies change with the text's length, and a cache keeps old ones, as in transformers.
-CACHED = [name for name in MODELS if name != "llama dynamic"]
+# rotary embeddings; capped scores.
+MODELS = {"mistral window": "adapt", "exaone4": "route", "gemma2": "adapt", "gemma3": "route", "phi3": "adapt"}
 LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
@@ -67,22 +57,30 @@ def load(folders):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("exaone4", "sdpa"), ("gemma3", "eager"), ("gemma2", "eager"), ("gemma3", "flex_attention")],
+)
 def test_every_attention_implementation_gives_the_training_models_logits(name, implementation, load, folders, base):
-    if name == "gemma2" and implementation == "sdpa":
-        assert load(name).config._attn_implementation == "eager"  # sdpa caps no scores
-        with pytest.raises(ValueError, match="does not support"):
-            load(name, attn_implementation=implementation)
-        return
     model = load(name, attn_implementation=implementation)
     tokens = some_tokens(model.config, 2, 40)
     expected = training_decoder(trained(base(name).path, folders[1][name])).logits(tokens)
     assert_near(model(tokens, use_cache=False).logits, expected, rounding_of(model.config))
+    if name == "gemma2":
+        assert load(name).config._attn_implementation == "eager"  # sdpa caps no scores
+        with pytest.raises(ValueError, match="does not support"):
+            load(name, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("name", CACHED)
-@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"num_beams": 3}, {}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma3", {"cache_implementation": "static"}),
+        ("phi3", {"cache_implementation": "static"}),
+        ("exaone4", {"num_beams": 3}),  # the cache is reordered
+        ("mistral window", {}),
+    ],
+)
 def test_generation_with_every_cache_equals_generation_without(name, options, load):
     model = load(name)
     tokens = some_tokens(model.config, 2, LENGTH)
@@ -90,22 +88,23 @@ def test_generation_with_every_cache_equals_generation_without(name, options, lo
     assert torch.equal(generate(model, tokens, **options), expected)
 
 
-@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
-def test_padding_on_the_left_changes_nothing(name, implementation, load):
+@pytest.mark.parametrize(
+    ("name", "implementation", "cache"),
+    [("gemma3", "sdpa", {}), ("exaone4", "eager", {"cache_implementation": "static"}), ("phi3", "sdpa", {})],
+)
+def test_padding_on_the_left_changes_nothing(name, implementation, cache, load):
     model = load(name, attn_implementation=implementation)
     prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH)]
     padded = torch.stack([torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts])
     mask = torch.stack([(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts])
-    for cache in ({}, {"cache_implementation": "static"}):
-        together = generate(model, padded, attention_mask=mask, **cache)
-        for row, prompt in enumerate(prompts):
-            assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
+    together = generate(model, padded, attention_mask=mask, **cache)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
 
 
-@pytest.mark.parametrize("name", ["mistral window", "gemma3"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, load):
-    model = load(name).train()
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, load):
+    model = load("gemma3").train()
     tokens = some_tokens(model.config, 2, 24)
 
     def gradients():
@@ -121,12 +120,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant, load):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["exaone4", "gemma3"])
+@pytest.mark.parametrize("name", ["exaone4", "mistral window"])
 def test_outputs_are_what_the_library_asks_for(name, load):
     """Embedded tokens in place of tokens, tuples, hidden states, and the logits of some tokens."""
     model = load(name)
     tokens = some_tokens(model.config, 2, 9)
-    expected = model(tokens).logits
+    out = model(tokens, labels=tokens)
+    expected = out.logits
+    assert torch.allclose(out.loss, cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
     embedded = model.get_input_embeddings()(tokens)
     assert embedded.shape == (2, 9, model.config.hidden_size + model.config.expansion_hidden_size)
     assert torch.equal(model(inputs_embeds=embedded).logits, expected)
@@ -150,26 +151,20 @@ def test_outputs_are_what_the_library_asks_for(name, load):
         assert_near(states[-1] @ weights.T, expected, rounding_of(model.config))
 
 
-def test_embeddings_may_need_gradients(load):
+def test_embeddings_may_need_gradients_and_are_not_resized(load):
     """As adapters on a frozen model with gradient checkpointing ask for."""
     model = load("phi3").train().requires_grad_(False)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    tokens = some_tokens(model.config, 2, 9)
-    assert model(tokens).logits.requires_grad
-
-
-def test_the_vocabulary_is_not_resized(load):
-    model = load("phi3")
+    assert model(some_tokens(model.config, 2, 9)).logits.requires_grad
     assert model.resize_token_embeddings(model.config.vocab_size) is model.get_input_embeddings()
     with pytest.raises(NotImplementedError, match="extended before the model is widened"):
         model.resize_token_embeddings(model.config.vocab_size + 8)
 
 
-@pytest.mark.parametrize("name", ["mistral window"])
-def test_continuous_batching_generates_the_same(name, load):
+def test_continuous_batching_generates_the_same_or_is_refused(load):
     """Requests of different lengths in one batch, over a paged cache that the library sizes by the configuration."""
-    model = load(name)
+    model = load("mistral window")
     prompts = [some_tokens(model.config, length, seed=length).tolist() for length in (5, LENGTH, 11)]
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     paged = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
@@ -179,22 +174,9 @@ def test_continuous_batching_generates_the_same(name, load):
         alone = generate(model, torch.tensor([prompt]))[0, len(prompt) :].tolist()
         assert answer.generated_tokens == alone
 
-
-@pytest.mark.parametrize(("name", "reason"), [("exaone4", "two sets of heads"), ("phi3", "with a text's length")])
-def test_continuous_batching_refuses_what_would_be_wrong(name, reason, load):
-    with pytest.raises(ValueError, match=reason):
-        load(name).generate_batch([[1, 2, 3]], max_new_tokens=2)
-
-
-class Copies(Dataset):
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"input_ids": self.tokens, "labels": self.tokens}
+    for name, reason in (("exaone4", "two sets of heads"), ("phi3", "with a text's length")):
+        with pytest.raises(ValueError, match=reason):
+            load(name).generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
 def test_the_trainer_trains_it_and_saves_what_can_be_loaded(load, tmp_path):
@@ -213,7 +195,7 @@ def test_the_trainer_trains_it_and_saves_what_can_be_loaded(load, tmp_path):
         use_cpu=True,
         disable_tqdm=True,
     )
-    Trainer(model=model, args=arguments, train_dataset=Copies(tokens)).train()
+    Trainer(model=model, args=arguments, train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8).train()
     model.eval()
     after = model(tokens.unsqueeze(0), labels=tokens.unsqueeze(0)).loss
     assert after.item() < 0.8 * before
@@ -249,7 +231,7 @@ def test_device_map_puts_layers_elsewhere(folders, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gemma2", "phi3", "llama dynamic"])
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypatch):
     """On a GPU each would be a copy from the host: a wait, and illegal while a CUDA graph is captured."""
     model, made = load(name), torch.tensor
@@ -262,20 +244,15 @@ def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypat
 
     monkeypatch.setattr(torch, "tensor", refused)
     assert torch.equal(model(tokens, use_cache=False).logits, expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gemma2", "phi3"])
-def test_casting_a_model_leaves_its_rotary_frequencies_alone(name, load):
-    tokens = some_tokens(load(name).config, 2, 40)
+    monkeypatch.undo()
+    # Casting leaves the rotary frequencies alone.
     cast, loaded = load(name).to(torch.bfloat16), load(name, dtype=torch.bfloat16)
     assert torch.equal(cast(tokens, use_cache=False).logits, loaded(tokens, use_cache=False).logits)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gemma2", "stories"])
-def test_weights_may_be_offloaded_under_a_tied_output(name, load):
-    model = load(name)
+def test_weights_may_be_offloaded_under_a_tied_output(load):
+    model = load("gemma2")
     assert model.output.base is model.embedding.base.weight
     tokens = some_tokens(model.config, 2, 20)
     expected = model(tokens, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Hugging Face folders: an exported model is written tensor by tensor, and loaded as `transformers` loads it.
+"""Hugging Face folders: an exported model is written file by file, and loaded as `transformers` loads it.
 
 What an export keeps of its base's folder comes from a stranger and may be published: names are fixed or match a
 pattern, and no link leads out of the folder.
@@ -6,9 +6,7 @@ pattern, and no link leads out of the folder.
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,9 +33,9 @@ from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import loading_options, model_type_of
 
-FILE_BYTES = 4 * 2**30
+FILE_BYTES = 2**30
+"""The largest file of weights; one is in memory at a time."""
 ADAPTER_CONFIG = "adapter_config.json"
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
 # Licences ask that they, notices and policies are passed on.
@@ -60,10 +59,6 @@ class PlannedTensor:
     make: Callable[[], Tensor]
     dtype: torch.dtype | None = None
 
-    def bytes_in(self, dtype: torch.dtype) -> int:
-        """Its size in a file of an export in `dtype`."""
-        return prod(self.shape) * (self.dtype or dtype).itemsize
-
 
 @dataclass(frozen=True)
 class Export:
@@ -80,13 +75,10 @@ class Export:
     code: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_hf_folder(
-    folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None, file_bytes: int = FILE_BYTES
-) -> None:
+def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None) -> None:
     """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
 
-    Holds one tensor at a time. Weights are split into files of at most `file_bytes`, adapters are one file: PEFT reads
-    no other.
+    Weights are split into files of FILE_BYTES, or of one larger tensor; adapters are one file: PEFT reads no other.
 
     Raises:
         BaseModelError: a file of the base cannot be read, or links out of its folder.
@@ -95,14 +87,22 @@ def write_hf_folder(
     planned = {tensor.name: tensor for tensor in export.tensors}
     split = split_state_dict_into_shards_factory(
         planned,
-        get_storage_size=lambda tensor: tensor.bytes_in(export.dtype),
+        get_storage_size=lambda tensor: prod(tensor.shape) * (tensor.dtype or export.dtype).itemsize,
         filename_pattern="adapter_model.safetensors" if adapters else "model{suffix}.safetensors",
-        max_shard_size=sys.maxsize if adapters else file_bytes,
+        max_shard_size=sys.maxsize if adapters else FILE_BYTES,
     )
+
+    def made(planned: PlannedTensor) -> Tensor:
+        # Of its own memory: parts of a base's fused matrix share theirs, which safetensors refuses.
+        tensor = planned.make().to(planned.dtype or export.dtype).clone(memory_format=torch.contiguous_format)
+        assert tuple(tensor.shape) == planned.shape, planned.name
+        bar.update(tensor.nbytes)
+        return tensor
+
     total_size = split.metadata["total_size"]
     with progress_bar("writing", total_size, "B") as bar:
         for name, tensors in split.filename_to_tensors.items():
-            write_safetensors(folder / name, [planned[tensor] for tensor in tensors], export.dtype, bar.update)
+            save_file({tensor: made(planned[tensor]) for tensor in tensors}, folder / name, {"format": "pt"})
     if split.is_sharded:
         parameters = sum(prod(tensor.shape) for tensor in export.tensors)
         metadata = {"total_parameters": parameters, "total_size": total_size}
@@ -111,35 +111,6 @@ def write_hf_folder(
         write_text(folder / name, text)
     copy_base_files(folder, base, tokenizer or base)
     write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
-
-
-def write_safetensors(
-    path: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype, on_written: Callable[[int], object]
-) -> None:
-    """Writes `tensors` to `path` in `dtype`, holding one of them at a time; calls `on_written` with the bytes of each.
-
-    The library's own writer takes all tensors of a file at once and copies them. The format is a length, a JSON header
-    and the bytes, in the order of the header.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for planned in tensors:
-        start, end = end, end + planned.bytes_in(dtype)
-        header[planned.name] = {
-            "dtype": _SAFETENSORS_DTYPES[planned.dtype or dtype],
-            "shape": planned.shape,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for planned in tensors:
-            tensor = planned.make().to(planned.dtype or dtype).contiguous()
-            if tuple(tensor.shape) != planned.shape:
-                raise AssertionError(f"{planned.name}: made {tuple(tensor.shape)}, planned {planned.shape}")
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            on_written(tensor.nbytes)
 
 
 def terms_in(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from pipeline.conversion import formats
+from pipeline.conversion import formats, hf_folder
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
@@ -126,11 +126,12 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeyp
     assert choose_export(models("llama tied", "separate"), "auto", torch.float32).format == "scale"
 
 
-def test_many_files_are_one_model(models, tmp_path):
+def test_many_files_are_one_model(models, tmp_path, monkeypatch):
     model, many = models("llama tied", "stock"), tmp_path / "many"
     single = exported(model, "stock", tmp_path / "single")
     many.mkdir()
-    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path, file_bytes=2000)
+    monkeypatch.setattr(hf_folder, "FILE_BYTES", 2000)
+    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     expected, found = load_hf_model(single).state_dict(), load_hf_model(many).state_dict()

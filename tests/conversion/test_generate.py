@@ -9,11 +9,11 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import STORIES
 from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
 from tests.conversion.clean_environment import clean_environment, run_in
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import balance_router, some_tokens
@@ -35,10 +35,8 @@ def folders(base, tmp_path_factory):
     run_ranks(save_many, 1, jobs)
     made = {}
     for path, _, place in jobs:
-        made[place.name] = place.with_name(f"{place.name}-hf")
-        made[place.name].mkdir()
         model = trained(path, place)
-        write_hf_folder(made[place.name], choose_export(model, "scale", torch.float32), path)
+        made[place.name] = exported(model, "scale", place.with_name(f"{place.name}-hf"))
         if model.plan.routed and place.name != "stories":
             decoder = training_decoder(model)
             balance_router(decoder, some_tokens(model.spec, 4, 24))

@@ -19,10 +19,10 @@ from transformers import (
     pipeline,
 )
 
-from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import STORIES
 from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
@@ -43,11 +43,10 @@ def folders(base, tmp_path_factory):
     }
     jobs["stories"] = (STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "stories")
     run_ranks(save_many, 1, list(jobs.values()))
-    made = {}
-    for name, (path, _, place) in jobs.items():
-        made[name] = place.with_name(f"{place.name}-hf")
-        made[name].mkdir()
-        write_hf_folder(made[name], choose_export(trained(path, place), "scale", torch.float32), path)
+    made = {
+        name: exported(trained(path, place), "scale", place.with_name(f"{place.name}-hf"))
+        for name, (path, _, place) in jobs.items()
+    }
     return made, {name: place for name, (_, _, place) in jobs.items()}
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pipeline.conversion import modeling_scale
-from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import STORIES
 from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
@@ -35,8 +35,7 @@ def folder(tmp_path_factory) -> Path:
     """A routed export, whose own code would end the process."""
     folder = tmp_path_factory.mktemp("served")
     run_ranks(save_many, 1, [(STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "run")])
-    (folder / "hf").mkdir()
-    write_hf_folder(folder / "hf", choose_export(trained(STORIES, folder / "run"), "scale", torch.float32), STORIES)
+    exported(trained(STORIES, folder / "run"), "scale", folder / "hf")
     (folder / "hf" / "modeling_scale.py").write_text("raise SystemExit('the code in the folder ran')\n")
     return folder / "hf"
 

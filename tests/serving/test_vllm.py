@@ -9,22 +9,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm", reason="vLLM is not tested: pip install vllm, in an environment of its own")
 
-from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained, training_decoder
+from tests.conversion.checkpoints import save_many, scale, trained
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
-from tests.gating.gates import random_gate
+from tests.serving.test_vllm_model import ExactAttention
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
@@ -32,24 +30,14 @@ SERVING = Path(__file__).parents[2] / "serving"
 MODELS = {
     "adapt": scale("adapt", collaborative_modules="both", l_fp=2),
     "route": scale("route", l_fp=2, router_threshold=0.9),
-    "gated": scale("adapt", l_fp=2),
 }
-DTYPES = {"gated": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in MODELS.items()])
-    for name in MODELS:
-        (folder / f"{name}-hf").mkdir()
-        model = trained(STORIES, folder / name)
-        if name == "gated":
-            decoder = training_decoder(model)
-            model = replace(model, gate=random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token"))
-        export = choose_export(model, "scale", DTYPES.get(name, torch.float32))
-        write_hf_folder(folder / f"{name}-hf", export, STORIES)
-    return {name: folder / f"{name}-hf" for name in MODELS}
+    return {name: exported(trained(STORIES, folder / name), "scale", folder / f"{name}-hf") for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +48,6 @@ def registered():
     scale_cpt_serving.register()
     yield scale_cpt_serving
     sys.path.remove(str(SERVING))
-
-
-class ExactAttention(torch.nn.Module):
-    """In place of vLLM's `Attention`, whose sizes it takes: flat [N, H K] -> [N, H K], for one text."""
-
-    def __init__(self, served):
-        super().__init__()
-        self.heads, self.kv_heads, self.size = served.num_heads, served.num_kv_heads, served.head_size
-
-    def forward(self, query, key, value):
-        query = query.view(1, -1, self.heads, self.size).transpose(1, 2)
-        key, value = (heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value))
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return found.transpose(1, 2).reshape(-1, self.heads * self.size)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,8 +64,7 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
     from vllm.model_executor.model_loader.utils import initialize_model
 
     assert "ScaleForCausalLM" in ModelRegistry.get_supported_archs()
-    dtype = str(DTYPES.get(name, torch.float32)).removeprefix("torch.")
-    settings = EngineArgs(model=str(folders[name]), dtype=dtype, enforce_eager=True, max_model_len=64)
+    settings = EngineArgs(model=str(folders[name]), dtype="float32", enforce_eager=True, max_model_len=64)
     config = settings.create_engine_config()
     assert config.model_config.architecture == "ScaleForCausalLM" and not config.model_config.trust_remote_code
     assert (
@@ -111,27 +84,14 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
             get_model_loader(config.load_config).load_weights(model, config.model_config)
             kv_heads = [layer.attention.served.num_kv_heads for layer in model.model.layers]
             assert kv_heads == ([6, 6, 12, 12, 12] if name == "route" else [6] * 5)
-            if name == "gated":  # in 16 bits it would decide otherwise
-                found = model.model.token_gate.state_dict()
-                assert all(torch.equal(found[it], of) for it, of in expected_model.token_gate.state_dict().items())
-                return
             for layer in model.model.layers:
-                layer.attention.served = ExactAttention(layer.attention.served)
+                served = layer.attention.served
+                layer.attention.served = ExactAttention(
+                    served.num_heads, served.head_size, served.scale, served.num_kv_heads
+                )
             with torch.no_grad():
                 found = model.compute_logits(model(tokens, torch.arange(20)))
                 expected = expected_model(tokens.unsqueeze(0)).logits[0]
                 assert_near(found, expected, rounding_of(expected_model.config))
         finally:
             cleanup_dist_env_and_memory()
-
-
-def test_what_vllm_would_get_wrong_is_refused(registered):
-    from scale_cpt_serving.vllm_model import why_not
-
-    config = registered.ScaleConfig()
-    assert why_not(config, 1, False) is None
-    assert "one rank" in why_not(config, 2, False) and "--quantization" in why_not(config, 1, True)
-    config.gate_layer, config.gate_features = 1, "token+running_mean"
-    assert "running mean" in why_not(config, 1, False)
-    config.gate_layer, config.rotary = None, [{"context": 64}]
-    assert "frequencies" in why_not(config, 1, False)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import STORIES
 from tests.conversion.checkpoints import save, scale, trained, training_decoder
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.widened import some_tokens
@@ -40,8 +40,8 @@ class ExactAttention(torch.nn.Module):
 
 
 @pytest.fixture
-def scale_for_vllm(monkeypatch):
-    """The class, without registering anything with transformers."""
+def vllm_model(monkeypatch):
+    """The module, without registering anything with transformers."""
     loading = {"default_weight_loader": lambda parameter, tensor: parameter.data.copy_(tensor)}
     modules = {
         "vllm": {},
@@ -59,22 +59,20 @@ def scale_for_vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("modeling_scale", "vllm_model"):
         monkeypatch.delitem(sys.modules, f"scale_cpt_serving.{name}", raising=False)
-    yield importlib.import_module("scale_cpt_serving.vllm_model").ScaleForVllm
+    yield importlib.import_module("scale_cpt_serving.vllm_model")
     for name in ("modeling_scale", "vllm_model"):
         sys.modules.pop(f"scale_cpt_serving.{name}", None)
 
 
 @torch.no_grad()
-def test_in_sixteen_bits_the_gate_decides_as_the_export_does(scale_for_vllm, tmp_path):
+def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, tmp_path):
     run_ranks(save, 1, STORIES, scale("adapt"), tmp_path / "run")
     model = trained(STORIES, tmp_path / "run")
     decoder = training_decoder(model)
     gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
-    (tmp_path / "hf").mkdir()
-    write_hf_folder(tmp_path / "hf", choose_export(replace(model, gate=gate), "scale", torch.bfloat16), STORIES)
-    exported = load_hf_model(tmp_path / "hf")
+    loaded = load_hf_model(exported(replace(model, gate=gate), "scale", tmp_path / "hf", torch.bfloat16))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=copy.deepcopy(exported.config), model="exported"),
+        model_config=SimpleNamespace(hf_config=copy.deepcopy(loaded.config), model="exported"),
         parallel_config=SimpleNamespace(world_size=1),
         quant_config=None,
         cache_config=None,
@@ -82,17 +80,28 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(scale_for_vllm, tmp
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # as vLLM builds a model
     try:
-        served = scale_for_vllm(vllm_config=config)
+        served = vllm_model.ScaleForVllm(vllm_config=config)
     finally:
         torch.set_default_dtype(default)
     assert len(served.load_weights(load_file(tmp_path / "hf" / "model.safetensors").items())) > 100
 
     stream = torch.randn(1, 4096, decoder.spec.widths.hidden_size, generator=torch.Generator().manual_seed(0))
     stream = stream.bfloat16()
-    expected = exported.token_gate(stream, None, None, None)
+    expected = loaded.token_gate(stream, None, None, None)
     assert torch.equal(served.model.token_gate(stream, None, None, None), expected)
-    rounded = copy.deepcopy(exported.token_gate).bfloat16()
+    rounded = copy.deepcopy(loaded.token_gate).bfloat16()
     assert not torch.equal(rounded(stream, None, None, None), expected), "the type of the gate decides nothing here"
-    tokens = some_tokens(exported.config, 20)
+    tokens = some_tokens(loaded.config, 20)
     logits = served.compute_logits(served(tokens, torch.arange(20)))
-    assert torch.allclose(logits, exported(tokens.unsqueeze(0)).logits[0], atol=0.1)
+    assert torch.allclose(logits, loaded(tokens.unsqueeze(0)).logits[0], atol=0.1)
+
+
+def test_what_vllm_would_get_wrong_is_refused(vllm_model):
+    config = vllm_model.ScaleConfig()
+    assert vllm_model.why_not(config, 1, False) is None
+    assert "one rank" in vllm_model.why_not(config, 2, False)
+    assert "--quantization" in vllm_model.why_not(config, 1, True)
+    config.gate_layer, config.gate_features = 1, "token+running_mean"
+    assert "running mean" in vllm_model.why_not(config, 1, False)
+    config.gate_layer, config.rotary = None, [{"context": 64}]
+    assert "frequencies" in vllm_model.why_not(config, 1, False)

@@ -169,10 +169,8 @@ def _validations(model: TrainedModel) -> list[str]:
 def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     def shown(value: object) -> str:
         if isinstance(value, Mapping):
-            value = [f"{name} {inner}" for name, inner in value.items()]
-        return (
-            f"{value:.4g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, list) else str(value)
-        )
+            return ", ".join(f"{name} {inner}" for name, inner in value.items())
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     lines = [head, ["---"] * len(head), *(map(shown, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

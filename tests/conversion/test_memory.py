@@ -1,4 +1,4 @@
-"""Converting, verification included, holds a few tensors at a time, however large the model."""
+"""Converting, verification included, holds a layer or a file of weights at a time, however large the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 
-hf_folder.FILE_BYTES = 4 * 2**20  # a file is whole in memory
+hf_folder.FILE_BYTES = 2**21  # a file is whole in memory
 checkpoint, base, small_checkpoint, small_base, output, text, *formats = sys.argv[1:]
 probe = probe_maker({"a sentence": [text]})
 
@@ -104,5 +104,5 @@ def peaks(bases, tmp_path_factory):
 @pytest.mark.parametrize("format", FORMATS)
 def test_peak_memory_is_far_below_the_model(format, peaks):
     """Verifying holds a layer in fp64, some 10 MiB with its expansion."""
-    assert peaks[format] < 30 * MIB
+    assert peaks[format] < 35 * MIB
     assert peaks["whole model"] > 50 * MIB, "a conversion that held the whole model would pass"

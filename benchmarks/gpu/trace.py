@@ -24,7 +24,7 @@ def check_trace(run_folder: Path, setting: Setting) -> Iterable[Row]:
 
     (path,) = (run_folder / PROFILE).iterdir()
     events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
-    steps = _intervals(event for event in events if re.fullmatch(r"step \d+", event["name"]))
+    steps = _intervals(event for event in events if re.fullmatch(r"ProfilerStep#\d+", event["name"]))
     window = min(begin for begin, _ in steps), max(end for _, end in steps)
     kinds = _ON_A_GPU if setting.on_gpu else _ON_A_CPU
     idle = idle_share(_intervals(event for event in events if event.get("cat") in kinds), window)

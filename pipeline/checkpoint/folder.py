@@ -36,7 +36,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     named = named_checkpoint(folder)
     if named is not None and not (named / MANIFEST_FILE).exists():
-        others = _names([path for path in all_checkpoints(folder) if path != named])
+        others = ", ".join(path.name for path in all_checkpoints(folder) if path != named) or "none"
         raise CheckpointError(
             f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another name: {others}"
         )
@@ -49,11 +49,8 @@ def candidates(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: as `named_checkpoint`.
     """
-    named = named_checkpoint(folder)
-    found = all_checkpoints(folder)
-    if named is not None:
-        found = [path for path in found if step_of(path) <= step_of(named)]
-    return found[::-1]
+    named, found = named_checkpoint(folder), all_checkpoints(folder)[::-1]
+    return found if named is None else [path for path in found if step_of(path) <= step_of(named)]
 
 
 def holds_damaged(folder: Path) -> bool:
@@ -63,8 +60,9 @@ def holds_damaged(folder: Path) -> bool:
 
 def set_aside(checkpoint: Path, suffix: str = DAMAGED) -> Path:
     """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
-    suffixes = itertools.chain([suffix], (f"{suffix}.{number}" for number in itertools.count(2)))
-    paths = (checkpoint.with_name(checkpoint.name + suffix) for suffix in suffixes)
+    paths = (
+        checkpoint.with_name(f"{checkpoint.name}{suffix}{f'.{number}' * (number > 1)}") for number in itertools.count(1)
+    )
     aside = next(path for path in paths if not path.exists())
     checkpoint.rename(aside)
     sync(checkpoint.parent)
@@ -130,7 +128,3 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
         path.unlink(missing_ok=True)
-
-
-def _names(checkpoints: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in checkpoints) or "none"

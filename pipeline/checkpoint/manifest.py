@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,15 +29,8 @@ CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 PACKING = 2
 """How samples are packed. Since 2 a document of a tokenizer without a start token sees the end of the one before it."""
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
-_SAME_OVER_A_RUN = (
-    "method",
-    "base_precision",
-    "expansion",
-    "global_batch_size",
-    "seed",
-    "tokenizer_fingerprint",
-    "data",
-)
+SAME_MODEL = ("method", "base_precision")
+SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
 _PATHS: Any = {
     "folder": True,
     "corpora": {"__all__": {"input": True, "heldout_input": True, "sample": {"openings"}, "estimated_tokens": True}},
@@ -215,8 +206,7 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        content = read_bytes(path, CheckpointError, _USE_ANOTHER)
-        manifest = Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(read_bytes(path, CheckpointError, _USE_ANOTHER))
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{path}: no such file; expected a run's folder or one of its checkpoints, such as "
@@ -225,7 +215,8 @@ def load_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise _unreadable(path, error) from None
     except ValidationError as error:
-        kind = CheckpointError if _is_of_another_version(content) else DamagedCheckpointError
+        of_another_version = error.errors()[0]["loc"] == ("format",)
+        kind = CheckpointError if of_another_version else DamagedCheckpointError
         raise kind(f"{path}: not a checkpoint's manifest: {first_fault(error)}") from None
     if not all(map(is_plain_name, manifest.files)):
         raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
@@ -238,94 +229,53 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     Raises:
         DamagedCheckpointError: it is not.
         CheckpointStorageError: it cannot be read now, or the whole checkpoint is not visible from this node.
-        CheckpointError: it is no file that this user can read.
     """
     path, record = folder / name, manifest.files[name]
     try:
         complete = path.stat().st_size == record.bytes
-        digest = file_hash(path) if complete else ""
+        unchanged = complete and file_hash(path) == record.sha256
     except FileNotFoundError as error:
         if not (folder / MANIFEST_FILE).exists():
             raise _unreadable(path, error) from None
-        complete = False
+        complete = unchanged = False
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not complete:
-        raise DamagedCheckpointError(f"{path}: missing or cut short; {_USE_ANOTHER}")
-    if digest != record.sha256:
-        raise DamagedCheckpointError(f"{path}: its content changed since it was written; {_USE_ANOTHER}")
+    if not unchanged:
+        found = "its content changed since it was written" if complete else "missing or cut short"
+        raise DamagedCheckpointError(f"{path}: {found}; {_USE_ANOTHER}")
 
 
-def check_same_run(manifest: Manifest, folder: Path, run: RunRecord) -> None:
-    """Checks that a run can resume from a checkpoint. The layout may differ.
+def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN) -> None:
+    """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
+
+    The layout may differ. Settings that did not exist when the checkpoint was saved have their defaults.
 
     Raises:
-        CheckpointError: the checkpoint is of another base, method or data.
+        CheckpointError: they are not; each is named.
     """
-    _check_base(manifest, folder, run.base.hashes)
-    saved, wanted = (
-        it.model_copy(update={"data": _compared(it.data), "method": with_defaults(Method, it.method)})
-        for it in (manifest.run, run)
-    )
-    _check_equal(folder, {name: (getattr(saved, name), getattr(wanted, name)) for name in _SAME_OVER_A_RUN})
-    if saved.packing != wanted.packing:
+    if manifest.run.base.hashes != run.base.hashes:
         raise CheckpointError(
-            f"{folder}: an earlier version packed its samples otherwise; finish it with that version, or name another "
-            "`folder` in the configuration, where a new run begins"
+            f"{folder}: its base {manifest.run.base.path} had other weights than the configuration's base has; "
+            "point `base` at that model, or start a run in another folder"
         )
-
-
-def check_same_model(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str], config: RunConfig) -> None:
-    """Raises CheckpointError if a checkpoint is of another base, in other bits, or of another method."""
-    _check_base(manifest, folder, base_hashes)
-    method = with_defaults(Method, manifest.run.method)
-    _check_equal(
-        folder,
-        {
-            "method": (method, config.method.model_dump(mode="json")),
-            "base_precision": (manifest.run.base_precision, config.base_precision),
-        },
+    saved, wanted = (
+        record.model_dump() | {"data": _compared(record.data), "method": with_defaults(Method, record.method)}
+        for record in (manifest.run, run)
     )
+    new_run = "name another `folder` in the configuration, where a new run begins"
+    if others := [name for name in names if saved[name] != wanted[name]]:
+        found = " and ".join(f"another {name} ({_difference(saved[name], wanted[name])})" for name in others)
+        raise CheckpointError(f"{folder}: was trained with {found}; set it back, or {new_run}")
+    if names == SAME_OVER_A_RUN and manifest.run.packing != run.packing:
+        raise CheckpointError(
+            f"{folder}: an earlier version packed its samples otherwise; finish it with that version, or {new_run}"
+        )
 
 
 def _compared(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` of a checkpoint without what changes no sample; newer settings have their defaults."""
+    """The section `data` of a checkpoint without what changes no sample."""
     data = with_defaults(Data, data)
     return data | {"corpora": {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}}
-
-
-def _is_of_another_version(content: bytes) -> bool:
-    try:
-        values = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(values, dict) and values.get("format") != FORMAT
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
-    return CheckpointStorageError(
-        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
-        "again"
-    )
-
-
-def _check_base(manifest: Manifest, folder: Path, base_hashes: Mapping[str, str]) -> None:
-    saved = manifest.run.base
-    if saved.hashes != base_hashes:
-        raise CheckpointError(
-            f"{folder}: its base {saved.path} had other weights than the configuration's base has; "
-            "point `base` at that model, or start a run in another folder"
-        )
-
-
-def _check_equal(folder: Path, values: Mapping[str, tuple[object, object]]) -> None:
-    """Raises CheckpointError where what was saved and what is wanted, by name, differ; names each."""
-    found = [f"another {name} ({_difference(*pair)})" for name, pair in values.items() if pair[0] != pair[1]]
-    if found:
-        raise CheckpointError(
-            f"{folder}: was trained with {' and '.join(found)}; set it back in the configuration, or name another "
-            "`folder` there, where a new run begins"
-        )
 
 
 def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401
@@ -336,3 +286,10 @@ def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401
                 inner = _difference(saved.get(name), found.get(name))
                 return f"{name}.{inner}" if isinstance(saved.get(name), dict) else f"{name} {inner}"
     return f"expected {saved!r}, found {found!r}"
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
+    return CheckpointStorageError(
+        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
+        "again"
+    )

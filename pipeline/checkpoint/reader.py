@@ -98,60 +98,6 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
 
 
-class Fragment(NamedTuple):
-    """`length` elements from `start` on in flat tensor number `group` of data-parallel rank `dp_rank`."""
-
-    dp_rank: int
-    group: int
-    start: int
-    length: int
-
-
-Fragments = dict[str, list[Fragment]]
-"""For every parameter the fragments that make up its flattened values, in order.
-
-DeepSpeed flattens the parameters that train and cuts them over the data-parallel ranks. Stages 1 and 2 join all
-parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
-"""
-
-
-def stage_1_2_fragments(slices: Sequence[Sequence[Mapping[str, tuple[int, int]]]]) -> Fragments:
-    """Stages 1 and 2: from the start and length of each parameter in every flat tensor, `slices[dp_rank][group]`."""
-    fragments: Fragments = {}
-    for dp_rank, groups in enumerate(slices):
-        for group, names in enumerate(groups):
-            for name, (start, length) in names.items():
-                fragments.setdefault(name, []).append(Fragment(dp_rank, group, start, length))
-    return fragments
-
-
-def stage_3_fragments(sizes: Mapping[str, int], group_sizes: Sequence[int], dp_size: int) -> Fragments:
-    """Stage 3: each parameter is padded to a multiple of `dp_size` and cut into equal pieces.
-
-    `sizes` are the parameters' numbers of elements, in the order in which DeepSpeed flattened them; `group_sizes` are
-    the lengths of a rank's flat tensors.
-
-    Raises:
-        ValueError: the parameters do not fill the flat tensors exactly.
-    """
-    fragments: Fragments = {}
-    group, start = 0, 0
-    for name, size in sizes.items():
-        piece = -(-size // dp_size)
-        while group < len(group_sizes) and start == group_sizes[group]:
-            group, start = group + 1, 0
-        if piece and (group == len(group_sizes) or start + piece > group_sizes[group]):
-            raise ValueError(f"{name} does not fit the flat tensors of {dp_size} ranks")
-        # The last pieces hold the padding.
-        lengths = (min(piece, max(0, size - dp_rank * piece)) for dp_rank in range(dp_size))
-        fragments[name] = [Fragment(rank, group, start, length) for rank, length in enumerate(lengths) if length]
-        start += piece
-    filled = sum(group_sizes[:group]) + start
-    if filled != sum(group_sizes):
-        raise ValueError(f"the parameters fill {filled} of the {sum(group_sizes)} elements in the flat tensors")
-    return fragments
-
-
 def _optimizer_files(folder: Path) -> list[list[Path]]:
     """The optimizer files `[tp_rank][dp_rank]`: a full grid."""
     if not folder.is_dir():
@@ -168,6 +114,23 @@ def _optimizer_files(folder: Path) -> list[list[Path]]:
             f"({len(missing)} missing); copy the whole folder, from every node"
         )
     return [[files[tp_rank, dp_rank] for dp_rank in range(dp_size)] for tp_rank in range(tp_size)]
+
+
+class _Fragment(NamedTuple):
+    """`length` elements from `start` on in flat tensor number `group` of data-parallel rank `dp_rank`."""
+
+    dp_rank: int
+    group: int
+    start: int
+    length: int
+
+
+Fragments = dict[str, list[_Fragment]]
+"""For every parameter the fragments that make up its flattened values, in order.
+
+DeepSpeed flattens the parameters that train and cuts them over the data-parallel ranks. Stages 1 and 2 join all
+parameters of a group first and cut once; stage 3 cuts every parameter in equal pieces.
+"""
 
 
 @dataclass(frozen=True)
@@ -208,10 +171,23 @@ def _open_shards(folder: Path, tp_rank: int, optimizer_files: Sequence[Path]) ->
     try:
         optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in optimizer_files]
         # DeepSpeed's bf16 optimizer, which it uses for stage 1 with fp32 gradients, does not name its stage.
-        if int(optimizers[0].get("zero_stage", 1)) < 3:
-            return _stage_1_2_shards(open_torch_file(folder / f"mp_rank_{tp_rank:02d}_model_states.pt"), optimizers)
-        names = (f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_model_states.pt" for dp_rank in range(len(optimizers)))
-        return _stage_3_shards([open_torch_file(folder / name) for name in names], optimizers)
+        is_zero3 = int(optimizers[0].get("zero_stage", 1)) == 3
+        # Under ZeRO-3 every data-parallel rank writes this file, with the same shapes.
+        model = open_torch_file(folder / f"{'zero_pp_rank_0_' * is_zero3}mp_rank_{tp_rank:02d}_model_states.pt")
+        shapes = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
+        sizes = {name: prod(shape) for name, shape in shapes.items()}
+        if is_zero3:
+            weights = [rank["fp32_flat_groups"] for rank in optimizers]
+            states = [rank["optimizer_state_dict"]["state"] for rank in optimizers]
+            fragments = stage_3_fragments(sizes, [flat.numel() for flat in weights[0]], len(optimizers))
+        else:
+            weights = [rank["single_partition_of_fp32_groups"] for rank in optimizers]
+            states = [rank["base_optimizer_state"]["state"] for rank in optimizers]
+            fragments = stage_1_2_fragments([rank["param_slice_mappings"] for rank in optimizers])
+        for name, size in sizes.items():
+            if sum(fragment.length for fragment in fragments[name]) != size:
+                raise ValueError(f"the fragments of {name} do not make up the shape {shapes[name]}")
+        return _Shards(shapes, fragments, weights, states)
     except _MALFORMED as error:
         raise CheckpointError(
             f"{folder}: tensor-parallel rank {tp_rank} is not laid out as DeepSpeed's ZeRO 1, 2 or 3 "
@@ -219,31 +195,37 @@ def _open_shards(folder: Path, tp_rank: int, optimizer_files: Sequence[Path]) ->
         ) from None
 
 
-def _stage_1_2_shards(model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> _Shards:
-    shapes = _shapes(model)
-    slices = [
-        [{name: (part.start, part.numel) for name, part in group.items()} for group in rank["param_slice_mappings"]]
-        for rank in optimizers
-    ]
-    fragments = stage_1_2_fragments(slices)
-    for name, shape in shapes.items():
-        if sum(fragment.length for fragment in fragments[name]) != prod(shape):
-            raise ValueError(f"the fragments of {name} do not make up the shape {shape}")
-    weights = [rank["single_partition_of_fp32_groups"] for rank in optimizers]
-    return _Shards(shapes, fragments, weights, [rank["base_optimizer_state"]["state"] for rank in optimizers])
+def stage_1_2_fragments(slices: Sequence[Sequence[Mapping[str, Any]]]) -> Fragments:
+    """Stages 1 and 2: from the `start` and `numel` of each parameter in every flat tensor, `slices[dp_rank][group]`."""
+    fragments: Fragments = {}
+    for dp_rank, groups in enumerate(slices):
+        for group, names in enumerate(groups):
+            for name, part in names.items():
+                fragments.setdefault(name, []).append(_Fragment(dp_rank, group, part.start, part.numel))
+    return fragments
 
 
-def _stage_3_shards(models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> _Shards:
-    if any(model["param_shapes"] != models[0]["param_shapes"] for model in models):
-        raise ValueError("its data-parallel ranks saved different parameters")
-    shapes, weights = _shapes(models[0]), [rank["fp32_flat_groups"] for rank in optimizers]
-    lengths = [[flat.numel() for flat in flats] for flats in weights]
-    if any(of_rank != lengths[0] for of_rank in lengths):
-        raise ValueError("its data-parallel ranks saved flat tensors of different lengths")
-    sizes = {name: prod(shape) for name, shape in shapes.items()}
-    fragments = stage_3_fragments(sizes, lengths[0], len(optimizers))
-    return _Shards(shapes, fragments, weights, [rank["optimizer_state_dict"]["state"] for rank in optimizers])
+def stage_3_fragments(sizes: Mapping[str, int], group_sizes: Sequence[int], dp_size: int) -> Fragments:
+    """Stage 3: each parameter is padded to a multiple of `dp_size` and cut into equal pieces.
 
+    `sizes` are the parameters' numbers of elements, in the order in which DeepSpeed flattened them; `group_sizes` are
+    the lengths of a rank's flat tensors.
 
-def _shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    Raises:
+        ValueError: the parameters do not fill the flat tensors exactly.
+    """
+    fragments: Fragments = {}
+    group, start = 0, 0
+    for name, size in sizes.items():
+        piece = -(-size // dp_size)
+        while group < len(group_sizes) and start == group_sizes[group]:
+            group, start = group + 1, 0
+        if piece and (group == len(group_sizes) or start + piece > group_sizes[group]):
+            raise ValueError(f"{name} does not fit the flat tensors of {dp_size} ranks")
+        # The last pieces hold the padding.
+        lengths = (min(piece, max(0, size - dp_rank * piece)) for dp_rank in range(dp_size))
+        fragments[name] = [_Fragment(rank, group, start, length) for rank, length in enumerate(lengths) if length]
+        start += piece
+    if (filled := sum(group_sizes[:group]) + start) != sum(group_sizes):
+        raise ValueError(f"the parameters fill {filled} of the {sum(group_sizes)} elements in the flat tensors")
+    return fragments

@@ -9,7 +9,7 @@ import torch
 
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
-from pipeline.checkpoint.manifest import check_same_model, check_same_run, describe_run, load_manifest
+from pipeline.checkpoint.manifest import SAME_MODEL, SAME_OVER_A_RUN, check_same_run, describe_run, load_manifest
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.tokenizer import Tokenizer
@@ -159,12 +159,12 @@ def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str
             manifest = load_manifest(checkpoint)
         except DamagedCheckpointError:
             continue  # resuming reports it, and takes the one before
-        if is_trained(config.folder) and manifest.position.is_end_of(config):  # not if steps were added
-            check_same_model(manifest, checkpoint, base.hashes(), config)
-            _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
-            return True
         with torch.device("meta"):
             model = build_model(config, base.spec, SINGLE)
-        check_same_run(manifest, checkpoint, describe_run(config, base, model, tokenizer_fingerprint))
-        return False
+        run = describe_run(config, base, model, tokenizer_fingerprint)
+        finished = is_trained(config.folder) and manifest.position.is_end_of(config)  # not if steps were added
+        check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
+        if finished:
+            _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
+        return finished
     return False

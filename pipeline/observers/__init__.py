@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.observers.diagnostics import make_diagnostics
-from pipeline.observers.early_stop import EarlyStop
-from pipeline.observers.forgetting import ForgettingBudget
-from pipeline.observers.metrics import MetricsFiles
-from pipeline.observers.performance import Profiler, make_performance_metrics
-from pipeline.observers.progress import ProgressDisplay
+from pipeline.observers.diagnostics import Diagnostics
+from pipeline.observers.limits import EarlyStop, ForgettingBudget
+from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
+from pipeline.observers.performance import PerformanceMetrics, Profiler
 from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
@@ -24,12 +22,12 @@ def make_observers(context: RunContext) -> list[Observer]:
     """
     config, position = context.inputs.config, context.position
     observers: list[Observer] = [
-        Profiler(config.profile, config.folder, context.rank, context.device),
-        make_diagnostics(context),
+        Diagnostics(context),
         ForgettingBudget(config),
         EarlyStop(config),
         *([TaskScores(context)] if config.validation.tasks else []),  # after those that make a validation the last
-        make_performance_metrics(context),
+        PerformanceMetrics(context),
+        Profiler(context),
     ]
     if context.rank == 0:
         observers.append(MetricsFiles(config.folder, position.step))

@@ -1,4 +1,4 @@
-"""The figures of every step, in TensorBoard's format and in metrics.jsonl.
+"""The figures of every step: in metrics.jsonl, in TensorBoard's format, and as a line of progress.
 
 A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard.writer import SummaryWriter
@@ -96,7 +97,11 @@ def cut_after(path: Path, step: int) -> None:
         kept = read = 0
         for line in file if step > 0 else ():
             read += len(line)
-            if (found := _step_of(line)) is None:
+            try:
+                found = json.loads(line)["step"] if line.endswith(b"\n") else None
+            except (ValueError, TypeError, KeyError):
+                found = None
+            if found is None:
                 continue  # a kill cut it short, or the disk damaged it: readers pass over it
             if found > step:
                 break
@@ -104,9 +109,31 @@ def cut_after(path: Path, step: int) -> None:
         file.truncate(kept)
 
 
-def _step_of(line: bytes) -> float | None:
-    """The step of a line; None for one that cannot be read."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
-    except (ValueError, TypeError, KeyError):
-        return None
+class ProgressDisplay(Observer):
+    """A bar on a terminal; a log gets the first step, the last, and one every `every_s`."""
+
+    def __init__(self, step: int, steps: int, every_s: float) -> None:
+        self._steps = steps
+        self._first = True
+        self._bar = log.progress_bar("training", steps, " steps", done=step, every_s=every_s, scaled=False)
+
+    def on_step(self, event: StepEvent) -> None:
+        if event.seconds is None:
+            return  # nothing was computed
+        self._bar.move_to(event.step, "  ".join(worded(event.figures)), show=self._first or event.step == self._steps)
+        self._first = False
+
+    def on_end(self, *, finished: bool) -> None:
+        self._bar.close()
+
+
+def worded(figures: Mapping[str, float]) -> list[str]:
+    """The most important figures as text, as far as they are known."""
+    device = "GPU" if "memory_peak_allocated_gib" in figures else "rank"
+    words = {
+        "loss": "loss {:.4f}",
+        "learning_rate": "learning rate {:.2e}",
+        "tokens_per_second_per_gpu": f"{{:,.0f}} tokens/s per {device}",
+        "mfu": "MFU {:.1%}",
+    }
+    return [form.format(figures[name]) for name, form in words.items() if name in figures]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function, tensorboard_trace_handler
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, tensorboard_trace_handler
 
 from pipeline import log
-from pipeline.config.run import Profile
-from pipeline.health.liveness import Phases
 from pipeline.run_folder.attempts import count_restarts, read_attempts, this_attempt
 from pipeline.sizing.flops import mfu_per_token_rate, peak_flops
 from pipeline.training.observer import Observer, RunContext, StepEvent
@@ -25,19 +22,16 @@ _logger = log.get_logger(__name__)
 
 
 class PerformanceMetrics(Observer):
-    """Adds speed, time and memory to the figures of every step.
+    """Adds speed, time, memory and the number of restarts to the figures of every step."""
 
-    Attributes:
-        phases: of this rank's main thread.
-        mfu_per_token_rate: the MFU at one token per second and device; None if the peak is unknown.
-        restarts: how often training restarted so far.
-    """
-
-    def __init__(self, device: torch.device, phases: Phases, mfu_per_token_rate: float | None, restarts: int) -> None:
-        self.device = device
-        self.phases = phases
-        self.mfu_per_token_rate = mfu_per_token_rate
-        self.restarts = restarts
+    def __init__(self, context: RunContext) -> None:
+        self.device, self.phases = context.device, context.phases
+        self.mfu_per_token_rate, self.restarts = None, 0
+        if context.rank == 0:  # whose figures are written
+            inputs = context.inputs
+            peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, context.device)
+            self.mfu_per_token_rate = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
+            self.restarts = count_restarts(read_attempts(inputs.config.folder), this_attempt())
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
@@ -47,78 +41,59 @@ class PerformanceMetrics(Observer):
                 event.figures["mfu"] = rate * self.mfu_per_token_rate
         # Since the previous step. The GPU has finished its work, because the loss was read.
         event.figures.update({f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()})
-        event.figures.update(peak_memory_gib(self.device))
+        if self.device.type == "cuda":
+            event.figures["memory_peak_allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / _GIB
+            event.figures["memory_peak_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / _GIB
+        else:
+            peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            event.figures["memory_peak_resident_gib"] = peak_kib * 1024 / _GIB
         event.figures["restarts"] = self.restarts
 
 
-def make_performance_metrics(context: RunContext) -> PerformanceMetrics:
-    """The metrics of this rank; only rank 0, whose figures are written, counts operations and attempts."""
-    if context.rank != 0:
-        return PerformanceMetrics(context.device, context.phases, mfu_per_token_rate=None, restarts=0)
-    inputs = context.inputs
-    peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, context.device)
-    mfu = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
-    restarts = count_restarts(read_attempts(inputs.config.folder), this_attempt())
-    return PerformanceMetrics(context.device, context.phases, mfu, restarts)
-
-
-def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """The peak memory of this process: on a GPU of its tensors and of torch's cache, else of the host."""
-    if device.type == "cuda":
-        return {
-            "memory_peak_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
-            "memory_peak_reserved_gib": torch.cuda.max_memory_reserved(device) / _GIB,
-        }
-    return {"memory_peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB}
-
-
 class Profiler(Observer):
-    """Traces the configured steps with torch.profiler, on the configured ranks.
+    """Traces the configured steps with torch.profiler, on the configured ranks, each as a span `ProfilerStep#<step>`.
 
-    The trace opens in TensorBoard, Perfetto and chrome://tracing.
+    A step begins where the one before it is reported, and so includes that one's save.
     """
 
-    def __init__(self, settings: Profile, folder: Path, rank: int, device: torch.device) -> None:
+    def __init__(self, context: RunContext) -> None:
+        settings = context.inputs.config.profile
         first, last = settings.steps or (1, 0)
-        self._steps = range(first, last + 1) if rank in settings.ranks else range(0)
-        self._folder = folder / PROFILE
-        self._rank = rank
-        self._activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
+        self._steps = range(first, last + 1) if context.rank in settings.ranks else range(0)
+        self._folder = context.inputs.config.folder / PROFILE
+        self._rank, self._on_gpu = context.rank, context.device.type == "cuda"
         self._profile: profile | None = None
-        self._step: record_function | None = None
         if settings.steps is not None:
             ranks = ", ".join(map(str, settings.ranks))
             _logger.info("traces steps %d to %d of rank(s) %s into %s", first, last, ranks, self._folder)
-
-    def on_step_begin(self, step: int) -> None:
-        if step not in self._steps:
-            self._stop()  # also after a rollback to before these steps
-            return
-        if self._profile is None:
-            worker = f"step_{step:08d}.rank_{self._rank:05d}"
-            write = tensorboard_trace_handler(str(self._folder), worker, use_gzip=True)
-            self._profile = profile(activities=self._activities, on_trace_ready=write)
-            self._profile.start()
-        self._step = record_function(f"step {step}")
-        self._step.__enter__()
-
-    def on_step_computed(self, step: int) -> None:
-        self._end_step()
+        if context.position.step > 0:  # a new run reports its step 0
+            self._begin(context.position.step + 1)
 
     def on_step(self, event: StepEvent) -> None:
-        if self._profile is not None and event.step == self._steps[-1]:
-            self._stop()
+        self._begin(event.step + 1)
+
+    def on_rollback(self, step: int) -> None:
+        self._stop()
+        self._begin(step + 1)
 
     def on_end(self, *, finished: bool) -> None:
-        self._end_step()
         self._stop()
 
-    def _end_step(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+    def _begin(self, step: int) -> None:
+        if step not in self._steps:
+            self._stop()
+        elif self._profile is not None:
+            self._profile.step()
+        else:
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+                schedule=lambda _: ProfilerAction.RECORD,  # without one, torch names no steps
+                on_trace_ready=tensorboard_trace_handler(
+                    str(self._folder), f"step_{step:08d}.rank_{self._rank:05d}", use_gzip=True
+                ),
+            )
+            self._profile.step_num = step
+            self._profile.start()
 
     def _stop(self) -> None:
         if self._profile is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,20 +21,20 @@ from pipeline.errors import RunFolderError, in_one_line
 from pipeline.files import read_text, write_text
 from pipeline.training.observer import Observer, StepEvent
 
-# MLflow takes no more.
 _PARAMETERS_PER_REQUEST = 100
-_LONGEST_PARAMETER = 6000
-# W&B would wait for its server without end, and a job would miss its time limit.
+"""MLflow takes no more."""
 _FINISH_TIMEOUT_S = 60.0
+"""W&B would wait for its server without end, and a job would miss its time limit."""
 _logger = log.get_logger(__name__)
 
 
-class Tracker(Observer, ABC):
+class Tracker(Observer):
     """A tracked run. `service` is for messages and names the file with the tracked run's id."""
 
     service: str
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, settings: Any) -> None:  # noqa: ANN401  # the service's own
+        self._settings = settings
         self._id_file = config.folder / f"{self.service}_run_id"
         self._failed = False
         self._guarded(lambda: self._start(config))
@@ -55,35 +54,32 @@ class Tracker(Observer, ABC):
             self._failed = True
             _logger.error("%s: %s; this attempt continues without it", self.service, in_one_line(error))
 
-    def _recorded_id(self) -> str | None:
+    def _recorded_id(self, new: Callable[[], str]) -> tuple[str, bool]:
+        """The id of the tracked run, and whether an earlier attempt has recorded it; else that of a `new` one."""
         try:
-            return read_text(self._id_file, RunFolderError, "move it away").strip() or None
+            if recorded := read_text(self._id_file, RunFolderError, "move it away").strip():
+                return recorded, True
         except FileNotFoundError:
-            return None
-
-    def _record_id(self, run_id: str) -> str:
-        self._id_file.parent.mkdir(parents=True, exist_ok=True)
+            self._id_file.parent.mkdir(parents=True, exist_ok=True)
+        run_id = new()
         write_text(self._id_file, f"{run_id}\n")
-        return run_id
+        return run_id, False
 
-    @abstractmethod
-    def _start(self, config: RunConfig) -> None: ...
+    def _start(self, config: RunConfig) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _log(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def _log(self, step: int, figures: Mapping[str, float]) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _finish(self, *, finished: bool) -> None: ...
+    def _finish(self, *, finished: bool) -> None:
+        raise NotImplementedError
 
 
 class Wandb(Tracker):
     """Weights & Biases. The x axis is our `step`: W&B drops values for earlier values of its own step."""
 
     service = "wandb"
-
-    def __init__(self, config: RunConfig, settings: WandbTracker) -> None:
-        self._settings = settings
-        super().__init__(config)
+    _settings: WandbTracker
 
     def _start(self, config: RunConfig) -> None:
         from wandb import Settings, init, teardown
@@ -93,7 +89,7 @@ class Wandb(Tracker):
             project=self._settings.project,
             entity=self._settings.entity,
             name=config.name,
-            id=self._recorded_id() or self._record_id(secrets.token_hex(4)),
+            id=self._recorded_id(lambda: secrets.token_hex(4))[0],
             resume="allow" if self._settings.mode == "online" else None,  # offline W&B warns that it cannot
             mode=self._settings.mode,
             dir=str(config.folder),
@@ -119,10 +115,7 @@ class Mlflow(Tracker):
     """MLflow: a server, or a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
 
     service = "mlflow"
-
-    def __init__(self, config: RunConfig, settings: MlflowTracker) -> None:
-        self._settings = settings
-        super().__init__(config)
+    _settings: MlflowTracker
 
     def _start(self, config: RunConfig) -> None:
         # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
@@ -133,18 +126,19 @@ class Mlflow(Tracker):
 
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=self._settings.tracking_uri)
-        if (recorded := self._recorded_id()) is not None:
-            self._run_id = recorded
-            self._client.update_run(recorded, status="RUNNING")
+
+        def create() -> str:
+            name = self._settings.experiment
+            experiment = self._client.get_experiment_by_name(name)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            run = self._client.create_run(experiment_id, run_name=config.name)
+            return str(run.info.run_id)
+
+        self._run_id, recorded = self._recorded_id(create)
+        if recorded:
+            self._client.update_run(self._run_id, status="RUNNING")
             return  # MLflow does not allow changes of parameters
-        experiment = self._client.get_experiment_by_name(self._settings.experiment)
-        experiment_id = experiment.experiment_id if experiment else None
-        run = self._client.create_run(
-            experiment_id or self._client.create_experiment(self._settings.experiment), run_name=config.name
-        )
-        self._run_id = self._record_id(run.info.run_id)
-        leaves = flattened(config.model_dump(mode="json"))
-        parameters = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in leaves]
+        parameters = [Param(name, str(value)) for name, value in flattened(config.model_dump(mode="json"))]
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
 
@@ -158,16 +152,9 @@ class Mlflow(Tracker):
 
 
 def make_trackers(config: RunConfig) -> list[Observer]:
-    """The trackers that `observers` of the configuration names, for rank 0.
-
-    `pipeline.checks.inputs.check_trackers` has found their packages installed.
-    """
-    trackers: list[Observer] = []
-    if config.observers.wandb is not None:
-        trackers.append(Wandb(config, config.observers.wandb))
-    if config.observers.mlflow is not None:
-        trackers.append(Mlflow(config, config.observers.mlflow))
-    return trackers
+    """The trackers that `observers` of the configuration names, for rank 0."""
+    wandb, mlflow = config.observers.wandb, config.observers.mlflow
+    return [*([Wandb(config, wandb)] if wandb else []), *([Mlflow(config, mlflow)] if mlflow else [])]
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +78,9 @@ class TrainingBatches:
         self._end = self.schedule.steps * self._per_step
         self._planned: tuple[int, Plan] | None = None
         self._ahead: dict[int, Future[MicroBatch]] = {}
-        self._reader = ThreadPoolExecutor(1, "batches", _use, (device,))
+        # On a machine of several GPUs the thread would otherwise use the first one.
+        initializer = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._reader = ThreadPoolExecutor(1, "batches", initializer)
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches that this rank accumulates for the optimizer step after `step` steps.
@@ -128,13 +131,8 @@ class TrainingBatches:
         batch_size, micro_batch_size = self.schedule.global_batch_size, self.schedule.micro_batch_size
         first = step * batch_size
         if not self.rehearses:
-            own = rank_indices(
-                first,
-                global_batch_size=batch_size,
-                micro_batch_size=micro_batch_size,
-                dp_rank=self.dp_rank,
-                dp_size=self.dp_size,
-            )
+            sizes = {"global_batch_size": batch_size, "micro_batch_size": micro_batch_size, "dp_size": self.dp_size}
+            own = rank_indices(first, dp_rank=self.dp_rank, **sizes)
             return own, own
         ordered = sorted(range(first, first + batch_size), key=lambda index: not self._is_kl(index))
         stride = batch_size // micro_batch_size  # micro-batches over all ranks
@@ -148,12 +146,6 @@ class TrainingBatches:
 
     def _kl_rows(self, indices: Sequence[int]) -> int:
         return sum(map(self._is_kl, indices))
-
-
-def _use(device: torch.device) -> None:
-    """Lets the calling thread use a GPU; otherwise it would use the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:

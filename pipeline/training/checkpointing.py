@@ -10,6 +10,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,7 @@ class Checkpoints:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A separate group: messages of the saving thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._background = Background()
+        self._finish: Callable[[], None] = lambda: None
 
     def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
         """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's folder.
@@ -90,7 +91,7 @@ class Checkpoints:
             engine.save(unfinished, files.add)
             files.add(unfinished / _random_state_file(self.rank), _random_state())
             if self.asynchronous:
-                self._background.start(lambda: self._complete(final, files, position))
+                self._finish = in_background(partial(self._complete, final, files, position))
             else:
                 self._complete(final, files, position)
         if last:
@@ -107,11 +108,8 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits until a background save is complete or has failed; every rank must call it before it exits."""
-        self._background.finish()
-
-    def figures(self) -> dict[str, float]:
-        """The figures to log; none while all saves succeed."""
-        return {"failed_saves": self.failed_saves} if self.failed_saves else {}
+        finish, self._finish = self._finish, lambda: None
+        finish()
 
     def resume(self, engine: Engine, before: int | None = None) -> Position | None:
         """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call it.
@@ -180,17 +178,12 @@ class Checkpoints:
     def _give_up(self, final: Path, files: StateFiles, faults: list[str]) -> None:
         """Removes the files of a failed save, and logs its cause."""
         self.failed_saves += 1
-        needed = sum(all_gathered(files.bytes, self._group))
+        needed = sum(all_gathered(files.bytes, self._group)) / _GIB
         if self.rank == 0:
             shutil.rmtree(folders.unfinished(final), ignore_errors=True)
-            free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
-            _logger.error(
-                "%s was not saved (%s); it needs %.3f GiB, %.3f GiB are free",
-                final,
-                faults[0],
-                needed / _GIB,
-                free / _GIB,
-            )
+            free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free / _GIB
+            message = "%s was not saved (%s); it needs %.3f GiB, %.3f GiB are free"
+            _logger.error(message, final, faults[0], needed, free)
 
     def _disk_faults(self, work: Callable[[], object]) -> list[str]:
         """Runs `work`, which every rank must call, and returns the OSErrors of all ranks; none where all succeeded."""
@@ -323,31 +316,18 @@ def _copy_to_host(value: Any) -> Any:  # noqa: ANN401
     return tree_map(copied, value)
 
 
-class Background:
-    """Runs one function at a time on a background thread."""
+def in_background(work: Callable[[], None]) -> Callable[[], None]:
+    """Starts `work` on a thread; the function returned waits for its end, and raises what it raised."""
+    done: Future[None] = Future()
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as fault:  # noqa: BLE001  # raised on the main thread
+            done.set_exception(fault)
+        else:
+            done.set_result(None)
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Starts `work`; `finish` must have been called since the previous one."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as fault:  # noqa: BLE001  # `finish` raises it on the main thread
-                self._fault = fault
-
-        # A daemon: a process that fails must not wait for a thread that waits for another rank.
-        self._thread = threading.Thread(target=guarded, name="checkpoint writer", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Waits for the work, and raises its exception if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
-            raise fault
+    # A daemon: a process that fails must not wait for a thread that waits for another rank.
+    threading.Thread(target=guarded, name="checkpoint writer", daemon=True).start()
+    return done.result

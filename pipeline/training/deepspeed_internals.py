@@ -1,7 +1,6 @@
 """All uses of DeepSpeed's undocumented attributes; no other module reads or sets them.
 
-Last tested with DeepSpeed `TRIED_VERSION`. `tests/training/test_deepspeed_internals.py` checks that each
-attribute used here exists; the tests of training and conversion check that it still means the same.
+Tried with DeepSpeed 0.19.8. The tests of training and conversion check that each attribute still means the same.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from pipeline.errors import CheckpointError
 from pipeline.parallel.sharding import ZeroPartition, named_trained_parameters, zero_partition_of
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
 
-TRIED_VERSION = "0.19.8"
 WriteFile = Callable[[Path, Any], None]
 """Writes a value to a file, now or later."""
 

@@ -44,11 +44,6 @@ def find_spike(recent: Sequence[StepRecord], stability: Stability, gradient_clip
     return last if is_spike else []
 
 
-def steps_to_skip(spike: Sequence[StepRecord]) -> range:
-    """The steps whose samples are not drawn again: those of the spike, and the one whose update began it."""
-    return range(spike[0].step - 1, spike[-1].step + 1)
-
-
 def check_skipped_steps(config: RunConfig, position: Position) -> None:
     """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it.
 
@@ -70,17 +65,12 @@ def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn
 
     def report() -> NoReturn:
         if dist.get_rank() == 0:
-            values = {
-                "step": position.step,
-                "reason": reason,
-                "skipped_steps": list(position.skipped_steps),
-                "recomputed_steps": position.recomputed_steps,
-                "rollbacks": position.rollbacks,
-                "learning_rate_factor": position.learning_rate_factor,
-                "settings": config.stability.model_dump(mode="json"),
-                "recent": [record._asdict() for record in position.recent],
-            }
-            write_json(path, values)
+            figures = position.model_dump(
+                mode="json", include={"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning_rate_factor"}
+            )
+            recent = [record._asdict() for record in position.recent]
+            settings = config.stability.model_dump(mode="json")
+            write_json(path, {**figures, "reason": reason, "settings": settings, "recent": recent})
         raise DivergenceError(
             f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from which the same command "
             f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has the figures"

@@ -14,16 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 import torch
-
-# Imported before there is a process group: its functions take the default group of their import as a default argument,
-# and a group that is still referenced after `finish` keeps gloo's threads, which sometimes abort the process.
-import torch.distributed.nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pipeline.config.run import Watchdog
@@ -45,8 +41,6 @@ _ANY_PORT = 0  # torch's store takes a free one
 _SAME_KEYSTROKE_S = 0.5
 """A launcher may pass on a Ctrl-C that the terminal has sent to every process."""
 
-Resolve = Callable[[str], str]
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -60,44 +54,59 @@ class Launch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same under the names that torch and DeepSpeed know. Where one is missing, DeepSpeed asks MPI instead."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        """The same by variable, in capitals. Where one is missing, DeepSpeed asks MPI instead."""
+        return {name.upper(): str(value) for name, value in asdict(self).items()}
 
 
-def resolve(name: str) -> str:
-    """The first address of `name` on this node.
-
-    Raises:
-        OSError: there is none.
-    """
-    return str(socket.getaddrinfo(name, None)[0][4][0])
-
-
-def read_launch(environment: Mapping[str, str], resolve: Resolve = resolve) -> Launch:
+def read_launch(environment: Mapping[str, str]) -> Launch:
     """This process's place from the variables of torchrun, srun or mpirun; a world of one without them.
 
     Raises:
         LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
             rendezvous address, or this node's own, does not resolve or cannot be reached from other hosts.
     """
-    rank, local_rank, world_size = _place(environment)
-    _check_world(environment, rank, world_size)
+    here, (rank, local_rank, world_size) = socket.gethostname(), _place(environment)
+    # A process started without its launcher would train alone, or wait for ranks that nobody starts.
+    expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
+    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
+    if (expected and world_size != expected) or (not expected and world_size < tasks):
+        raise LayoutError(
+            f"rank {rank} on {here} is one of {world_size} process(es), but {expected or tasks} were allocated; start "
+            "them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
+        )
     if world_size == 1:
         return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_ANY_PORT))
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    if missing:
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         raise LayoutError(
             f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start them with "
             "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
         )
     launch = Launch(rank, local_rank, world_size, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
-    _check_addresses(environment, launch.master_addr, resolve)
+
+    hosts = next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1)
+    try:
+        address = resolved(launch.master_addr)
+    except OSError as error:
+        raise LayoutError(
+            f"MASTER_ADDR {launch.master_addr} does not resolve on {here} ({error}); set MASTER_ADDR to the first "
+            "node's address"
+        ) from None
+    if hosts > 1 and _is_loopback(address):
+        raise LayoutError(
+            f"MASTER_ADDR {launch.master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set "
+            "MASTER_ADDR to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
+        )
+    # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
+    if hosts > 1 and "GLOO_SOCKET_IFNAME" not in environment:
+        try:
+            address = resolved(here)
+        except OSError:
+            address = _LOOPBACK  # what gloo falls back to
+        if _is_loopback(address):
+            raise LayoutError(
+                f"{here}: its own name resolves to {address}, where no other host can reach it; set NETWORK_INTERFACE "
+                "in slurm/site.env (or GLOO_SOCKET_IFNAME), or correct this node's /etc/hosts"
+            )
     return launch
 
 
@@ -112,45 +121,9 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 0, 1
 
 
-def _check_world(environment: Mapping[str, str], rank: int, world_size: int) -> None:
-    """A process started without its launcher would train alone, or wait for ranks that nobody starts."""
-    expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
-    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
-    if (expected and world_size != expected) or (not expected and world_size < tasks):
-        raise LayoutError(
-            f"rank {rank} on {socket.gethostname()} is one of {world_size} process(es), but {expected or tasks} were "
-            "allocated; start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
-        )
-
-
-def _check_addresses(environment: Mapping[str, str], master_addr: str, resolve: Resolve) -> None:
-    """Checks that the ranks can reach the master's address and, unless GLOO_SOCKET_IFNAME is set, this node's."""
-    here = socket.gethostname()
-    hosts = next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1)
-    try:
-        address = resolve(master_addr)
-    except OSError as error:
-        raise LayoutError(
-            f"MASTER_ADDR {master_addr} does not resolve on {here} ({error}); "
-            "set MASTER_ADDR to the first node's address"
-        ) from None
-    if hosts > 1 and _is_loopback(address):
-        raise LayoutError(
-            f"MASTER_ADDR {master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set MASTER_ADDR "
-            "to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
-        )
-    if "GLOO_SOCKET_IFNAME" in environment:
-        return
-    # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
-    try:
-        address = resolve(here)
-    except OSError:
-        address = _LOOPBACK  # what gloo falls back to
-    if hosts > 1 and _is_loopback(address):
-        raise LayoutError(
-            f"{here}: its own name resolves to {address}, where no other host can reach it; set NETWORK_INTERFACE in "
-            "slurm/site.env (or GLOO_SOCKET_IFNAME), or correct this node's /etc/hosts"
-        )
+def resolved(name: str) -> str:
+    """The first address of `name` on this node; raises OSError if there is none."""
+    return str(socket.getaddrinfo(name, None)[0][4][0])
 
 
 def _is_loopback(address: str) -> bool:
@@ -216,17 +189,14 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
     return local_rank
 
 
-def collective_timeout(limits: Watchdog) -> timedelta:
-    """How long a collective may take: longer than the watchdog allows any phase.
+def extend_collectives(limits: Watchdog) -> timedelta:
+    """Lets collectives over all ranks take longer than the watchdog allows any phase, and returns how long.
 
     So the watchdog names the missing rank before gloo or NCCL end the processes that wait for it.
     """
-    return max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
-
-
-def set_collective_timeout(timeout: timedelta) -> None:
-    """Sets how long a collective over all ranks may take from now on."""
+    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
     _set_pg_timeout(timeout)
+    return timeout
 
 
 def use_deterministic_kernels() -> None:

@@ -20,7 +20,7 @@ from pipeline.model.output import Losses
 from pipeline.parallel.ranks import raise_on_all_ranks, summed, warn_on_rank0
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
-from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered, steps_to_skip
+from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
 from pipeline.training.engine import Engine
 from pipeline.training.launch import StopSignals
 from pipeline.training.observer import Observers, StepEvent, ValidationEvent
@@ -62,9 +62,7 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
     phases.finished(position.step)
     position, scores = validate_ends(trainer, position)
     while not position.is_end_of(config):
-        observers.on_step_begin(position.step + 1)
         step = take_step(trainer, position, signals)
-        observers.on_step_computed(step.position.step)
         position, figures, texts = step.position, step.figures, {}
         phases.finished(position.step)
         check_skipped_steps(config, position)
@@ -83,14 +81,14 @@ def train(trainer: Trainer, position: Position, signals: StopSignals) -> Outcome
             position, forgot = validation.position, validation.stop
             last = position.is_end_of(config)
             figures |= validation.figures
-        figures |= trainer.checkpoints.figures()
+        if failed := trainer.checkpoints.failed_saves:
+            figures["failed_saves"] = failed
         observers.on_step(StepEvent(position.step, tokens_per_step(config), step.seconds, figures, texts))
 
         leaving = last or step.stop or forgot is not None
         if leaving or position.step % config.checkpoints.every_steps == 0:
             with phases("checkpoint"):
-                folder = trainer.checkpoints.save(trainer.engine, position, last=leaving)
-            observers.on_checkpoint(position.step, folder)
+                trainer.checkpoints.save(trainer.engine, position, last=leaving)
         if forgot is not None and not last:
             raise_on_all_ranks(forgot)
         if last or step.stop:
@@ -264,7 +262,8 @@ def roll_back(trainer: Trainer, position: Position, spike: Sequence[StepRecord])
     Raises:
         DivergenceError: too many rollbacks, or no checkpoint to restore; on rank 0, SystemExit on the others.
     """
-    config, skipped = trainer.config, steps_to_skip(spike)
+    config = trainer.config
+    skipped = range(spike[0].step - 1, spike[-1].step + 1)  # also the step whose update began it
     found = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
     if (count := position.rollbacks) >= config.stability.max_rollbacks:
         end_diverged(config, position, f"{found} after {count} rollbacks, as many as stability.max_rollbacks")

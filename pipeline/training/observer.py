@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -60,20 +59,11 @@ class ValidationEvent:
 class Observer:
     """Receives the events of a run; a subclass overrides the methods that it needs."""
 
-    def on_step_begin(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to be computed."""
-
-    def on_step_computed(self, step: int) -> None:
-        """Step `step` was computed; a validation, or a rollback, may follow before `on_step`."""
-
     def on_step(self, event: StepEvent) -> None:
         """A step is finished."""
 
     def on_validation(self, event: ValidationEvent) -> None:
         """The held-out parts were scored; `on_step` of the same step follows."""
-
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint was saved, or copied if it is written in the background."""
 
     def on_rollback(self, step: int) -> None:
         """The run went back to its state after `step` steps: what was reported for later steps is void."""
@@ -88,14 +78,6 @@ class Observers(Observer):
     def __init__(self, members: Iterable[Observer]) -> None:
         self.members = tuple(members)
 
-    def on_step_begin(self, step: int) -> None:
-        for member in self.members:
-            member.on_step_begin(step)
-
-    def on_step_computed(self, step: int) -> None:
-        for member in self.members:
-            member.on_step_computed(step)
-
     def on_step(self, event: StepEvent) -> None:
         for member in self.members:
             member.on_step(event)
@@ -103,10 +85,6 @@ class Observers(Observer):
     def on_validation(self, event: ValidationEvent) -> None:
         for member in self.members:
             member.on_validation(event)
-
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        for member in self.members:
-            member.on_checkpoint(step, folder)
 
     def on_rollback(self, step: int) -> None:
         for member in self.members:

@@ -31,15 +31,9 @@ from pipeline.run_folder.status import TRAINING
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
 from pipeline.training.engine import Engine, build_model
-from pipeline.training.launch import (
-    StopSignals,
-    collective_timeout,
-    set_collective_timeout,
-    use_deterministic_kernels,
-)
+from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
 from pipeline.training.loop import Outcome, Trainer, train
 from pipeline.training.observer import ObserverFactory, Observers, RunContext
-from pipeline.training.prompts import Prompts
 from pipeline.training.validation import Validation, check_preservation
 
 STACKS = "stacks"
@@ -58,22 +52,21 @@ def run_training(
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path, changes))
-        set_collective_timeout(collective_timeout(config.watchdog))  # before rank 0 reads files, which may take long
+        extend_collectives(config.watchdog)  # before rank 0 reads files, which may take long
         if config.deterministic:
             use_deterministic_kernels()
-        inputs = broadcast_from_rank0(lambda: begin_attempt(config, phases, lock))
+
+        def lock_and_read() -> Inputs:
+            lock.enter_context(RunLock(config.folder))
+            with _faults_on_record(config.folder, phases):
+                return read_inputs(config, dist.get_world_size())
+
+        inputs = broadcast_from_rank0(lock_and_read)
         if not inputs.finished:
             return attempt(inputs, device, phases, signals, make_observers)
         if dist.get_rank() == 0:
             record_end(config.folder, exit_code=FINISHED)
         return FINISHED
-
-
-def begin_attempt(config: RunConfig, phases: Phases, lock: ExitStack) -> Inputs:
-    """On rank 0: locks the run folder until `lock` is closed, and reads and checks all files that the run names."""
-    lock.enter_context(RunLock(config.folder))
-    with _faults_on_record(config.folder, phases):
-        return read_inputs(config, dist.get_world_size())
 
 
 @contextmanager
@@ -111,7 +104,7 @@ def attempt(
                     trainer.observers.on_end(finished=finished)
 
             ending.push(end_observers)
-            broadcast_from_rank0(partial(begin_training, config, position))
+            broadcast_from_rank0(partial(_record_start, config, position))
             try:
                 outcome = train(trainer, position, signals)
             except (UserError, SystemExit):
@@ -130,8 +123,8 @@ def attempt(
     return code
 
 
-def begin_training(config: RunConfig, position: Position) -> None:
-    """On rank 0: puts the start on record, and removes the mark of an end that more steps were added to."""
+def _record_start(config: RunConfig, position: Position) -> None:
+    """Puts the start on record, and removes the mark of an end that more steps were added to."""
     (config.folder / TRAINING).unlink(missing_ok=True)
     record_start(config, dist.get_world_size(), position.step)
 
@@ -144,7 +137,7 @@ def prepare(
     Every rank must call it.
     """
     config, layout, rank = inputs.config, inputs.layout, dist.get_rank()
-    timeout = collective_timeout(config.watchdog)
+    timeout = extend_collectives(config.watchdog)
     groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
     check_allocation(inputs, groups, device)
     torch.manual_seed(config.seed)
@@ -167,7 +160,7 @@ def prepare(
         asynchronous=config.checkpoints.asynchronous,
         timeout=timeout,
     )
-    validation = Validation(samples.heldout, Prompts(config, inputs.base.spec), config, layout, rank, device)
+    validation = Validation(samples.heldout, inputs, rank, device)
     position = checkpoints.resume(engine)
     if position is None:
         position = Position()
@@ -229,10 +222,8 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
     }
     write_json(folder / TRAINING, values)
     for name, score in outcome.scores.items():
-        _logger.info(
-            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (tools/evaluate.py scores whole documents)",
-            name,
-            score.perplexity,
-            score.bits_per_byte,
+        message = (
+            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (tools/evaluate.py scores whole documents)"
         )
+        _logger.info(message, name, score.perplexity, score.bits_per_byte)
     _logger.info("trained %d steps; wrote %s", outcome.position.step, folder / TRAINING)

@@ -5,6 +5,7 @@ A score is identical to the last bit in every parallel layout.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import log
+from pipeline.checks.inputs import Inputs, encoded_prompts
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import PreservationError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -27,10 +30,8 @@ from pipeline.model.output import Losses, perplexity
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.parallel.sharding import partition_of
-from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
-from pipeline.training.prompts import Prompts
 
 _logger = log.get_logger(__name__)
 
@@ -72,34 +73,54 @@ class HeldoutScore:
 class Validation:
     """Scores the model on the first `max_sequences` samples of each held-out part, and lets it continue the prompts."""
 
-    def __init__(
-        self,
-        heldout: Mapping[str, HeldoutSamples],
-        prompts: Prompts,
-        config: RunConfig,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        self.heldout = heldout
-        self.prompts = prompts
-        self.max_sequences = config.validation.max_sequences
-        self.micro_batch_size = config.schedule.micro_batch_size
+    def __init__(self, heldout: Mapping[str, HeldoutSamples], inputs: Inputs, rank: int, device: torch.device) -> None:
+        """Raises as `encoded_prompts`."""
+        config, layout = inputs.config, inputs.layout
+        self.heldout, self.device = heldout, device
+        self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size
         self.document_mask = config.data.document_mask
-        self.tp_rank, self.dp_rank = layout.tp_rank(rank), layout.dp_rank(rank)
-        self.dp_size = layout.dp_size
-        self.device = device
+        self.tp_rank, self.dp_rank, self.dp_size = layout.tp_rank(rank), layout.dp_rank(rank), layout.dp_size
+        if self.settings.prompts:
+            self.tokenizer = load_tokenizer(config.tokenizer)
+            self.prompt_ids = encoded_prompts(config, self.tokenizer, inputs.base.spec)
+            # Sequence parallelism shares positions out among the ranks evenly.
+            self._multiple = config.parallel.tp_size
 
     def run(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
-            return {
-                name: self._score(engine.loss, samples, self.max_sequences) for name, samples in self.heldout.items()
-            }
+            most = self.settings.max_sequences
+            return {name: self._score(engine.loss, samples, most) for name, samples in self.heldout.items()}
 
     def continued_prompts(self, engine: Engine) -> dict[str, str]:
-        """What the model writes after each of `validation.prompts`; every rank must call it."""
-        return self.prompts.continued(engine, self.device)
+        """What the model writes after each of `validation.prompts`: greedy, so that nothing is drawn at random.
+
+        Each token is a forward pass over all prompts, without a cache: the same on every rank, however the model is
+        split. Every rank must call it.
+        """
+        if not self.settings.prompts:
+            return {}
+        count, new, ids = len(self.prompt_ids), self.settings.prompt_tokens, self.prompt_ids
+        length = -(-(max(map(len, ids)) + new) // self._multiple) * self._multiple
+        tokens = torch.zeros(count, length, dtype=torch.long)
+        for row, own in enumerate(ids):
+            tokens[row, : len(own)] = torch.tensor(own)
+        tokens, rows = tokens.to(self.device), torch.arange(count, device=self.device)
+        ends = torch.tensor([len(own) for own in ids], device=self.device)
+        positions = torch.arange(length, device=self.device).expand_as(tokens).contiguous()
+        with engine.evaluating():
+            for _ in range(new):
+                batch = MicroBatch(tokens, tokens, positions, None)
+                tokens[rows, ends] = engine.greedy_tokens(batch, rows * length + ends - 1)
+                ends = ends + 1
+        written = (whole[len(own) : len(own) + new] for whole, own in zip(tokens.tolist(), ids, strict=True))
+        return dict(zip(self.settings.prompts, map(self._text, written), strict=True))
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of `ids` before the token that ends a document, or that starts the next."""
+        stops = {self.tokenizer.document_end[-1], *self.tokenizer.document_start[:1]}
+        own = itertools.takewhile(lambda token: token not in stops, ids)
+        return self.tokenizer.decode([token for token in own if token < self.tokenizer.vocab_size])  # a base has more
 
     def quantization_cost(self, engine: Engine, base: BaseFolder) -> dict[str, float]:
         """By how many nats per token storing the base in 8 or 4 bits raises its loss, on a micro-batch a corpus.
@@ -196,45 +217,26 @@ def answer_score(sums: list[float]) -> AnswerScore | None:
     return AnswerScore(*(count / answers for count in counts)) if answers else None
 
 
-_MAKE_AGAIN = "remove the folder and make the initial expansion again with tools/upscale.py"
-_START_AGAIN = "the base's files may have changed while they were read: start again, and report it if it persists"
-
-
-_NVLS = "NVLink's reductions (NVLS) may add up the ranks' parts in any order: set NCCL_NVLS_ENABLE=0 and start again"
-_ROUNDING_STEPS = 16
-"""Logits that differ by at most so many units in the last place of the largest one may differ by rounding alone."""
-
-
-def max_abs_logit_difference(engine: Engine, probe: MicroBatch) -> tuple[float, float]:
-    """The largest difference between the model's logits and those of its base alone, over all ranks' probes; and the
-    largest of the base's logits.
+def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:
+    """The step-0 gate: the largest difference between the model's logits and those of its base alone, over all ranks'
+    probes; every rank must call it.
 
     The base runs by itself through the same weights and kernels at the same layout, so exactly 0.0 is expected.
-    """
-    with engine.evaluating():
-        hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")
-        chunks = [
-            torch.stack([(model - base).abs().max(), base.abs().max()]) for model, base in engine.logit_chunks(*hidden)
-        ]
-    largest = torch.nan_to_num(torch.stack(chunks), nan=torch.inf).amax(dim=0)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    difference, logit = largest.tolist()
-    return difference, logit
-
-
-def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:
-    """The step-0 gate: measures how far the model's logits are from its base's; every rank must call it.
 
     Raises:
         PreservationError: the difference is not 0.0; on rank 0, and SystemExit on the others.
     """
-    difference, largest = max_abs_logit_difference(engine, probe)
-    if difference != 0.0:
-        widened = isinstance(config.method, ScaleMethod)
-        source, remedy = (config.upscaled_folder, _MAKE_AGAIN) if widened else (config.base, _START_AGAIN)
-        rounding = _ROUNDING_STEPS * torch.finfo(engine.model.embedding.base.weight.dtype).eps * largest
-        if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda and difference < rounding:
-            remedy = _NVLS
+    with engine.evaluating():
+        hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")
+        differences = [(model - base).abs().max() for model, base in engine.logit_chunks(*hidden)]
+    largest = torch.nan_to_num(torch.stack(differences), nan=torch.inf).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if (difference := largest.item()) != 0.0:
+        source, remedy = config.base, "the base's files may have changed while they were read: start again"
+        if isinstance(config.method, ScaleMethod):
+            source, remedy = config.upscaled_folder, "remove the folder and make it again with tools/upscale.py"
+        if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda:
+            remedy += "; if it persists, set NCCL_NVLS_ENABLE=0: NVLink's reductions may add up in any order"
         raise_on_all_ranks(
             PreservationError(
                 f"{source}: at step 0 the logits of method {config.method.name} differ from the base model's by up to "

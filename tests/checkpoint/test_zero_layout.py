@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,13 +55,13 @@ def test_stages_1_and_2_cut_the_joined_parameters_once(sizes, dp_size):
     joined = torch.cat(list(values.values()))
     joined = torch.nn.functional.pad(joined, (0, -len(joined) % (2 * dp_size)), value=-1)
     length = len(joined) // dp_size
-    slices: list[list[dict[str, tuple[int, int]]]] = [[{}] for _ in range(dp_size)]
+    slices: list[list[dict[str, SimpleNamespace]]] = [[{}] for _ in range(dp_size)]
     at = 0
     for name, tensor in values.items():
         for rank in range(dp_size):
             first, stop = max(at, rank * length), min(at + len(tensor), (rank + 1) * length)
             if first < stop:
-                slices[rank][0][name] = (first - rank * length, stop - first)
+                slices[rank][0][name] = SimpleNamespace(start=first - rank * length, numel=stop - first)
         at += len(tensor)
 
     fragments = stage_1_2_fragments(slices)

@@ -13,13 +13,14 @@ import pytest
 
 from pipeline.config.run import load_config
 from pipeline.model.from_hf import open_base
+from pipeline.observers.metrics import worded
 from pipeline.sizing.flops import mfu_per_token_rate
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, prepared, start_deepspeed, train_each
+from tests.training.runs import make_run, prepared, start_deepspeed, train
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 IN_A_STEP = ("data", "forward", "backward", "step", "communication")
-EVENTS = {"schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
+EVENTS = {"zero": 1, "schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
 ROUNDING_S = 1e-6
 
 
@@ -92,5 +93,13 @@ def _two_attempts(config):
     codes = []
     for attempt in ("here.0", "here.1"):
         os.environ["ATTEMPT"] = attempt
-        codes += train_each([config], stop_first=attempt == "here.0")
+        codes.append(train(config, stop=attempt == "here.0"))
     return codes
+
+
+def test_a_progress_line_has_the_main_figures():
+    figures = {"loss": 2.5, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second_per_gpu": 12345.6}
+    assert worded(figures) == ["loss 2.5000", "learning rate 1.00e-03", "12,346 tokens/s per rank"]
+    on_a_gpu = worded({**figures, "memory_peak_allocated_gib": 1.0})
+    assert on_a_gpu == ["loss 2.5000", "learning rate 1.00e-03", "12,346 tokens/s per GPU"]
+    assert worded(figures | {"mfu": 0.4123})[-1] == "MFU 41.2%"

@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.evaluation.benchmarks import load_tasks, run_benchmarks
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.evaluation.task_files import write_task_files
-from tests.observers.test_early_stop import SETTINGS
-from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train
+from tests.observers.test_limits import LEARNS_NOTHING
+from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
 
 TASKS = ["kobest_copa", "blimp_passive_1", "arc_easy"]  # the last is neither all right nor all wrong
 
@@ -32,55 +33,42 @@ def scored(config):
     return event.figures
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_figures_are_those_of_an_export(tokens, tmp_path, tp_size):
+def test_the_figures_are_those_of_an_export(tokens, tmp_path):
     data = write_task_files(tmp_path / "data")
     settings = {"tasks": TASKS, "tasks_data": str(data), "tasks_limit": 8}
-    config = make_run(tmp_path / "run", tokens, zero=1, parallel__tp_size=tp_size, validation=settings)
+    configs = [
+        make_run(tmp_path / str(tp_size), tokens, zero=1, parallel__tp_size=tp_size, validation=settings)
+        for tp_size in (1, 2)
+    ]
     results = run_benchmarks(STORIES, load_tasks(TASKS, data=data, limit=8))
     expected = {f"{result.metric}/{result.task}": result.value for result in results}
     assert {"acc/kobest_copa", "acc/blimp_passive_1", "acc/average"} <= expected.keys()
-    for figures in run_ranks(scored, 2, config):
-        assert figures == pytest.approx(expected)
+    for found in run_ranks(in_turn, 2, [partial(scored, config) for config in configs]):
+        assert found == [pytest.approx(expected)] * 2
 
 
-def test_they_are_scored_every_few_validations_and_at_the_end(tokens, tmp_path):
+NEVER = {**LEARNS_NOTHING, "validation": {**LEARNS_NOTHING["validation"], "tasks_every": 50}}
+ENDS = {"early stop": NEVER, "budget": {**NEVER, "forgetting": {"max_increase": 1e-4, "action": "stop"}}}
+
+
+def test_they_are_scored_every_few_validations_and_at_the_one_that_ends_a_run(tokens, tmp_path):
     data = write_task_files(tmp_path / "data")
-    validation = {"every_steps": 1, "tasks": TASKS[:1], "tasks_data": str(data), "tasks_limit": 4, "tasks_every": 2}
-    run, plain = (
-        make_run(tmp_path / name, tokens, zero=1, schedule__steps=3, **{"validation": settings})
-        for name, settings in (("run", validation), ("plain", {"every_steps": 1}))
-    )
-    assert [run_ranks(train, 1, config) for config in (run, plain)] == [[0], [0]]
-    found = metrics(run.parent)
-    assert [line["step"] for line in found if "acc/kobest_copa" in line] == [2, 3]
-    assert [line.get("loss") for line in found] == [line.get("loss") for line in metrics(plain.parent)]
-
-
-ENDS = {
-    "early stop": SETTINGS,
-    "budget": {**SETTINGS, "forgetting": {"max_increase": 1e-4, "action": "stop"}},
-}
-
-
-def test_they_are_scored_at_the_validation_that_ends_a_run(tokens, tmp_path):
-    data = write_task_files(tmp_path / "data")
-    tasks = {"every_steps": 1, "tasks": TASKS[:1], "tasks_data": str(data), "tasks_limit": 4, "tasks_every": 50}
-    configs = [
-        make_run(tmp_path / name, tokens, zero=1, **{**changes, "validation": {**changes["validation"], **tasks}})
-        for name, changes in ENDS.items()
-    ]
-    [(stopped, forgot)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
-    assert stopped == 0 and forgot.startswith("ForgettingError: ")
-    for config in configs:
-        steps = {line["step"]: "acc/kobest_copa" in line for line in metrics(config.parent)}
-        assert 0 < max(steps) < SETTINGS["schedule__steps"]
+    tasks = {"every_steps": 1, "tasks": TASKS[:1], "tasks_data": str(data), "tasks_limit": 4}
+    cases = {name: {**changes, "validation": {**changes["validation"], **tasks}} for name, changes in ENDS.items()}
+    cases["every second"] = {"schedule__steps": 3, "validation": {**tasks, "tasks_every": 2}}
+    cases["without"] = {"schedule__steps": 3, "validation": {"every_steps": 1}}
+    configs = [make_run(tmp_path / name, tokens, zero=1, **changes) for name, changes in cases.items()]
+    [(stopped, forgot, *codes)] = run_ranks(in_turn, 1, [partial(train, config) for config in configs])
+    assert [stopped, *codes] == [0, 0, 0] and forgot.startswith("ForgettingError: ")
+    for name in ENDS:
+        steps = {line["step"]: "acc/kobest_copa" in line for line in metrics(tmp_path / name)}
+        assert 0 < max(steps) < LEARNS_NOTHING["schedule__steps"]
         assert [step for step, scored_there in steps.items() if scored_there] == [max(steps)]
+    found = metrics(tmp_path / "every second")
+    assert [line["step"] for line in found if "acc/kobest_copa" in line] == [2, 3]
+    assert [line.get("loss") for line in found] == [line.get("loss") for line in metrics(tmp_path / "without")]
 
 
 def test_settings_of_tasks_need_tasks(tokens, tmp_path):
-    from pipeline.config.run import load_config
-    from tests.training.runs import write_config
-
     with pytest.raises(ConfigError, match="belong to tasks; name some"):
         load_config(write_config(tmp_path, tokens, validation={"tasks_limit": 4}))

@@ -21,7 +21,7 @@ from pipeline.observers.trackers import flattened, make_trackers
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.observer import Observer, StepEvent
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, metrics, start_deepspeed, train
+from tests.training.runs import make_run, metrics, start_deepspeed
 
 WANDB = {"wandb": {"project": "tests", "mode": "offline"}}
 LOGGER = "pipeline.observers.trackers"
@@ -111,59 +111,19 @@ def test_mlflow_keeps_one_run_over_a_rollback_and_a_restart(tmp_path, caplog):
     assert run.data.metrics["perplexity/korean"] == 2.0
 
 
-def test_a_training_is_tracked_with_its_validations(tokens, tmp_path):
+def test_a_training_is_tracked_and_complete_before_its_observers_end(tokens, tmp_path):
+    """A service that hangs at the end then costs nothing."""
     config = make_run(tmp_path, tokens, zero=1, observers=WANDB, schedule__steps=3, validation__every_steps=2)
-    assert run_ranks(train, 1, config) == [0]
+    assert run_ranks(_train_with_witness, 1, config) == [0]
     tracked = wandb_records(tmp_path)["figures"]
     for line, expected in zip(tracked, metrics(tmp_path), strict=True):
         assert line.items() >= expected.items()
     assert [line["step"] for line in tracked if "perplexity/korean" in line] == [0, 2, 3]
-
-
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    config = configured(tmp_path, WANDB if package == "wandb" else mlflow_in(tmp_path))
-    with pytest.raises(MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"):
-        check_trackers(config)
-
-
-def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog):
-    (tracker,) = make_trackers(configured(tmp_path, WANDB))
-    tracker._run.finish()  # W&B now refuses what is logged
-    with caplog.at_level(logging.ERROR, LOGGER):
-        for step in range(3):
-            tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 1.0}))
-        tracker.on_end(finished=True)
-    (line,) = error_lines(caplog)
-    assert line.startswith("wandb: ") and "continues without it" in line
-
-
-def test_a_recorded_run_that_is_no_file_costs_one_error_line(tmp_path, caplog):
-    (tmp_path / "mlflow_run_id").mkdir()
-    make_trackers(configured(tmp_path, mlflow_in(tmp_path)))
-    (line,) = error_lines(caplog)
-    assert "mlflow_run_id: cannot be read (Is a directory)" in line
-
-
-def test_a_server_that_cannot_be_reached_costs_one_error_line(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with caplog.at_level(logging.ERROR, LOGGER):
-        (tracker,) = make_trackers(configured(tmp_path, {"mlflow": {"tracking_uri": "http://127.0.0.1:9"}}))
-        tracker.on_step(StepEvent(1, 8, 1.0, {"loss": 1.0}))
-        tracker.on_end(finished=True)
-    (line,) = error_lines(caplog)
-    assert line.startswith("mlflow: ") and "\n" not in line
-
-
-def test_no_tracker_is_the_default_and_unknown_ones_are_refused(tmp_path):
-    assert make_trackers(configured(tmp_path, {})) == []
-    with pytest.raises(ConfigError, match=r"observers.comet: unknown key"):
-        configured(tmp_path, {"comet": {}})
+    assert (tmp_path / "witness").read_text() == "True True"
 
 
 class _Witness(Observer):
-    """Records whether the run's summary exists when the observers end: a service that hangs then costs nothing."""
+    """Records whether the run's summary exists when the observers end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -174,12 +134,56 @@ class _Witness(Observer):
 
 def _train_with_witness(config: Path) -> int:
     start_deepspeed()
+    from pipeline.observers import make_observers
     from pipeline.training.run import run_training
 
-    return run_training(config, torch.device("cpu"), lambda _: [_Witness(config.parent)])
+    with_witness = lambda context: [*make_observers(context), _Witness(config.parent)]  # noqa: E731
+    return run_training(config, torch.device("cpu"), with_witness)
 
 
-def test_the_run_is_complete_before_its_observers_end(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
-    assert run_ranks(_train_with_witness, 1, config) == [0]
-    assert (tmp_path / "witness").read_text() == "True True"
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    config = configured(tmp_path, WANDB if package == "wandb" else mlflow_in(tmp_path))
+    with pytest.raises(MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"):
+        check_trackers(config)
+
+
+def fail_in_use(folder: Path) -> Observer:
+    (tracker,) = make_trackers(configured(folder, WANDB))
+    tracker._run.finish()  # W&B now refuses what is logged
+    return tracker
+
+
+def fail_to_connect(folder: Path) -> Observer:
+    return make_trackers(configured(folder, {"mlflow": {"tracking_uri": "http://127.0.0.1:9"}}))[0]
+
+
+def fail_to_read_the_recorded_run(folder: Path) -> Observer:
+    (folder / "mlflow_run_id").mkdir()
+    return make_trackers(configured(folder, mlflow_in(folder)))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (fail_in_use, "wandb: "),
+        (fail_to_connect, "mlflow: "),
+        (fail_to_read_the_recorded_run, "mlflow_run_id: cannot be read (Is a directory)"),
+    ],
+)
+def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, make, said):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with caplog.at_level(logging.ERROR, LOGGER):
+        tracker = make(tmp_path)
+        for step in range(3):
+            tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 1.0}))
+        tracker.on_end(finished=True)
+    (line,) = error_lines(caplog)
+    assert said in line and "continues without it" in line and "\n" not in line
+
+
+def test_no_tracker_is_the_default_and_unknown_ones_are_refused(tmp_path):
+    assert make_trackers(configured(tmp_path, {})) == []
+    with pytest.raises(ConfigError, match=r"observers.comet: unknown key"):
+        configured(tmp_path, {"comet": {}})

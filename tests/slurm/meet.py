@@ -21,4 +21,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    launch.leave_after(lambda: command_line.run(main))

@@ -1,10 +1,11 @@
-"""The matrix of training runs: every value of every setting is in one of its rows.
+"""The matrix of training runs: every pair of settings that may be combined is in one of its rows.
 
 `tests/training/test_journeys.py` trains each row undisturbed, stopped and resumed, and stopped and moved.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 EXPANSION = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
@@ -51,6 +52,18 @@ class Journey(NamedTuple):
         return ", ".join((self.method, layout, *(value for value in values if value not in usual)))
 
     @property
+    def allowed(self) -> bool:
+        """Whether the settings may be combined."""
+        is_scale, quantized = METHODS[self.method]["name"] == "scale", self.base_precision != "bf16"
+        return not (
+            (quantized and not is_scale and self.method != "lora")
+            or (quantized and self.zero == 3)
+            or (self.base_precision == "nf4" and self.layout.tp_size > 1)  # its blocks do not fit this base's FFN
+            or (self.sequence_parallel and self.layout.tp_size == 1)
+            or (self.norm == "base" and not is_scale)
+        )
+
+    @property
     def zero_moved_to(self) -> int:
         return {1: 3 if self.base_precision == "bf16" else 2, 2: 1, 3: 2}[self.zero]
 
@@ -82,7 +95,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "norm": ("separate", "base"),
 }
-JOURNEYS = [
+QUICK = [
     #        method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel
     #                                         replay loss           checkpointing   norm
     Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base"),
@@ -93,3 +106,27 @@ JOURNEYS = [
     Journey("lora",      2, DP2,     True,  "kl",  "nf4",  True,  "none", False, "separate"),
     Journey("llama_pro", 1, DP2,     False, "kl",  "bf16", False, "all",  False, "separate"),
 ]  # fmt: skip
+"""Every value of every setting; with the other rows every pair."""
+JOURNEYS = [
+    *QUICK,
+    Journey("preserve",  1, DP2,     True,  "nll", "nf4",  True,  "none", False, "base"),
+    Journey("preserve",  2, TP2,     False, "kl",  "bf16", True,  "none", False, "separate"),
+    Journey("preserve",  3, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate"),
+    Journey("adapt",     1, TP2,     False, "kl",  "fp8",  True,  "none", False, "base"),
+    Journey("adapt",     2, DP2,     False, "nll", "nf4",  False, "all",  False, "base"),
+    Journey("route",     1, DP2,     True,  "nll", "nf4",  False, "none", False, "separate"),
+    Journey("route",     2, DP2_TP2, False, "kl",  "fp8",  False, "all",  True,  "base"),
+    Journey("fft",       2, DP2_TP2, True,  "kl",  "bf16", True,  "none", False, "separate"),
+    Journey("fft",       3, DP2,     False, "nll", "bf16", True,  "all",  False, "separate"),
+    Journey("freeze",    1, DP2_TP2, False, "nll", "bf16", False, "all",  True,  "separate"),
+    Journey("freeze",    2, TP2,     True,  "nll", "bf16", True,  "all",  True,  "separate"),
+    Journey("lora",      1, DP2_TP2, False, "nll", "fp8",  False, "all",  True,  "separate"),
+    Journey("lora",      3, TP2,     False, "nll", "bf16", True,  "none", True,  "separate"),
+    Journey("llama_pro", 2, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate"),
+    Journey("llama_pro", 3, TP2,     True,  "nll", "bf16", False, "none", True,  "separate"),
+]  # fmt: skip
+
+
+def pairs(journey: Journey) -> set[tuple[tuple[str, Any], ...]]:
+    """Every two of its settings."""
+    return set(itertools.combinations(zip(LEVELS, journey, strict=True), 2))

@@ -7,23 +7,26 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from pipeline.errors import FOLDER_TAKEN, LOST_RANK
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.status import read_status
 from tests.training.runs import losses, make_run
+from tests.training.slow_tracker import SEEN
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[2]
 ENDLESS = 1_000_000
 
 
-def started(config: Path, attempt: str) -> subprocess.Popen[str]:
+def started(config: Path, attempt: str, module: str = "pipeline.train", **variables: str) -> subprocess.Popen[str]:
     """Two ranks of `pipeline.train`, as the scripts start them."""
-    command = [sys.executable, "tools/launch_here.py", "--ranks", "2", "-m", "pipeline.train", str(config)]
-    environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tools/launch_here.py", "--ranks", "2", "-m", module, str(config)]
+    environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1", **variables}
     environment["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # of a shell under mpirun, which says nothing of these ranks
     environment.pop("TORCHDYNAMO_DISABLE", None)  # once without what tests/distributed.py sets for speed
     return subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -65,3 +68,24 @@ def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
     done = read_status(tmp_path)
     assert (done.state, done.restarts) == ("done", 1)
     assert not (tmp_path / "training.lock").exists()
+
+
+FORGETS: dict[str, Any] = {
+    "schedule__learning_rate": 2e-2,
+    "data__replay_fraction": 0.0,
+    "validation__every_steps": 1,
+    "forgetting": {"max_increase": 1e-4, "action": "stop"},
+}
+
+
+@pytest.mark.parametrize(("changes", "code"), [({}, 0), (FORGETS, 1)], ids=["finished", "stopped by its budget"])
+def test_a_slow_tracker_makes_no_retry_of_an_end(tokens, tmp_path, changes, code):
+    """Its service takes longer to say goodbye than the launcher waits for the last rank."""
+    config = make_run(tmp_path, tokens, zero=1, schedule__steps=2, **changes)
+    process = started(config, "1.0", module="tests.training.slow_tracker", EXIT_GRACE_S="1")
+    _, said = process.communicate()
+    assert process.returncode == code, said
+    assert "did not end within" not in said
+    assert (tmp_path / SEEN).read_text() == f"{code == 0} {code}"
+    [attempt] = read_attempts(tmp_path)
+    assert attempt.ended is not None and attempt.ended.exit_code == code

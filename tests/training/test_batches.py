@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pipeline.config.run import load_config
 from pipeline.data.samples import TrainingSamples, rank_indices
 from pipeline.errors import DataError
 from pipeline.parallel.topology import Layout
-from pipeline.training.batches import READ_AHEAD, TrainingBatches, collate
+from pipeline.training.batches import READ_AHEAD, MicroBatch, TrainingBatches, collate
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train, write_config
 from tests.waiting import wait_until
@@ -27,77 +28,48 @@ from tests.waiting import wait_until
 CPU = torch.device("cpu")
 
 
+def samples_of(config) -> TrainingSamples:
+    return TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
+
+
+def step_of(config, samples, layout: Layout, step: int) -> list[list[MicroBatch]]:
+    """Each rank's micro-batches of a step."""
+    ranks = range(layout.world_size)
+    return [list(TrainingBatches(samples, config, layout, rank, CPU).of_step(step)) for rank in ranks]
+
+
 def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
     config = load_config(write_config(tmp_path, tokens))
-    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
-    steps = {}
-    for world_size, tp_size in [(1, 1), (2, 1), (4, 1), (4, 2), (2, 2)]:
-        layout = Layout(world_size, tp_size)
-        rows = []
-        for rank in range(world_size):
-            batches = list(TrainingBatches(samples, config, layout, rank, torch.device("cpu")).of_step(3))
-            assert all(batch.tokens.shape == (2, 32) for batch in batches)
-            if layout.tp_rank(rank) == 0:
-                rows += [tuple(row.tolist()) for batch in batches for row in batch.tokens]
-        steps[world_size, tp_size] = sorted(rows)
-    assert len(set(map(str, steps.values()))) == 1
-    assert len(steps[1, 1]) == config.schedule.global_batch_size
+    steps = []
+    for layout in (Layout(1, 1), Layout(2, 1), Layout(4, 1), Layout(4, 2), Layout(2, 2)):
+        ranks = step_of(config, samples_of(config), layout, 3)
+        assert all(batch.tokens.shape == (2, 32) for rank in ranks for batch in rank)
+        assert all((batch.kl_rows, batch.reference_rows) == (0, 0) for rank in ranks for batch in rank)
+        read = [[row.tolist() for batch in rank for row in batch.tokens] for rank in ranks]
+        assert all(rows == read[rank - layout.tp_rank(rank)] for rank, rows in enumerate(read))  # its neighbours'
+        steps.append(sorted(row for rows in read[:: layout.tp_size] for row in rows))
+    assert all(step == steps[0] for step in steps)
+    assert len(steps[0]) == config.schedule.global_batch_size
 
 
-def test_tensor_parallel_neighbours_read_the_same(tokens, tmp_path):
-    config = load_config(write_config(tmp_path, tokens))
-    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
-    first, second, other = (
-        next(TrainingBatches(samples, config, Layout(4, 2), rank, torch.device("cpu")).of_step(0)) for rank in (0, 1, 2)
-    )
-    assert torch.equal(first.tokens, second.tokens)
-    assert not torch.equal(first.tokens, other.tokens)
-
-
-def test_rehearsed_sequences_come_first_and_all_ranks_run_the_base_on_as_many(tokens, tmp_path):
+def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_on_few(tokens, tmp_path):
     config = load_config(write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4))
-    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
-    replayed = {tuple(samples[index].tokens.tolist()) for index in range(80) if samples.role_of(index) == "replay"}
-    assert len(replayed) > 10
-    counts = []
+    samples, size = samples_of(config), config.schedule.global_batch_size
     for step in range(10):
-        ranks = [
-            list(TrainingBatches(samples, config, Layout(2, 1), rank, torch.device("cpu")).of_step(step))
-            for rank in (0, 1)
-        ]
-        for batches in zip(*ranks, strict=True):
-            for batch in batches:
-                is_replayed = [tuple(row.tolist()) in replayed for row in batch.tokens]
-                assert is_replayed == sorted(is_replayed, reverse=True)
-                assert sum(is_replayed) == batch.kl_rows
-            assert {batch.reference_rows for batch in batches} == {max(batch.kl_rows for batch in batches)}
-            counts.append(tuple(batch.kl_rows for batch in batches))
-    assert any(first != second for first, second in counts)
-
-
-def test_rehearsed_sequences_are_dealt_out_so_that_the_base_runs_on_few(tokens, tmp_path):
-    """A step reads the same samples in every layout, and the base runs on no more of them than it must."""
-    config = load_config(write_config(tmp_path, tokens, data__replay_loss="kl"))
-    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
-    wanted = [samples[index].tokens.tolist() for index in range(8, 16)]
-    rehearsed = sum(samples.role_of(index) == "replay" for index in range(8, 16))
-    assert 0 < rehearsed < 8
-    for dp_size in (1, 2, 4):
-        layout = Layout(dp_size, 1)
-        ranks = [
-            list(TrainingBatches(samples, config, layout, rank, torch.device("cpu")).of_step(1))
-            for rank in range(dp_size)
-        ]
-        assert sorted(row.tolist() for rank in ranks for batch in rank for row in batch.tokens) == sorted(wanted)
-        assert sum(batch.kl_rows for rank in ranks for batch in rank) == rehearsed
-        assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {-(-rehearsed // dp_size)}
-
-
-def test_without_rehearsal_no_sequence_is_marked(tokens, tmp_path):
-    config = load_config(write_config(tmp_path, tokens))
-    samples = TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
-    batch = next(TrainingBatches(samples, config, Layout(1, 1), 0, torch.device("cpu")).of_step(0))
-    assert (batch.kl_rows, batch.reference_rows) == (0, 0)
+        indices = range(step * size, (step + 1) * size)
+        wanted = [samples[index].tokens.tolist() for index in indices]
+        replayed = [tokens for tokens, index in zip(wanted, indices, strict=True) if samples.role_of(index) == "replay"]
+        for dp_size in (1, 2):
+            ranks = step_of(config, samples, Layout(dp_size, 1), step)
+            assert sorted(row.tolist() for rank in ranks for batch in rank for row in batch.tokens) == sorted(wanted)
+            for batches in zip(*ranks, strict=True):
+                for batch in batches:
+                    is_replayed = [row.tolist() in replayed for row in batch.tokens]
+                    assert is_replayed == sorted(is_replayed, reverse=True)
+                    assert sum(is_replayed) == batch.kl_rows
+                assert {batch.reference_rows for batch in batches} == {max(batch.kl_rows for batch in batches)}
+            assert sum(batch.kl_rows for rank in ranks for batch in rank) == len(replayed)
+            assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {-(-len(replayed) // dp_size)}
 
 
 # --- The thread that reads ahead -------------------------------------------------------------------------------------
@@ -130,7 +102,7 @@ def config(tokens, tmp_path):
 
 @pytest.fixture
 def recorded(config):
-    return Recorded(TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None))
+    return Recorded(samples_of(config))
 
 
 @pytest.fixture
@@ -215,9 +187,8 @@ def test_the_thread_ends_when_it_is_told_or_forgotten(recorded, config):
         assert wait_until(lambda: not running(), every_s=0.01)
 
 
-def ends(configs):
-    """Trains runs that end by a signal, by a fault, and by themselves; and the threads that are left."""
-    stopped, damaged, whole = configs
+def ends(stopped, damaged):
+    """Trains runs that end by a signal and by a fault; and the threads that are left."""
     reads = TrainingSamples.__getitem__
 
     def failing(samples, index):
@@ -226,18 +197,15 @@ def ends(configs):
         return reads(samples, index)
 
     def train_damaged():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TrainingSamples, "__getitem__", failing)
+        with patch.object(TrainingSamples, "__getitem__", failing):
             return train(damaged)
 
-    results = in_turn([partial(train, stopped, stop=True), train_damaged, partial(train, whole)])
-    return results, running()
+    return in_turn([partial(train, stopped, stop=True), train_damaged]), running()
 
 
-def test_no_thread_is_left_by_a_signal_or_a_fault_or_at_the_end(tokens, tmp_path):
-    configs = [make_run(tmp_path / name, tokens, schedule__steps=3) for name in ("stopped", "damaged", "whole")]
-    (found,) = run_ranks(ends, 1, configs)
-    assert found == ([75, "DataError: sample 13 is damaged", 0], [])
+def test_no_thread_is_left_by_a_signal_or_a_fault(tokens, tmp_path):
+    configs = [make_run(tmp_path / name, tokens, schedule__steps=3, zero=1) for name in ("stopped", "damaged")]
+    assert run_ranks(ends, 1, *configs) == [([75, "DataError: sample 13 is damaged"], [])]
 
 
 def test_the_thread_pins_what_a_gpu_copies(recorded, config, monkeypatch):

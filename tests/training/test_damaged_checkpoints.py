@@ -38,40 +38,36 @@ def _change_manifest(checkpoint: Path, **changes: Any) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({**manifest, **changes}))
 
 
-def _remove_new_settings(checkpoint: Path) -> None:
-    """Makes the manifest one of a version that did not know rehearsal."""
-    run = json.loads((checkpoint / "manifest.json").read_text())["run"]
-    for name in ("replay_loss", "rehearsal_fraction", "rehearsal_coefficient"):
-        del run["data"][name]
-    for corpus in run["data"]["corpora"].values():
-        del corpus["sample"]
-    _change_manifest(checkpoint, run=run)
-
-
+Change = Callable[[Path], object]
 # What is done to the newest checkpoint, and how the run reports it.
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE: dict[str, tuple[Change, str]] = {
     "a bit flipped": (lambda folder: _flip(_rank_file(folder)), "its content changed since it was written"),
     "cut short": (lambda folder: _cut(_rank_file(folder)), "missing or cut short"),
     "a rank's file missing": (lambda folder: _rank_file(folder).unlink(), "missing or cut short"),
     "manifest cut short": (lambda folder: _cut(folder / "manifest.json"), "not a checkpoint's manifest"),
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
-    "manifest of zeros": (
-        lambda folder: (folder / "manifest.json").write_bytes(bytes(4096)),
-        "not a checkpoint's manifest",
-    ),
 }
-ELSEWHERE: dict[str, Callable[[Path], object]] = {
-    "latest empty": lambda folder: (folder.parent / "latest").write_text(""),
-    "latest missing": lambda folder: (folder.parent / "latest").unlink(),
+ELSEWHERE: dict[str, tuple[Change, str]] = {
+    "latest empty": (lambda folder: (folder.parent / "latest").write_text(""), "latest names no checkpoint; trying"),
+    "latest missing": (lambda folder: (folder.parent / "latest").unlink(), "latest names no checkpoint; trying"),
 }
-EARLIER = "earlier version"
-FILES_OUTSIDE = {"../out": {"bytes": 1, "sha256": "0"}}
-NO_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+REFUSED: dict[str, tuple[Change, str]] = {
     "format": (
         lambda folder: _change_manifest(folder, format="scale-cpt checkpoint 9"),
         "not a checkpoint's manifest: format",
     ),
-    "files": (lambda folder: _change_manifest(folder, files=FILES_OUTSIDE), "names files outside its folder"),
+    "files": (
+        lambda folder: _change_manifest(folder, files={"../out": {"bytes": 1, "sha256": "0"}}),
+        "names files outside its folder",
+    ),
+    "other data": (lambda _: None, "another data"),
+}
+TRAINED: dict[str, tuple[Change, str]] = {
+    "trained": (lambda folder: _flip(_rank_file(folder)), ""),
+    "all lost": (
+        lambda folder: [_cut(_rank_file(checkpoint)) for checkpoint in folder.parent.glob("step_*")],
+        "checkpoints: no checkpoint is whole; the damaged ones",
+    ),
 }
 
 
@@ -84,36 +80,24 @@ def finished(tokens, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def copies(tokens, finished, tmp_path_factory) -> dict[str, Path]:
-    """Folders of runs like `finished` that were killed before they wrote their summary, each then damaged."""
+def copies(tokens, finished, tmp_path_factory) -> Path:
+    """Runs like `finished` that were killed before they wrote their summary, each then damaged."""
     folder = tmp_path_factory.mktemp("copies")
-    names = [*DAMAGE, *ELSEWHERE, *NO_DAMAGE, "trained", "all lost", "other data", EARLIER]
-    runs = {name: folder / name for name in names}
-    for name, run in runs.items():
-        shutil.copytree(finished, run)
-        (run / "training.json").unlink()
-        changes = {"data__replay_fraction": 0.5} if name == "other data" else {}
-        write_config(run, tokens, zero=1, **SETTINGS, **changes)
-        newest = run / "checkpoints" / NEWEST
-        if name in DAMAGE or name in NO_DAMAGE:
-            (DAMAGE | NO_DAMAGE)[name][0](newest)
-        elif name in ELSEWHERE:
-            ELSEWHERE[name](newest)
-        elif name == EARLIER:
-            _remove_new_settings(newest)
-    _flip(_rank_file(runs["trained"] / "checkpoints" / NEWEST))
-    for checkpoint in (runs["all lost"] / "checkpoints").glob("step_*"):
-        _cut(_rank_file(checkpoint))
-    return runs
+    for name, (change, _) in (DAMAGE | ELSEWHERE | REFUSED | TRAINED).items():
+        shutil.copytree(finished, folder / name)
+        (folder / name / "training.json").unlink()
+        other = {"data__replay_fraction": 0.5} if name == "other data" else {}
+        write_config(folder / name, tokens, zero=1, **SETTINGS, **other)
+        change(folder / name / "checkpoints" / NEWEST)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def resumed(copies) -> dict[str, tuple[Any, Any]]:
     """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained twice."""
-    configs = {name: run / "run.yaml" for name, run in copies.items()}
-    jobs = {name: partial(_resume, configs[name]) for name in (*DAMAGE, *ELSEWHERE, EARLIER)}
-    jobs |= {name: partial(train, configs[name]) for name in ("trained", "all lost", "other data", *NO_DAMAGE)}
-    jobs["all lost, again"] = partial(train, configs["all lost"])
+    jobs = {name: partial(_resume, copies / name / "run.yaml") for name in (*DAMAGE, *ELSEWHERE)}
+    jobs |= {name: partial(train, copies / name / "run.yaml") for name in (*REFUSED, *TRAINED)}
+    jobs["all lost, again"] = jobs["all lost"]
     return dict(zip(jobs, zip(*run_ranks(in_turn, 2, list(jobs.values())), strict=True), strict=True))
 
 
@@ -133,45 +117,29 @@ def _resume(config: Path) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("name", [*DAMAGE, *ELSEWHERE])
 def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(copies, resumed, name):
-    (step, said), other = resumed[name]
-    checkpoints = copies[name] / "checkpoints"
-    assert other == (step, [])
-    if name in ELSEWHERE:
-        assert (step, len(said)) == (4, 1)
-        assert "latest names no checkpoint; trying step_00000004" in said[0]
-    else:
-        assert (step, len(said)) == (2, 1)
-        assert DAMAGE[name][1] in said[0]
-        assert said[0].endswith("renamed to step_00000004.damaged, trying the one before")
+    (step, [said]), other = resumed[name]
+    checkpoints = copies / name / "checkpoints"
+    assert other == (step, []) and (DAMAGE | ELSEWHERE)[name][1] in said
+    if name in DAMAGE:
+        assert said.endswith("renamed to step_00000004.damaged, trying the one before")
         assert (checkpoints / f"{NEWEST}.damaged").is_dir()
-        assert not (checkpoints / NEWEST).exists()
+    assert (checkpoints / NEWEST).exists() == (name in ELSEWHERE)
+    assert step == (2 if name in DAMAGE else 4)
     assert (checkpoints / "latest").read_text().strip() == f"step_{step:08d}"
     assert not list(checkpoints.glob(".*"))
 
 
-def test_a_checkpoint_of_a_version_with_fewer_settings_is_used(resumed):
-    assert resumed[EARLIER] == ((4, []), (4, []))
-
-
 def test_the_resumed_run_has_the_same_figures(finished, copies, resumed):
     assert resumed["trained"] == (0, 0)
-    assert metrics(copies["trained"]) == metrics(finished)
-    names = sorted(path.name for path in (copies["trained"] / "checkpoints").iterdir())
+    assert metrics(copies / "trained") == metrics(finished)
+    names = sorted(path.name for path in (copies / "trained" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", NEWEST, f"{NEWEST}.damaged"]
 
 
-@pytest.mark.parametrize("attempt", ["all lost", "all lost, again"])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(resumed, attempt):
-    first, second = resumed[attempt]
-    assert first.startswith("CheckpointError: ")
-    assert "checkpoints: no checkpoint is whole; the damaged ones" in first
-    assert second == "exit 1"
-
-
-def test_a_fault_other_than_damage_is_an_error(copies, resumed):
-    expected = {"other data": "another data"} | {name: message for name, (_, message) in NO_DAMAGE.items()}
-    for name, message in expected.items():
-        first, second = resumed[name]
-        assert first.startswith("CheckpointError: ") and message in first
-        assert second == "exit 1"
-        assert (copies[name] / "checkpoints" / NEWEST / "manifest.json").exists(), "it was renamed"
+@pytest.mark.parametrize("name", [*REFUSED, "all lost", "all lost, again"])
+def test_what_is_no_damage_and_a_run_without_a_whole_checkpoint_are_refused(copies, resumed, name):
+    first, second = resumed[name]
+    assert first.startswith("CheckpointError: ") and second == "exit 1"
+    assert (REFUSED | TRAINED)[name.removesuffix(", again")][1] in first
+    manifest = copies / name / "checkpoints" / NEWEST / "manifest.json"
+    assert name not in REFUSED or manifest.exists(), "it was renamed"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,10 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import yaml
 
-from pipeline.run_folder.attempts import read_attempts
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with
 from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train, write_config
-from tests.training.slow_tracker import SEEN
 
-PROJECT = Path(__file__).parents[2]
 SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
 ROLLS_BACK: dict[str, Any] = {
     "schedule__steps": 8,
@@ -92,31 +87,6 @@ def test_one_rank_alone_finds_no_spike(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, **ROLLS_BACK)
     assert run_ranks(train_with_a_wrong_norm, 2, config) == [0, 0]
     assert not any("rollbacks" in line for line in metrics(tmp_path))
-
-
-def launched(config: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/launch_here.py", "--ranks", "2", "-m", "tests.training.slow_tracker", str(config)]
-    environment = {**os.environ, "EXIT_GRACE_S": "1", "OMP_NUM_THREADS": "1", "ATTEMPT": "1.0"}
-    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
-
-
-FORGETS: dict[str, Any] = {
-    "schedule__learning_rate": 2e-2,
-    "data__replay_fraction": 0.0,
-    "validation__every_steps": 1,
-    "forgetting": {"max_increase": 1e-4, "action": "stop"},
-}
-
-
-@pytest.mark.parametrize(("changes", "code"), [({}, 0), (FORGETS, 1)], ids=["finished", "stopped by its budget"])
-def test_a_slow_tracker_makes_no_retry_of_an_end(tokens, tmp_path, changes, code):
-    config = make_run(tmp_path, tokens, zero=1, schedule__steps=2, **changes)
-    done = launched(config)
-    assert done.returncode == code, done.stderr
-    assert "did not end within" not in done.stderr
-    assert (tmp_path / SEEN).read_text() == f"{code == 0} {code}"
-    [attempt] = read_attempts(tmp_path)
-    assert attempt.ended is not None and attempt.ended.exit_code == code
 
 
 def test_checkpoints_after_a_rollback_never_come_back(tokens, tmp_path):

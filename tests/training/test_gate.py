@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config.method import FullFineTuning
-from pipeline.errors import PreservationError
 from pipeline.files import file_hash
-from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.expansion import MANIFEST
-from pipeline.training.validation import check_preservation
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train
 
@@ -50,37 +43,6 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
     assert others in ([], [["exit 1"] * 4])
     assert not list(tmp_path.glob("*/checkpoints"))
     assert not list(tmp_path.glob("*/metrics.jsonl"))
-
-
-NVLS = "set NCCL_NVLS_ENABLE=0"
-
-
-def refusal_of(tp_size, on_gpu, difference):
-    """The gate's message where the largest of the base's logits, in bf16, is 20."""
-    embedding = SimpleNamespace(base=SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16)))
-    engine = SimpleNamespace(
-        model=SimpleNamespace(embedding=embedding),
-        tensor_parallel=TensorParallel(size=tp_size),
-        evaluating=nullcontext,
-        hidden_states=lambda probe, path: path,
-        logit_chunks=lambda *_: iter([(torch.tensor([[1.0, difference - 20]]), torch.tensor([[1.0, -20.0]]))]),
-    )
-    probe = SimpleNamespace(tokens=SimpleNamespace(is_cuda=on_gpu))
-    config = SimpleNamespace(method=FullFineTuning(name="fft"), base="base")
-    with pytest.raises(PreservationError) as refusal:
-        check_preservation(engine, probe, config)
-    return str(refusal.value)
-
-
-def test_a_difference_within_rounding_over_three_ranks_of_a_gpu_names_nccls_setting():
-    """A stand-in for the engine: NVLink's reductions need GPUs."""
-    cases = [(4, True, 0.25), (2, True, 0.25), (4, False, 0.25), (4, True, 5.0), (4, True, math.nan)]
-    messages = run_ranks(in_turn, 1, [partial(refusal_of, *case) for case in cases])[0]
-    assert [NVLS in message for message in messages] == [True, False, False, False, False]
-    assert (
-        all("expected 0.0" in message for message in messages)
-        and "differ from the base model's by up to 0.25" in messages[0]
-    )
 
 
 def tamper(expansion: Path, name: str) -> None:

@@ -7,26 +7,33 @@ hidden size, by 8e-6 (`ROUNDING`). Losses and gradient norms are such sums. The 
 Adam's first moment averages, are what is left of terms that cancel, some tens of times as large: so is their error, and
 twice that of their squares. A weight moves by the ratio of the two, whatever their size, so a few elements whose
 gradient is all rounding move at random: weights are compared by the length of what differs against that of the way they
-went.
+went. `make test` trains the rows of `QUICK` only.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checks.door import read_inputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
+from pipeline.conversion.formats import scale_export
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.modeling_scale import ScaleConfig, ScaleOutput, StreamPath
 from pipeline.conversion.trained_model import as_text, describe_checkpoint, open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import corpus_jobs
@@ -34,17 +41,23 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
-from pipeline.errors import RESUME_LATER, CheckpointError
+from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
+from pipeline.methods import method_for
+from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import full_shape_of, merge, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import open_estimator
+from pipeline.studies.frontier import AveragedModel
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
-from tests.training.journeys import JOURNEYS, LEVELS, METHODS, MOVES_TO, TRAINS_BASE, Journey
+from tests.training.journeys import JOURNEYS, LEVELS, METHODS, MOVES_TO, QUICK, TRAINS_BASE, Journey, pairs
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
+from tests.widened import SEED, balance_router
 
 STEPS = 3
 NEW_PIECES = 61  # prime
@@ -52,11 +65,20 @@ ROUNDING = 2**7 * 2**-24
 MOMENT_TOLERANCES = {"exp_avg": 40 * ROUNDING, "exp_avg_sq": 80 * ROUNDING}
 WEIGHT_TOLERANCE = 0.005
 DIAGNOSTICS = ("kl_from_base/", "base_stream_cosine/", "norm_")
-every_journey = pytest.mark.parametrize("journey", JOURNEYS, ids=str)
 
 
-def test_every_value_of_every_setting_is_in_a_row():
-    for values, found in zip(LEVELS.values(), zip(*JOURNEYS, strict=True), strict=True):
+def rows(journeys: Sequence[Journey]) -> pytest.MarkDecorator:
+    """Parametrizes a test with these rows."""
+    marks = [() if journey in QUICK else pytest.mark.full for journey in journeys]
+    return pytest.mark.parametrize(
+        "journey", [pytest.param(journey, marks=mark) for journey, mark in zip(journeys, marks, strict=True)], ids=str
+    )
+
+
+def test_the_matrix_has_every_pair_that_is_allowed():
+    allowed = filter(lambda journey: journey.allowed, itertools.starmap(Journey, itertools.product(*LEVELS.values())))
+    assert set().union(*map(pairs, allowed)) == set().union(*map(pairs, JOURNEYS))
+    for values, found in zip(LEVELS.values(), zip(*QUICK, strict=True), strict=True):
         assert set(values) == set(found)
 
 
@@ -79,68 +101,99 @@ def extended_tokens(vocabulary, tmp_path_factory) -> Path:
     return folder
 
 
-class Runs:
-    """The runs of all rows, in folders of their number; what the ranks of the undisturbed ones held at their end."""
+class Trained(NamedTuple):
+    """A row's run folders; and what each rank of the undisturbed run held at its end."""
 
-    def __init__(self, folder: Path, tokens: Path, extended_tokens: Path, vocabulary: Path) -> None:
-        self.folder, self._tokens = folder, {False: tokens, True: extended_tokens}
-        self._vocabulary = {False: {}, True: {"vocabulary": {"folder": str(vocabulary)}}}
-        self.held: dict[Journey, tuple[dict[str, Any], ...]] = {}
-
-    def __getitem__(self, place: tuple[str, Journey]) -> Path:
-        return self.folder / place[0] / str(JOURNEYS.index(place[1]))
-
-    def config(self, make: Callable[..., Path], kind: str, journey: Journey) -> Path:
-        moved = kind == "moved"
-        layout = MOVES_TO[journey.layout] if moved else journey.layout
-        settings = journey.settings(layout, journey.zero_moved_to if moved else journey.zero)
-        settings |= {"schedule__steps": STEPS, **self._vocabulary[journey.vocabulary]}
-        return make(self[kind, journey], self._tokens[journey.vocabulary], **settings)
+    undisturbed: Path
+    stopped: Path
+    resumed: Path
+    moved: Path
+    held: tuple[dict[str, Any], ...]
 
 
 @pytest.fixture(scope="module")
-def runs(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Runs:
-    runs = Runs(tmp_path_factory.mktemp("journeys"), tokens, extended_tokens, vocabulary)
-    first = defaultdict(list)
-    for journey in JOURNEYS:
-        undisturbed, stopped = (runs.config(make_run, kind, journey) for kind in ("undisturbed", "stopped"))
-        first[journey.layout.ranks] += [partial(train_and_look, undisturbed), partial(train, stopped, stop=True)]
-    for ranks, jobs in first.items():
-        by_job = list(zip(*run_ranks(in_turn, ranks, jobs), strict=True))
-        assert by_job[1::2] == [(RESUME_LATER,) * ranks] * (len(jobs) // 2)
-        own = [journey for journey in JOURNEYS if journey.layout.ranks == ranks]
-        runs.held |= dict(zip(own, by_job[::2], strict=True))
-    then = defaultdict(list)
-    for journey in JOURNEYS:
-        for kind, layout in (("resumed", journey.layout), ("moved", MOVES_TO[journey.layout])):
-            shutil.copytree(runs["stopped", journey], runs[kind, journey])
-            then[layout.ranks].append(partial(train, runs.config(write_config, kind, journey)))
-    for ranks, jobs in then.items():
-        assert run_ranks(in_turn, ranks, jobs) == [[0] * len(jobs)] * ranks
-    return runs
+def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[Journey], Trained]:
+    """The runs of a row, made with those of the other rows of its tier: ranks of one number train one after another."""
+
+    @cache
+    def trained_rows(quick: bool) -> dict[Journey, Trained]:
+        folder = tmp_path_factory.mktemp("journeys")
+        journeys = [journey for journey in JOURNEYS if (journey in QUICK) == quick]
+
+        def config(make: Callable[..., Path], kind: str, journey: Journey) -> Path:
+            moved = kind == "moved"
+            layout = MOVES_TO[journey.layout] if moved else journey.layout
+            settings = journey.settings(layout, journey.zero_moved_to if moved else journey.zero)
+            if journey.vocabulary:
+                settings["vocabulary"] = {"folder": str(vocabulary)}
+            read = extended_tokens if journey.vocabulary else tokens
+            return make(folder / kind / str(journeys.index(journey)), read, schedule__steps=STEPS, **settings)
+
+        def train_all(jobs: dict[int, list[partial[Any]]]) -> dict[int, list[tuple[Any, ...]]]:
+            """The results of the jobs of each number of ranks: of each job those of its ranks."""
+            return {ranks: list(zip(*run_ranks(in_turn, ranks, jobs[ranks]), strict=True)) for ranks in jobs}
+
+        first, then = defaultdict(list), defaultdict(list)
+        for journey in journeys:
+            first[journey.layout.ranks].append(partial(train_and_look, config(make_run, "undisturbed", journey)))
+            first[journey.layout.ranks].append(partial(train, config(make_run, "stopped", journey), stop=True))
+        found = train_all(first)
+        for ranks, results in found.items():
+            assert results[1::2] == [(RESUME_LATER,) * ranks] * (len(results) // 2)
+        held = {ranks: iter(results[::2]) for ranks, results in found.items()}
+        for journey in journeys:
+            for kind, layout in (("resumed", journey.layout), ("moved", MOVES_TO[journey.layout])):
+                place = str(journeys.index(journey))
+                shutil.copytree(folder / "stopped" / place, folder / kind / place)
+                then[layout.ranks].append(partial(train, config(write_config, kind, journey)))
+        for ranks, results in train_all(then).items():
+            assert results == [(0,) * ranks] * len(results)
+        return {
+            journey: Trained(
+                *(folder / kind / str(number) for kind in ("undisturbed", "stopped", "resumed", "moved")),
+                held=next(held[journey.layout.ranks]),
+            )
+            for number, journey in enumerate(journeys)
+        }
+
+    return lambda journey: trained_rows(journey in QUICK)[journey]
 
 
-@every_journey
-def test_it_resumes_to_the_bit(runs: Runs, journey: Journey):
-    undisturbed = metrics(runs["undisturbed", journey])
-    assert metrics(runs["resumed", journey]) == undisturbed
-    assert len(losses(runs["stopped", journey])) == 1 and len(losses(runs["resumed", journey])) == STEPS
+@pytest.fixture
+def run(trained, journey) -> Trained:
+    return trained(journey)
+
+
+@rows(JOURNEYS)
+def test_it_resumes_to_the_bit(run: Trained, journey: Journey):
+    undisturbed = metrics(run.undisturbed)
+    assert metrics(run.resumed) == undisturbed
+    assert len(losses(run.stopped)) == 1 and len(losses(run.resumed)) == STEPS
     perplexities = [line["perplexity/korean"] for line in undisturbed if "perplexity/korean" in line]
     assert perplexities[-1] < perplexities[0]
     assert (journey.replay_loss == "kl") == any("kl_rehearsal" in line for line in undisturbed)
 
 
-@every_journey
-def test_at_another_layout_it_trains_the_same(runs: Runs, journey: Journey):
-    folder, reference = runs["moved", journey], runs["undisturbed", journey]
+@rows(JOURNEYS)
+def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
+    folder, reference = run.moved, run.undisturbed
     assert losses(folder) == pytest.approx(losses(reference), rel=ROUNDING)
     for key in ("gradient_norm", "perplexity/korean", "bits_per_byte/english"):
         expected = [line[key] for line in metrics(reference) if key in line]
         assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(expected, rel=ROUNDING), key
     # A divergence is what is left of log probabilities of size ten, however small it is.
-    divergences = [[line.get("kl_rehearsal", 0.0) for line in metrics(run)] for run in (folder, reference)]
+    divergences = [[line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)]
     assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
     assert diagnostics(folder) == pytest.approx(diagnostics(reference), rel=1e-3)
+    if METHODS[journey.method]["name"] == "scale":
+        preserved = METHODS[journey.method].get("l_fp", 5)  # how many of the five layers
+        figures = diagnostics(reference)
+        cosines = [figures[f"base_stream_cosine/layer_{layer:02d}"] for layer in range(5)]
+        assert cosines[:preserved] == pytest.approx([1.0] * preserved, abs=1e-6)
+        assert all(cosine < 1 - 1e-6 for cosine in cosines[preserved:])
+        grown = {name[-2:]: value for name, value in figures.items() if name.startswith("norm_expansion_to_base/")}
+        assert list(grown) == [f"{layer:02d}" for layer in range(preserved, 5)] and all(grown.values())
+        assert figures["kl_from_base/english"] > 0
     found, expected = last_checkpoint(folder), last_checkpoint(reference)
     start = dict(initial_model(reference / "run.yaml", "cpu").named_parameters())
     assert found.names == expected.names
@@ -154,11 +207,11 @@ def test_at_another_layout_it_trains_the_same(runs: Runs, journey: Journey):
             assert error <= tolerance, f"{moment} of {name}: off by {error:.1e} of the largest"
 
 
-@every_journey
-def test_it_starts_at_its_base_and_changes_only_what_trains(runs: Runs, journey: Journey):
-    ranks, tp_size = runs.held[journey], journey.layout.tp_size
-    start = initial_model(runs["undisturbed", journey] / "run.yaml", "cpu")
-    trained = last_checkpoint(runs["undisturbed", journey]).names
+@rows(JOURNEYS)
+def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journey: Journey):
+    ranks, tp_size = run.held, journey.layout.tp_size
+    start = initial_model(run.undisturbed / "run.yaml", "cpu")
+    trained = last_checkpoint(run.undisturbed).names
     moved = 0
     for name, parameter in start.named_parameters():
         partition = ranks[0]["partitions"][name]
@@ -177,17 +230,17 @@ def test_it_starts_at_its_base_and_changes_only_what_trains(runs: Runs, journey:
     for rank in ranks:
         assert rank["step0_max_abs_logit_difference"] == (None if journey.method in TRAINS_BASE else 0.0)
         assert rank["optimizer_state_elements"] == 2 * held
-    record = json.loads((runs["resumed", journey] / "training.json").read_text())
+    record = json.loads((run.resumed / "training.json").read_text())
     cost = record.get("quantization_cost") or {"english": 0.0}
     assert (journey.base_precision != "bf16") == (
         0 < cost["english"] < (0.05 if journey.base_precision == "fp8" else 0.5)
     )
 
 
-@every_journey
-def test_it_is_exported_as_it_trained(runs: Runs, journey: Journey, tmp_path: Path):
+@rows(JOURNEYS)
+def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: Path):
     """From the layout that it moved to."""
-    checkpoint = runs["moved", journey] / "checkpoints" / f"step_{STEPS:08d}"
+    checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
     assert convert(Conversion(checkpoint, STORIES, tmp_path / "hf"), probe_maker({}))
     report = json.loads((tmp_path / "hf" / "verification.json").read_text())
     assert report["top1_agreement"] > 0.99 and report["kl"] < 1e-6
@@ -195,25 +248,138 @@ def test_it_is_exported_as_it_trained(runs: Runs, journey: Journey, tmp_path: Pa
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
         if journey.base_precision != "bf16":
             assert text["quantized_base_perplexity"] != pytest.approx(text["training_perplexity"], rel=1e-4)
+    vocabulary = load_config(run.moved / "run.yaml").vocabulary
+    tokenizer = (STORIES if vocabulary is None else vocabulary.folder) / "tokenizer.json"
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    model = load_hf_model(tmp_path / "hf", trust_remote_code=True)
+    weights = model.state_dict()
+    rows = weights.get("model.embed_tokens.weight", weights.get("embedding.base.weight"))
+    assert len(rows) == model.config.vocab_size == 512 + NEW_PIECES * journey.vocabulary
+    if journey.method not in TRAINS_BASE:
+        assert torch.equal(rows[:512, :64], open_base(STORIES).read("embedding.base.weight"))
 
 
-@pytest.mark.parametrize("method", ["fft", "freeze", "llama_pro"])
-def test_a_checkpoint_is_described_and_refused_as_another_methods(runs: Runs, method: str, tmp_path: Path):
-    [journey] = (journey for journey in JOURNEYS if journey.method == method)
-    checkpoint = runs["moved", journey] / "checkpoints" / f"step_{STEPS:08d}"
+@rows([journey for journey in QUICK if journey.method in ("fft", "freeze", "llama_pro")])
+def test_a_checkpoint_is_described_and_refused_as_another_methods(run: Trained, journey: Journey, tmp_path: Path):
+    checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
     model, facts = open_trained(checkpoint, STORIES), describe_checkpoint(checkpoint)
     assert model.trained == {name for name, _ in named_trained_parameters(model.structure)}
     assert facts["trainable_parameters"] == sum(model.read(name).numel() for name in model.trained)
-    assert f"name {METHODS[method]['name']}" in as_text(facts)
-    if method == "llama_pro":
+    assert f"name {journey.method}" in as_text(facts)
+    if journey.method == "llama_pro":
         base, added = facts["norms"]["base"], facts["norms"]["added layer"]
         assert all((of_base > 0) != (of_added > 0) for of_base, of_added in zip(base, added, strict=True))
-    manifest = shutil.copytree(checkpoint, tmp_path / "copy") / "manifest.json"
-    values = json.loads(manifest.read_text())
-    values["run"] |= {"method": METHODS["lora" if method == "fft" else "fft"], "base_precision": "bf16"}
-    manifest.write_text(json.dumps(values))
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    change_run(copy, method=METHODS["lora" if journey.method == "fft" else "fft"])
     with pytest.raises(CheckpointError, match=r"lacks .* more that its manifest's method has|holds .* more"):
-        open_trained(manifest.parent, STORIES)
+        open_trained(copy, STORIES)
+
+
+# --- Extended vocabularies --------------------------------------------------------------------------------------------
+
+
+def with_new_rows_of(method: str) -> Journey:
+    return next(journey for journey in JOURNEYS if journey.method == method and journey.vocabulary)
+
+
+def change_run(checkpoint: Path, **changes: Any) -> None:
+    """Changes the manifest's record of the run."""
+    values = json.loads((checkpoint / "manifest.json").read_text())
+    values["run"] |= changes
+    (checkpoint / "manifest.json").write_text(json.dumps(values))
+
+
+@rows([with_new_rows_of("fft")])
+def test_a_model_averaged_with_its_base_keeps_its_new_rows(run: Trained, journey: Journey):
+    model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
+    own = {field.name: getattr(model, field.name) for field in fields(model)}
+    nothing, half = (AveragedModel(**own, share=share) for share in (0.0, 0.5))
+    assert torch.equal(nothing.read("embedding.base.weight")[:512], model.base.read("embedding.base.weight"))
+    assert torch.equal(nothing.read("output.base")[512:], model.read("output.base")[512:])
+    [logits] = half.logits([torch.arange(500, 560)], torch.float32)
+    assert logits.shape == (60, 512 + NEW_PIECES)
+    assert not torch.equal(half.read("output.base"), model.read("output.base"))
+
+
+@torch.no_grad()
+@rows([with_new_rows_of("route")])
+def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journey):
+    """As in training; verification cannot tell, since it compares an export with one larger vocabulary."""
+    model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
+    trained = model.method.build(model.stored.spec, SINGLE, "none")
+    for name, parameter in trained.named_parameters():
+        parameter.copy_(model.read_stored(name))
+    tokens = torch.randint(0, 512 + NEW_PIECES, (1, 200), generator=torch.Generator().manual_seed(0))
+    balance_router(trained, tokens)
+    exported, fill_output = model.streamed(torch.float32)
+    hidden = exported.hidden_states(tokens)
+    fill_output()
+    exported.output.threshold = threshold = trained.output.threshold
+    expected, found = trained.output.route(trained.hidden_states(tokens)), exported.output.route(hidden)
+    assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
+    assert (found.logits - expected.logits).abs().max() < 1e-4
+
+    config = ScaleConfig(**scale_export(model, torch.float32).config | {"router_threshold": threshold})
+    output = ScaleOutput(config)
+    output.load_state_dict({name: model.read(f"output.{name}") for name, _ in output.named_parameters()})
+    preserved, adapted = (hidden.preserved_x, hidden.preserved_x_up), (hidden.x, hidden.x_up)
+    logits = output([StreamPath(*preserved), StreamPath(*adapted)])
+    assert (logits - expected.logits).abs().max() < 1e-4
+
+
+@rows([with_new_rows_of("adapt")])
+def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(run: Trained, journey: Journey, tmp_path):
+    checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
+    assert convert(Conversion(checkpoint, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({}))
+    values = yaml.safe_load((run.moved / "run.yaml").read_text())
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values | {"folder": str(tmp_path), "upscaled": str(tmp_path / "expansion")}))
+    config = load_config(path)
+    assert run_ranks(train, MOVES_TO[journey.layout].ranks, path) == [0] * MOVES_TO[journey.layout].ranks
+    assert losses(tmp_path)[0] < losses(run.moved)[0]
+    base = with_new_rows(config, open_base(STORIES))
+    assert made_expansion(config, base) is not None
+    assert base.new_rows is not None
+    other = replace(base, new_rows=replace(base.new_rows, tokenizer="of as many other pieces"))
+    with pytest.raises(CheckpointError, match="another extended vocabulary"):
+        made_expansion(config, other)
+    method = method_for(config.method, tmp_path / "expansion", SEED)
+    with pytest.raises(CheckpointError, match="set `vocabulary`"):
+        method.load(method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE)
+
+    parameters = open_estimator(config, Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80)).parameters
+    assert parameters.trained == run.held[0]["trainable_parameters"]
+
+
+@rows([with_new_rows_of("lora")])
+def test_an_export_needs_its_own_tokenizer_and_adapters_alone_are_none(run: Trained, journey: Journey, tmp_path: Path):
+    checkpoint = shutil.copytree(run.moved / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "copy")
+    probe, asked = probe_maker({}), Conversion(checkpoint, STORIES, tmp_path / "hf")
+    with pytest.raises(ConversionError, match="lack the rows of its new pieces"):
+        convert(replace(asked, format="peft"), probe)
+    own = load_config(run.moved / "run.yaml").vocabulary
+    for folder, error in ((tmp_path / "gone", DataError), (STORIES, ConversionError)):
+        change_run(checkpoint, vocabulary=str(folder))
+        with pytest.raises(error, match="tokenizer"):
+            convert(asked, probe)
+        assert not (tmp_path / "hf").exists()
+    assert own is not None and convert(replace(asked, vocabulary=own.folder), probe)  # it has moved
+    with pytest.raises(ConversionError, match="name its folder as --vocabulary"):
+        convert(replace(asked, output=tmp_path / "other", vocabulary=STORIES), probe)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [("vocabulary.json", None, "found none"), ("vocabulary.json", {"base_rows": 500}, "extends another tokenizer")],
+)
+def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, file, content, message):
+    copy = shutil.copytree(vocabulary, tmp_path / "vocabulary")
+    record = json.loads((copy / file).read_text())
+    (copy / file).unlink()
+    if content is not None:
+        (copy / file).write_text(json.dumps(record | content))
+    with pytest.raises(DataError, match=message):
+        read_inputs(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(copy)})), 1)
 
 
 def diagnostics(run: Path) -> dict[str, float]:

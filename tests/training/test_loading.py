@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.run import load_config
 from pipeline.files import file_hash
@@ -37,33 +37,18 @@ def large(tmp_path_factory) -> Path:
         num_key_value_heads=8,
         tie_word_embeddings=True,
     )
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
     config.save_pretrained(folder)
-    wide, inner = config.hidden_size, config.intermediate_size
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, wide), "model.norm.weight": (wide,)}
-    for layer in range(config.num_hidden_layers):
-        maps = {
-            "q_proj": (wide, wide),
-            "k_proj": (wide // 2, wide),
-            "v_proj": (wide // 2, wide),
-            "o_proj": (wide, wide),
-        }
-        shapes |= {f"model.layers.{layer}.self_attn.{name}.weight": shape for name, shape in maps.items()}
-        maps = {"gate_proj": (inner, wide), "up_proj": (inner, wide), "down_proj": (wide, inner)}
-        shapes |= {f"model.layers.{layer}.mlp.{name}.weight": shape for name, shape in maps.items()}
-        norms = ("input_layernorm", "post_attention_layernorm")
-        shapes |= {f"model.layers.{layer}.{name}.weight": (wide,) for name in norms}
-    names = sorted(shapes)
-    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(shapes))}
     for file in set(files.values()):
         # Every element is different, so that a misplaced one is found.
-        save_file(
-            {
-                name: torch.arange(prod(shapes[name]), dtype=torch.float32).view(shapes[name]) + index
-                for index, name in enumerate(names)
-                if files[name] == file
-            },
-            folder / file,
-        )
+        tensors = {
+            name: torch.arange(shapes[name].numel(), dtype=torch.float32).view(shapes[name]) + index
+            for index, name in enumerate(files)
+            if files[name] == file
+        }
+        save_file(tensors, folder / file)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
     return folder
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import losses, make_run, metrics, train_each
+from tests.training.runs import in_turn, make_run, metrics, train, write_config
 
 PROMPTS = ["Once upon a time", "The little dog", "옛날에"]
 SETTINGS = {"validation__every_steps": 3, "schedule__learning_rate": 1e-2}
@@ -44,13 +44,9 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
         "zero3": {"zero": 3, "method__variant": "route"},
         "sequence": {"zero": 1, "parallel__tp_size": 2, "parallel__sequence_parallel": True},
     }
-    runs = {name: make_run(tmp_path / name, tokens, **ASKING, **layout) for name, layout in layouts.items()}
-    silent = {
-        name: make_run(tmp_path / f"{name}-silent", tokens, **SETTINGS, **layouts[name])
-        for name in ("zero3", "sequence")
-    }
-    codes = run_ranks(train_each, 2, [*runs.values(), *silent.values()])
-    assert codes == [[0] * 5] * 2
+    configs = [make_run(tmp_path / name, tokens, **ASKING, **layout) for name, layout in layouts.items()]
+    configs.append(make_run(tmp_path / "silent", tokens, **SETTINGS, **layouts["zero3"]))
+    assert run_ranks(in_turn, 2, [partial(train, config) for config in configs]) == [[0] * 4] * 2
     before = greedy(STORIES)
     for name in layouts:
         first, *others = written(tmp_path / name)
@@ -59,10 +55,8 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
         assert set(others[-1]) == set(PROMPTS)
     assert written(tmp_path / "zero1") == written(tmp_path / "sequence")
     assert written(tmp_path / "zero3")[-1] != before
-    for name in silent:
-        assert losses(tmp_path / name) == losses(tmp_path / f"{name}-silent")
-        without = [{key: value for key, value in line.items() if key != "prompts"} for line in metrics(tmp_path / name)]
-        assert without == metrics(tmp_path / f"{name}-silent")
+    without = [{key: value for key, value in line.items() if key != "prompts"} for line in metrics(tmp_path / "zero3")]
+    assert without == metrics(tmp_path / "silent")
 
     (board,) = (tmp_path / "zero3" / "tensorboard").iterdir()
     texts = [
@@ -89,8 +83,5 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
     ],
 )
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_loaded(tokens, tmp_path, changes, message):
-    path = make_run(tmp_path / "run", tokens)
-    values = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**values, "validation": changes}))
     with pytest.raises(ConfigError, match=message):
-        read_inputs(load_config(path), 1)
+        read_inputs(load_config(write_config(tmp_path, tokens, validation=changes)), 1)

@@ -1,0 +1,122 @@
+"""Saves that are killed or asynchronous lose nothing; a finished run stays as it is, and may train longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pipeline.checkpoint.folder import latest_checkpoint
+from pipeline.checkpoint.torch_files import open_torch_file
+from pipeline.run_folder import attempts
+from pipeline.run_folder.attempts import read_attempts
+from pipeline.training.checkpointing import StateFiles
+from tests.distributed import RankError, run_ranks
+from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, prepared, start_deepspeed, train
+from tests.waiting import PATIENCE_S
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, asynchronous):
+    points = ["before the folder is renamed"] if asynchronous else list(KILL_POINTS)
+    settings = {"checkpoints": {"every_steps": 1, "keep_last": 1, "asynchronous": asynchronous}, "zero": 1}
+    undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=1, schedule__steps=STEPS)
+    for point in points:
+        config = make_run(tmp_path / point, tokens, schedule__steps=STEPS + 1, **settings)
+        with pytest.raises(RankError, match="died without a result"):
+            run_ranks(partial(train, kill_at=point, changes=[f"schedule.steps={STEPS}"]), 2, config)
+        saved = (tmp_path / point / "checkpoints" / "latest").read_text().strip()
+        assert saved == ("step_00000002" if point == "before the old one is removed" else "step_00000001"), point
+    jobs = [partial(train, undisturbed), *(partial(train, tmp_path / point / "run.yaml") for point in points)]
+    assert run_ranks(in_turn, 2, jobs) == [[0] * len(jobs)] * 2
+    for point in points:
+        assert metrics(tmp_path / point) == metrics(tmp_path / "undisturbed"), point
+        names = sorted(path.name for path in (tmp_path / point / "checkpoints").iterdir())
+        assert names == ["latest", f"step_{STEPS:08d}"], f"{point}: stale folders are left"
+
+
+def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
+    config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
+    longer = make_run(tmp_path, tokens, zero=1, name="longer.yaml", schedule__steps=3, upscaled=f"{tmp_path}/upscaled")
+    state, attempt = partial(_written, tmp_path), partial(partial, _attempt)
+    jobs = [attempt("1", config), state, attempt("2", config), state, attempt("3", longer)]
+    [(first, before, again, after, at_last)] = run_ranks(in_turn, 1, jobs)
+    assert (first, again, at_last) == (0, 0, 0)
+    assert before == after
+    assert json.loads(before[tmp_path / "training.json"][1])["steps"] == 1
+    ends = [attempt.ended for attempt in read_attempts(tmp_path)]
+    assert [end.exit_code for end in ends if end] == [0, 0, 0], "the attempt that found nothing to do is on record"
+    assert len(losses(tmp_path)) == 3
+    assert json.loads((tmp_path / "training.json").read_text())["steps"] == 3
+
+
+def _attempt(name: str, config: Path) -> int:
+    with patch.dict(os.environ, ATTEMPT=f"{name}.0"):
+        return train(config)
+
+
+def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """When each file of a run was last written, except for the record of the attempts, and the summary's content."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"") for path in files
+    }
+
+
+def test_copies_are_independent_of_later_changes(tmp_path):
+    weights = torch.arange(6.0)
+    copies = StateFiles(copied=True)
+    copies.add(tmp_path / "file.pt", {"a": weights, "again": weights, "views": [weights[2:4]], "step": 3})
+    weights.zero_()
+    copies.write()
+    value = open_torch_file(tmp_path / "file.pt")
+    assert value["a"].tolist() == [0, 1, 2, 3, 4, 5] and value["views"][0].tolist() == [2, 3] and value["step"] == 3
+    assert value["a"].data_ptr() == value["again"].data_ptr(), "a tensor under two names is written once"
+
+
+def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tokens, tmp_path):
+    config = make_run(tmp_path, tokens, zero=1, checkpoints={"every_steps": 1, "asynchronous": True})
+    assert run_ranks(_save_twice, 1, config) == [(None, "step_00000001", "step_00000001")]
+
+
+def _save_twice(config: Path) -> tuple[object, ...]:
+    """What `latest` names when a save has returned, when it is complete, and after one that failed unforeseen."""
+    start_deepspeed()
+    from pipeline.checkpoint.manifest import Position
+    from pipeline.training import checkpointing
+
+    trainer, _, _ = prepared(config)
+    trainer.observers.on_end(finished=True)
+    checkpoints = trainer.checkpoints
+    trainer.engine.backward(trainer.engine.loss(next(trainer.batches.of_step(0)))[0])
+    trainer.engine.step(1e-3)
+    write, returned = checkpointing.write_torch_file, threading.Event()
+
+    def slowly(path, value):
+        returned.wait(PATIENCE_S)  # a save that waits for the disk takes this long
+        write(path, value)
+
+    def named():
+        latest = latest_checkpoint(checkpoints.folder)
+        return latest and latest.name
+
+    with patch.object(checkpointing, "write_torch_file", slowly):
+        checkpoints.save(trainer.engine, Position(step=1))
+        found = [named()]
+        returned.set()
+        checkpoints.finish()
+    found.append(named())
+    with patch.object(checkpointing, "write_torch_file", side_effect=ZeroDivisionError):
+        checkpoints.save(trainer.engine, Position(step=2))
+        with pytest.raises(ZeroDivisionError):
+            checkpoints.finish()
+    checkpoints.finish()
+    return (*found, named())

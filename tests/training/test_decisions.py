@@ -48,15 +48,16 @@ def steered(config: Path) -> list[tuple[float, float]]:
         def on_validation(self, event: Any) -> None:
             found.append((event.figures["kl_from_base/training"], event.position.learning_rate_factor))
 
-    original = diagnostics.kl_divergence
+    original = diagnostics.kl_and_logit_gradient_
 
-    def recorded(*arguments: Any) -> float:
-        own.append(original(*arguments))
-        return own[-1]
+    def recorded(*arguments: Any, **columns: Any) -> Any:
+        kl, gradient = original(*arguments, **columns)
+        own.append(float(kl.sum()))
+        return kl, gradient
 
     trainer, position, _ = prepared(config)
     trainer.observers.members += (Recorder(),)
-    with patch.object(diagnostics, "kl_divergence", recorded):
+    with patch.object(diagnostics, "kl_and_logit_gradient_", recorded):
         train_loop(trainer, position, StopSignals())
     trainer.observers.on_end(finished=True)
     return [*found, (own[-1], 0.0)]

@@ -368,18 +368,15 @@ def test_an_export_needs_its_own_tokenizer_and_adapters_alone_are_none(run: Trai
         convert(replace(asked, output=tmp_path / "other", vocabulary=STORIES), probe)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [("vocabulary.json", None, "found none"), ("vocabulary.json", {"base_rows": 500}, "extends another tokenizer")],
-)
-def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, file, content, message):
-    copy = shutil.copytree(vocabulary, tmp_path / "vocabulary")
-    record = json.loads((copy / file).read_text())
-    (copy / file).unlink()
-    if content is not None:
-        (copy / file).write_text(json.dumps(record | content))
+@pytest.mark.parametrize(("changes", "message"), [(None, "found none"), ({"base_rows": 500}, "extends another tokeni")])
+def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, changes, message):
+    record = shutil.copytree(vocabulary, tmp_path / "vocabulary") / "vocabulary.json"
+    values = json.loads(record.read_text())
+    record.unlink()
+    if changes is not None:
+        record.write_text(json.dumps(values | changes))
     with pytest.raises(DataError, match=message):
-        read_inputs(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(copy)})), 1)
+        read_inputs(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})), 1)
 
 
 def diagnostics(run: Path) -> dict[str, float]:

@@ -30,7 +30,7 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, asy
     settings = {"checkpoints": {"every_steps": 1, "keep_last": 1, "asynchronous": asynchronous}, "zero": 1}
     undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=1, schedule__steps=STEPS)
     for point in points:
-        config = make_run(tmp_path / point, tokens, schedule__steps=STEPS + 1, **settings)
+        config = make_run(tmp_path / point, tokens, name="given.yaml", schedule__steps=STEPS + 1, **settings)
         with pytest.raises(RankError, match="died without a result"):
             run_ranks(partial(train, kill_at=point, changes=[f"schedule.steps={STEPS}"]), 2, config)
         saved = (tmp_path / point / "checkpoints" / "latest").read_text().strip()

@@ -29,12 +29,12 @@ def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
     from pipeline.sizing.estimate import open_estimator  # here, so that --help does not import torch
-    from pipeline.sizing.table import as_text, as_values, make_report
+    from pipeline.sizing.table import Report
 
     config, cluster = load_config(arguments.run, arguments.set, base="described"), cluster_of(arguments)
-    report = make_report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
-    print(json.dumps(as_values(report), indent=2) if arguments.json else as_text(report))
-    return 0 if report.recommendation.choice else 1
+    report = Report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
+    print(json.dumps(report.as_values(), indent=2) if arguments.json else report.as_text())
+    return 0 if report.recommended.choice else 1
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
-from pipeline.sizing.micro_batch import MicroBatch
+from pipeline.sizing.micro_batch import measure_micro_batch
 
 _GIB = 2**30
 
@@ -53,7 +53,7 @@ def check_memory(setting: Setting) -> Iterator[Row]:
             base_precision=precision,
         )
         config = load_config(path)
-        costs = MicroBatch(config, spec, 1, torch.bfloat16).costs(checkpointing)
+        costs = measure_micro_batch(config, spec, 1, checkpointing, torch.bfloat16)
         estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
         with default_dtype(torch.bfloat16), setting.device:
             model = build_model(config, spec, SINGLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -144,7 +145,7 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
 def check_imagined_model(config: RunConfig, spec: DecoderSpec) -> None:
     """Raises what building the model on the run's layout would, in one process."""
     parallel = config.parallel
-    check_model(config, spec, imagined_ranks(parallel.tp_size, [], sequence_parallel=parallel.sequence_parallel))
+    check_model(config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel))
 
 
 def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> bool:

@@ -24,7 +24,7 @@ from pipeline.files import free_bytes
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
-from pipeline.sizing.estimate import Choice, Estimate, Estimator, check_cluster
+from pipeline.sizing.estimate import Choice, Estimate, Estimator
 from pipeline.sizing.memory import (
     Memory,
     Parameters,
@@ -92,12 +92,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
-    """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing.
-
-    Raises:
-        ConfigError: a value of the cluster is impossible.
-    """
-    check_cluster(cluster)
+    """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing."""
     run = Opened(config, cluster.gpus, base_config)
     faults = faults_of(run)
     estimator, estimate = _estimate(run, cluster, faults)

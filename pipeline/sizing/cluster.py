@@ -6,6 +6,8 @@ import argparse
 import os
 from dataclasses import dataclass, fields
 
+from pipeline.errors import ConfigError
+
 GIB = 2**30
 USABLE_FRACTION = 0.9
 """Of a GPU's memory; the rest is left for the CUDA context, NCCL's buffers and fragmentation."""
@@ -27,6 +29,15 @@ class Cluster:
     node_gb_per_s: float = 300.0
     network_gb_per_s: float = 40.0
     on_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where a value is impossible."""
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name != "on_cpu" and value <= 0:
+                raise ConfigError(f"--{setting.name.replace('_', '-')}: expected a number above 0, found {value}")
+        if self.mfu > 1:
+            raise ConfigError(f"--mfu: expected a share of the peak, 0 to 1, found {self.mfu}")
 
     @property
     def nodes(self) -> int:

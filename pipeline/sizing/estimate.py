@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, starmap
 from pathlib import Path
@@ -30,10 +30,18 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
-from pipeline.sizing.gathering import Gathering, estimate_gathering
-from pipeline.sizing.memory import Memory, Parameters, ZeroSettings, count_parameters, estimate_memory, zero_settings
-from pipeline.sizing.micro_batch import MicroBatch, MicroBatchCosts
-from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
+from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
+from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
+from pipeline.sizing.traffic import (
+    GATHER,
+    REDUCE,
+    TENSOR_PARALLEL,
+    Gathering,
+    Traffic,
+    estimate_gathering,
+    estimate_traffic,
+)
+from pipeline.sizing.zero import ZeroSettings, zero_settings
 
 _logger = log.get_logger(__name__)
 
@@ -91,14 +99,10 @@ class Estimator:
         self.spec = spec
         self.deepspeed = deepspeed
         self.cluster = cluster
-        self._micro_batches: dict[int, MicroBatch] = {}
+        self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        self.own_choice = Choice(deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing)
         self._costs: dict[tuple[int, ActivationCheckpointing], MicroBatchCosts] = {}
         self._flops: dict[ActivationCheckpointing, FlopsPerToken] = {}
-
-    @property
-    def own_choice(self) -> Choice:
-        """The layout of the run's configuration."""
-        return Choice(self.deepspeed.zero_stage, self.config.parallel.tp_size, self.config.activation_checkpointing)
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -107,23 +111,13 @@ class Estimator:
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             return count_parameters(model, Decoder(replace(self.spec, new_rows=0)))
 
-    @cached_property
-    def _whole_model(self) -> Decoder:
-        with torch.device("meta"):
-            return build_model(self.config, self.spec, SINGLE)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks."""
-        return self.config.schedule.global_batch_size * self.config.data.sequence_length
-
     def flops_per_token(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
         if activation_checkpointing not in self._flops:
-            self._whole_model.activation_checkpointing = activation_checkpointing
-            self._flops[activation_checkpointing] = count_flops(
-                self._whole_model, self.config.data.sequence_length, self.config.data.kl_fraction
-            )
+            with torch.device("meta"):
+                model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
+            data = self.config.data
+            self._flops[activation_checkpointing] = count_flops(model, data.sequence_length, data.kl_fraction)
         return self._flops[activation_checkpointing]
 
     def estimate(self, choice: Choice) -> Estimate:
@@ -132,14 +126,14 @@ class Estimator:
         Raises:
             UserError: the model or the batch cannot be split this way.
         """
-        layout = Layout(self.cluster.gpus, choice.tp_size)
+        cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
-        memory, host_bytes = self.memory(choice)
         zero, costs, gathering = self._micro_batch(choice)
-        traffic = estimate_traffic(costs, zero, layout, micro_batches, gathering, self.cluster)
+        memory, host_bytes = self.memory(choice)
+        traffic = estimate_traffic(costs, zero, layout, micro_batches, gathering.gathered, cluster)
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
-        compute_s = flops / (self.cluster.gpus * self.cluster.peak_tflops * 1e12 * self.cluster.mfu)
-        step_s = step_seconds(compute_s, traffic, zero, self.cluster)
+        compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
+        step_s = step_seconds(compute_s, traffic, zero, cluster)
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
@@ -150,7 +144,8 @@ class Estimator:
         """
         zero, costs, gathering = self._micro_batch(choice)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
-        return estimate_memory(costs, zero, dp_size, gathering, asynchronous=self.config.checkpoints.asynchronous)
+        asynchronous = self.config.checkpoints.asynchronous
+        return estimate_memory(costs, zero, dp_size, gathering.most_at_once, asynchronous=asynchronous)
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.
@@ -174,16 +169,16 @@ class Estimator:
                 refused[choice] = str(error)
         return estimates, refused
 
-    def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering | None]:
+    def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering]:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._costs:
             _logger.info("running a micro-batch without data: tp %d, checkpointing %s", *key)
-            if choice.tp_size not in self._micro_batches:
-                self._micro_batches[choice.tp_size] = MicroBatch(self.config, self.spec, choice.tp_size, zero.dtype)
-            self._costs[key] = self._micro_batches[choice.tp_size].costs(choice.activation_checkpointing)
+            self._costs[key] = measure_micro_batch(self.config, self.spec, *key, zero.dtype)
         costs = self._costs[key]
-        return zero, costs, estimate_gathering(costs.segments, zero.gathering) if zero.stage == 3 else None
+        if zero.stage < 3:
+            return zero, costs, Gathering()
+        return zero, costs, estimate_gathering(costs.parameter_sizes, costs.returning_sizes, zero.gathering)
 
 
 def step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
@@ -212,11 +207,10 @@ def open_estimator(
     `base_config` is the base's config.json, if its folder is missing.
 
     Raises:
-        ConfigError: a value of the cluster is impossible, or the DeepSpeed file is invalid for the layout or the run.
+        ConfigError: the DeepSpeed file is invalid for the layout or the run.
         BaseModelError: neither the base's folder nor `base_config` exists.
         LayoutError: the number of GPUs does not divide by the tensor-parallel size.
     """
-    check_cluster(cluster)
     if tp_size is not None:
         if tp_size <= 0:
             raise ConfigError(f"--tp: expected a number above 0, found {tp_size}")
@@ -241,13 +235,3 @@ def read_architecture(config: RunConfig, base_config: Path | None = None) -> Dec
             f"{source}: no such file or folder; the base's config.json is enough: name it with --base-config"
         )
     return extended_spec(config, read_spec(source))
-
-
-def check_cluster(cluster: Cluster) -> None:
-    """Raises ConfigError where a value is impossible."""
-    for setting in fields(cluster):
-        value = getattr(cluster, setting.name)
-        if setting.name != "on_cpu" and value <= 0:
-            raise ConfigError(f"--{setting.name.replace('_', '-')}: expected a number above 0, found {value}")
-    if cluster.mfu > 1:
-        raise ConfigError(f"--mfu: expected a share of the peak, 0 to 1, found {cluster.mfu}")

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.records import Keys
@@ -22,8 +21,8 @@ from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.estimate import Estimator, open_estimator
-from pipeline.sizing.matching import Matcher
+from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.matching import MULTIPLE_OF, grown
 
 _SAMPLE_BYTES = 4 * 2**20
 WIDER_BY = 1 / 8
@@ -94,7 +93,12 @@ def propose(
     for corpus in values["data"]["corpora"].values() if text_key != "text" else ():
         corpus["text_key"] = text_key
     config = parse_config(values, source="the proposed configuration")
-    values["method"] = _method(config, spec)
+    hidden_size = max(1, round(spec.widths.hidden_size * WIDER_BY / MULTIPLE_OF)) * MULTIPLE_OF
+    method = grown("adapt", hidden_size, config, spec, unpadded=True)
+    values["method"] = {
+        **method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"}),
+        "norm": "base",
+    }
     # A gate keeps the base's own logits, in which new pieces have no place.
     values |= {"vocabulary": {"folder": str(vocabulary)}} if vocabulary is not None else {"gate": {}}
     config, values = _fitted(values, cluster, on_cpu=on_cpu)
@@ -159,14 +163,6 @@ def _corpus(text: Texts, length: int) -> dict[str, Any]:
     return {"input": text.inputs, "heldout_fraction": heldout, "estimated_tokens": text.tokens}
 
 
-def _method(config: RunConfig, spec: DecoderSpec) -> dict[str, Any]:
-    matcher = Matcher(config, spec, unpadded=True)
-    hidden = max(1, round(spec.widths.hidden_size * WIDER_BY / matcher.multiple_of)) * matcher.multiple_of
-    method = matcher.grown("adapt", hidden)
-    assert isinstance(method, ScaleMethod)
-    return {**method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"}), "norm": "base"}
-
-
 def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[RunConfig, dict[str, Any]]:
     """The settings with the first layout that fits, and its largest micro-batch."""
     layouts: list[dict[str, Any]] = [{}]
@@ -178,7 +174,8 @@ def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[
         for micro_batch in (size for size in _MICRO_BATCHES if per_rank % size == 0):
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
-            if _fits(open_estimator(config, cluster)):
+            estimator = open_estimator(config, cluster)
+            if estimator.memory(estimator.own_choice)[0].total <= cluster.usable_bytes:
                 return config, fitted
     raise LayoutError(
         f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "
@@ -186,25 +183,15 @@ def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[
     )
 
 
-def _fits(estimator: Estimator) -> bool:
-    return estimator.memory(estimator.own_choice)[0].total <= estimator.cluster.usable_bytes
-
-
-def _growth(values: dict[str, Any], spec: DecoderSpec) -> str:
-    """By how much each width grows."""
-    base, added = asdict(spec.widths), values["method"]["expansion"]
-    names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
-    grown = (f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
-    return f"The base's widths grow: {', '.join(grown)}"
-
-
 def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
-    schedule = values["schedule"]
+    schedule, base, added = values["schedule"], asdict(spec.widths), values["method"]["expansion"]
+    names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
+    growth = ", ".join(f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
     tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
     comments = {
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
-        "method": f"{_growth(values, spec)}. The paper's grow by an\n"
+        "method": f"The base's widths grow: {growth}. The paper's grow by an\n"
         "eighth each, a small base's by what servers can split.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
         "forgets and learns less.\n"

@@ -6,8 +6,7 @@ gradients count for what they really cost under every method, without a formula 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,7 @@ from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
-from pipeline.sizing.meta_tensors import KnownSizes
-from pipeline.sizing.micro_batch import shorten
+from pipeline.sizing.micro_batch import KnownSizes, extrapolated
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
@@ -77,7 +75,8 @@ class FlopsPerToken:
 def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0) -> FlopsPerToken:
     """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set.
 
-    `kl_fraction` of the sequences also take what KL(base || model) costs.
+    Where gradients are off it is the forward pass. `kl_fraction` of the sequences also take what KL(base || model)
+    costs.
     """
     plain = _count(meta_model, sequence_length, kl_rows=0)
     if not kl_fraction:
@@ -89,36 +88,20 @@ def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 
     )
 
 
-def count_inference_flops(meta_model: Decoder, sequence_length: int) -> FlopsPerToken:
-    """Counts the forward pass of `meta_model`, which was built under `torch.device("meta")`."""
-    with torch.no_grad():
-        return _count(meta_model, sequence_length)
-
-
-def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int = 0) -> FlopsPerToken:
-    """Counts a sequence that is rehearsed, or (kl_rows 0) is not; where gradients are off, its forward pass."""
+def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsPerToken:
+    """Counts a sequence that is rehearsed, or (kl_rows 0) is not."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
-    layers, output = meta_model.layers, meta_model.output
-    times = Counter(shorten(meta_model))
-    every_chunk = output.chunks
-    output.chunks = _one_chunk_of_each_loss  # type: ignore[method-assign]  # as many FLOPs, in fewer operations
-    with KnownSizes(), FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
-        total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
-        if torch.is_grad_enabled():
-            total_loss.backward()
-    meta_model.layers, output.chunks = layers, every_chunk  # type: ignore[method-assign]
-    matrix = total = 0
-    counts = counter.get_flop_counts()
-    # `Global` contains each layer that ran once; layers that cost the same are added for those left out.
-    for times_more, module in ((1, "Global"), *((times[i] - 1, f"Decoder.layers.{i}") for i in times)):
-        for operation, flops in counts.get(module, {}).items():
-            total += times_more * flops
-            matrix += times_more * flops if str(operation) in _MATRIX_PRODUCTS else 0
-    return FlopsPerToken(matrix / sequence_length, (total - matrix) / sequence_length)
 
+    def run() -> dict[str, int]:
+        with KnownSizes(), FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
+            total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+            if torch.is_grad_enabled():
+                total_loss.backward()
+        return {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
 
-def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-    return (slice(*rows) for rows in ((0, kl_tokens), (kl_tokens, tokens)) if rows[0] < rows[1])
+    counts = extrapolated(meta_model, run)
+    matrix = sum(counts.get(operation, 0) for operation in _MATRIX_PRODUCTS)
+    return FlopsPerToken(matrix / sequence_length, (sum(counts.values()) - matrix) / sequence_length)
 
 
 # By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and fp16. Where they give

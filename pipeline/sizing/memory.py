@@ -6,22 +6,16 @@ freed; its copies count where they are larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline.config.run import RunConfig
-from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder
-from pipeline.parallel.sharding import full_shape_of
-from pipeline.sizing.gathering import Gathering, GatherSettings
 from pipeline.sizing.micro_batch import MicroBatchCosts
+from pipeline.sizing.zero import ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -43,85 +37,18 @@ class Parameters:
 
 
 def count_parameters(model: Decoder, base: Decoder) -> Parameters:
-    """Counts `model`, which a method made from `base`; both may be without data, and a rank's shard."""
-    pretrained = _elements(base.parameters())
-    return Parameters(pretrained, _elements(model.parameters()) - pretrained, count_trained(model))
+    """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
+    pretrained = sum(parameter.numel() for parameter in base.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return Parameters(pretrained, total - pretrained, count_trained(model))
 
 
 def count_trained(model: Decoder) -> int:
     """The number of parameters of `model` that train."""
-    return _elements(parameter for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(prod(full_shape_of(parameter)) for parameter in parameters)
-
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class ZeroSettings:
-    """The settings of a DeepSpeed JSON file that decide memory and messages, at `stage`.
-
-    Attributes:
-        dtype: of weights and matrix products.
-        accumulation_dtype: of the gradients that are accumulated over micro-batches.
-        communication_dtype: of the gradients in messages.
-        bucket_elements: the size of a gradient bucket, in elements.
-        overlaps: whether communication overlaps with computation.
-        gathering: the settings of ZeRO-3's gathers.
-        host_optimizer, host_weights: whether these are offloaded to the host.
-    """
-
-    stage: int
-    dtype: torch.dtype
-    accumulation_dtype: torch.dtype
-    communication_dtype: torch.dtype
-    bucket_elements: int
-    overlaps: bool
-    gathering: GatherSettings
-    host_optimizer: bool = False
-    host_weights: bool = False
-
-    @property
-    def keeps_whole_gradients(self) -> bool:
-        """Whether every rank accumulates all gradients in fp32, in addition to those that autograd writes.
-
-        DeepSpeed's BF16_Optimizer does: ZeRO-1 over 16-bit weights with fp32 accumulation.
-        """
-        return self.stage == 1 and self.dtype != self.accumulation_dtype
-
-
-def zero_settings(config: DeepSpeedConfig, stage: int | None = None) -> ZeroSettings:
-    """The settings of a JSON file, or those at another stage (then without offloading)."""
-    zero = config.zero
-    own = stage is None or stage == config.zero_stage
-    stage = stage or config.zero_stage
-    accumulation = _dtype(config.values.get("data_types", {}).get("grad_accum_dtype"), config.dtype)
-    return ZeroSettings(
-        stage=stage,
-        dtype=config.dtype,
-        accumulation_dtype=accumulation,
-        communication_dtype=_dtype(config.values.get("communication_data_type"), config.dtype),
-        bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
-        overlaps=bool(zero.get("overlap_comm", stage == 3)),
-        gathering=GatherSettings.of(zero),
-        host_optimizer=own and _on_host(zero, "offload_optimizer"),
-        host_weights=own and _on_host(zero, "offload_param"),
-    )
-
-
-def _on_host(zero: dict[str, Any], name: str) -> bool:
-    return zero.get(name, {}).get("device", "none") != "none"
-
-
-def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:
-    return default if name is None else _DTYPES[name]
-
-
-_FP32 = 4
-_MASTER_AND_MOMENTS = 3 * _FP32
+_MASTER_AND_MOMENTS = 12
 """Bytes of an element's fp32 master weight and two Adam moments."""
 
 
@@ -154,67 +81,49 @@ class Memory:
 
 
 def estimate_memory(
-    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathering: Gathering | None, *, asynchronous: bool = False
+    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathered_elements: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
     """A GPU's memory, and the bytes in the host's memory per GPU: what is offloaded, and copies of what trains.
 
-    An `asynchronous` save holds a copy of the optimizer's state. At the start, ZeRO-1 and 2 gather the trained
-    parameters on the host and join them there.
+    `gathered_elements` is the most that ZeRO-3 holds gathered. An `asynchronous` save holds a copy of the optimizer's
+    state. At the start, ZeRO-1 and 2 gather the trained parameters on the host and join them there.
     """
-    weights = _weights_bytes(costs, zero, dp_size)
-    optimizer = _partition(costs, zero, dp_size) * _MASTER_AND_MOMENTS
-    gradients = _gradients_bytes(costs, zero, dp_size)
+    trained = sum(costs.trained_sizes)
+    partition = partition_size(trained, dp_size)
+    weights = costs.parameter_bytes
+    if zero.stage == 3:  # partitions each parameter; small ones are there whole as well
+        partition = sum(partition_size(size, dp_size) for size in costs.trained_sizes)
+        small = sum(size for size in costs.parameter_sizes if size <= zero.gathering.param_persistence_threshold)
+        weights = (sum(partition_size(size, dp_size) for size in costs.parameter_sizes) + small) * zero.dtype.itemsize
+    gradients = (trained if zero.stage == 1 else partition) * zero.accumulation_dtype.itemsize
+    # The copies of the optimizer's update: ZeRO-1 may send all gradients at once, the others copy their own in fp32.
+    update = partition * torch.float32.itemsize
+    if zero.keeps_whole_gradients:
+        gradients += trained * zero.dtype.itemsize
+        update = trained * zero.communication_dtype.itemsize
+    optimizer = partition * _MASTER_AND_MOMENTS
     on_host = optimizer if asynchronous else 0
     if zero.host_optimizer:
         on_host += optimizer + gradients
-        optimizer = gradients = 0
+        optimizer = gradients = update = 0
     if zero.host_weights:
         on_host, weights = on_host + weights, 0
-    of_loss = costs.activation_bytes + costs.loss_bytes
-    of_backward = costs.temporary_bytes + _bucket_bytes(zero)
-    of_update = _update_bytes(costs, zero, dp_size)
     memory = Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
-        gathered=gathering.most_at_once * zero.dtype.itemsize if gathering else 0,
-        temporary=max(of_backward, of_update - of_loss),
+        gathered=gathered_elements * zero.dtype.itemsize,
+        temporary=max(costs.temporary_bytes + _bucket_bytes(zero), update - costs.activation_bytes - costs.loss_bytes),
     )
-    at_start = 2 * sum(costs.trained_sizes) * zero.dtype.itemsize if zero.stage < 3 else 0
+    at_start = 2 * trained * zero.dtype.itemsize if zero.stage < 3 else 0
     return memory, max(on_host, at_start)
-
-
-def _weights_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """All of this rank's shards under ZeRO-1 and 2; under ZeRO-3 a partition, and small parameters whole as well."""
-    if zero.stage < 3:
-        return costs.parameter_bytes
-    sizes = costs.parameter_sizes
-    whole = sum(size for size in sizes if size <= zero.gathering.param_persistence_threshold)
-    return (sum(partition_size(size, dp_size) for size in sizes) + whole) * zero.dtype.itemsize
-
-
-def _gradients_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """ZeRO-1 holds the gradients of all trained parameters, ZeRO-2 and 3 this rank's partition."""
-    trained = sum(costs.trained_sizes)
-    if zero.keeps_whole_gradients:
-        return trained * (zero.accumulation_dtype.itemsize + zero.dtype.itemsize)
-    if zero.stage == 1:
-        return trained * zero.accumulation_dtype.itemsize
-    return _partition(costs, zero, dp_size) * zero.accumulation_dtype.itemsize
 
 
 def partition_size(size: int, dp_size: int) -> int:
     """A rank's part of `size` elements; that of the last rank is padded."""
     return -(-size // dp_size)
-
-
-def _partition(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """How many elements this rank updates: ZeRO-3 partitions each parameter, ZeRO-1 and 2 all of them together."""
-    if zero.stage == 3:
-        return sum(partition_size(size, dp_size) for size in costs.trained_sizes)
-    return partition_size(sum(costs.trained_sizes), dp_size)
 
 
 def _bucket_bytes(zero: ZeroSettings) -> int:
@@ -224,15 +133,6 @@ def _bucket_bytes(zero: ZeroSettings) -> int:
     if zero.stage == 3:
         return zero.bucket_elements * zero.communication_dtype.itemsize
     return zero.bucket_elements * zero.dtype.itemsize * (2 if zero.overlaps else 1)
-
-
-def _update_bytes(costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int) -> int:
-    """Copies during the optimizer's update: ZeRO-1 sends all gradients at once, 2 and 3 copy their own in fp32."""
-    if zero.host_optimizer:
-        return 0
-    if zero.keeps_whole_gradients:
-        return sum(costs.trained_sizes) * zero.communication_dtype.itemsize
-    return _partition(costs, zero, dp_size) * torch.float32.itemsize
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:

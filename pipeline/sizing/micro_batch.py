@@ -2,21 +2,23 @@
 
 The model that runs is the one that would train, on the meta device, with a CPU's fused attention: it keeps queries,
 keys, values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and
-recomputed layers count for what they really cost. Layers that cost the same run once and are multiplied.
+recomputed layers count for what they really cost. One layer of each kind runs, and a second one for what each adds.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
@@ -28,12 +30,8 @@ from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import TensorParallel
-from pipeline.sizing.gathering import Segment
-from pipeline.sizing.meta_tensors import LiveMemory
 
-Message = tuple[int, str, int]
-"""A tensor-parallel message: the group size, the collective (`all-reduce`, `all-gather` or `reduce-scatter`), and the
-payload in bytes, the longer of input and output."""
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -45,232 +43,246 @@ class MicroBatchCosts:
         loss_bytes: the most that the output projection adds to them: a chunk of logits, and the gradients that the loss
             computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
-        payload_bytes: of tensor-parallel messages, by (group size, collective).
-        segments: the parameters of the model and their uses, from the embedding to the output.
+        payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input and output.
         parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
+        returning_sizes: the same of the parameters that the backward pass reads.
         parameter_bytes: of all shards together.
     """
 
     activation_bytes: int
     loss_bytes: int
     temporary_bytes: int
-    payload_bytes: dict[tuple[int, str], int]
-    segments: tuple[Segment, ...]
+    payload_bytes: Counter[tuple[int, str]]
     parameter_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
+    returning_sizes: tuple[int, ...]
     parameter_bytes: int
 
 
-class MicroBatch:
-    """A micro-batch of the run `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
+def measure_micro_batch(
+    config: RunConfig,
+    spec: DecoderSpec,
+    tp_size: int,
+    activation_checkpointing: ActivationCheckpointing,
+    dtype: torch.dtype,
+) -> MicroBatchCosts:
+    """The costs of a micro-batch of `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
 
-    Its model is built once, in `dtype` and without data.
+    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
+
+    Raises:
+        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
     """
+    payload_bytes: Counter[tuple[int, str]] = Counter()
+    tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
+    with torch.device("meta"), default_dtype(dtype):
+        model = build_model(config, spec, tp, activation_checkpointing)
+    parameters = list(model.parameters())
+    returning = _returning_parameters(model, tp_size)
+    every_chunk = model.output.chunks
 
-    def __init__(self, config: RunConfig, spec: DecoderSpec, tp_size: int, dtype: torch.dtype) -> None:
-        """Raises UserError if the model, or its sequences, cannot be split over `tp_size` ranks."""
-        self.config = config
-        self.spec = spec
-        self.dtype = dtype
-        self._messages: list[Message] = []
-        tp = imagined_ranks(tp_size, self._messages, sequence_parallel=config.parallel.sequence_parallel)
-        with torch.device("meta"), default_dtype(dtype):
-            self._model = build_model(config, spec, tp)
-        self._sizes = tuple(parameter.numel() for parameter in self._model.parameters())
-        self._trained = tuple(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
-        self._bytes = sum(parameter.nbytes for parameter in self._model.parameters())
-        self._representatives = shorten(self._model)
-        every_chunk = self._model.output.chunks
+    def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+        """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes a token.)"""
+        chunks = list(every_chunk(tokens, kl_tokens))
+        return iter(chunks[:3] + chunks[3:][-2:])
 
-        def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-            """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes a token.)"""
-            chunks = list(every_chunk(tokens, kl_tokens))
-            return iter(chunks[:3] + chunks[3:][-2:])
-
-        self._model.output.chunks = few_chunks  # type: ignore[method-assign]
-
-    def costs(self, activation_checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
-        """Runs the micro-batch.
-
-        Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
-        """
-        self._model.activation_checkpointing = activation_checkpointing
-        plain = self._measure(kl_rows=0)
-        rows = self.config.data.kl_fraction * self.config.schedule.micro_batch_size
-        kl_rows = math.ceil(rows)
-        if kl_rows == 0:
-            return plain
-        rehearsed = self._measure(kl_rows=kl_rows)
-        # Layers that ran once are multiplied, but the base's stream exists once: it counts here, with its last states.
-        elements = kl_rows * self.config.data.sequence_length * self.spec.widths.hidden_size
-        payload = {
-            key: round(sent + rows / kl_rows * (rehearsed.payload_bytes[key] - sent))
-            for key, sent in plain.payload_bytes.items()
-        }
-        return replace(
-            plain,
-            activation_bytes=plain.activation_bytes + 2 * elements * self.dtype.itemsize,
-            loss_bytes=max(plain.loss_bytes, rehearsed.loss_bytes),
-            temporary_bytes=max(plain.temporary_bytes, rehearsed.temporary_bytes),
-            payload_bytes=payload,
-        )
-
-    def _measure(self, *, kl_rows: int) -> MicroBatchCosts:
-        """The costs of a micro-batch of which `kl_rows` sequences are rehearsed."""
-        config, representatives = self.config, self._representatives
-        shape = config.schedule.micro_batch_size, config.data.sequence_length
-        tokens = torch.zeros(shape, dtype=torch.long, device="meta")
-        ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
-        documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
-        self._messages.clear()
-        for module in self._model.modules():
-            if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
-                module.rotary = RotaryEmbedding()
-        run = _Run(self._model, self._messages)
-        run.step(tokens, tokens, tokens, documents, kl_rows, kl_rows)
-        times = Counter(representatives)
-        payload: Counter[tuple[int, str]] = Counter()
-        for (group_size, collective, length), layer in zip(self._messages, run.message_layers, strict=True):
-            payload[group_size, collective] += length * (1 if layer is None else times[layer])
-        left_out = sum((times[layer] - 1) * held for layer, held in run.held_by_layer.items())
-        segments = run.segments()
-        return MicroBatchCosts(
-            activation_bytes=run.activation_bytes + left_out,
-            loss_bytes=run.loss_bytes,
-            temporary_bytes=run.temporary_bytes,
-            payload_bytes=dict(payload),
-            segments=(segments[0], *(segments[1 + layer] for layer in representatives), segments[-1]),
-            parameter_sizes=self._sizes,
-            trained_sizes=self._trained,
-            parameter_bytes=self._bytes,
-        )
+    model.output.chunks = few_chunks  # type: ignore[method-assign]
+    rows = config.data.kl_fraction * config.schedule.micro_batch_size
+    plain = extrapolated(model, lambda: _run(model, config, payload_bytes, kl_rows=0))
+    costs = plain
+    if rows:
+        costs = extrapolated(model, lambda: _run(model, config, payload_bytes, kl_rows=math.ceil(rows)))
+    share = rows / math.ceil(rows) if rows else 1.0
+    sent = {kind: plain[kind] + share * (costs[kind] - plain[kind]) for kind in costs if isinstance(kind, tuple)}
+    return MicroBatchCosts(
+        activation_bytes=costs[_ACTIVATIONS],
+        loss_bytes=costs[_LOSS],
+        temporary_bytes=costs[_TEMPORARY],
+        payload_bytes=Counter({kind: round(payload) for kind, payload in sent.items()}),
+        parameter_sizes=tuple(parameter.numel() for parameter in parameters),
+        trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+    )
 
 
-def shorten(model: Decoder) -> list[int]:
-    """Keeps one layer of each kind in `model`. Returns, for each original layer, the index of the layer of its kind.
+def extrapolated(model: Decoder, measure: Callable[[], Mapping[Kind, int]]) -> dict[Kind, int]:
+    """What `measure` counts on the whole `model`, from its calls with a few of the layers.
 
-    Layers cost the same if they are of one `LayerKind`, have the same parameters, the same of them train, and the same
-    kinds of layers are below them.
+    Every layer of a kind costs the same: it is of one `LayerKind`, has the same parameters, the same of them train, and
+    the same kinds of layers are below it.
     """
-    kept: dict[object, nn.Module] = {}
+    layers, kinds = model.layers, dict[object, list[nn.Module]]()
     below: frozenset[object] = frozenset()
-    representatives = []
-    for layer in model.layers:
+    for layer in layers:
         parameters = tuple((name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters())
         kind = (layer.collaborative, layer.kind, parameters)
-        kept.setdefault((kind, below), layer)
-        representatives.append(list(kept).index((kind, below)))
+        kinds.setdefault((kind, below), []).append(layer)
         below |= {kind}
-    model.layers = nn.ModuleList(kept.values())
-    return representatives
+
+    def measured(taken: set[nn.Module]) -> Mapping[Kind, int]:
+        model.layers = nn.ModuleList(layer for layer in layers if layer in taken)
+        return measure()
+
+    few = {alike[0] for alike in kinds.values()}
+    one_of_each = measured(few)
+    total = dict(one_of_each)
+    for alike in kinds.values():
+        if len(alike) > 1:
+            more = measured({*few, alike[1]})
+            for what, count in more.items():
+                total[what] = total.get(what, 0) + (len(alike) - 1) * (count - one_of_each.get(what, 0))
+    model.layers = layers
+    return total
 
 
-class _Run:
-    """Runs one micro-batch through a model and records by layer what it holds, sends and uses."""
+_ACTIVATIONS, _LOSS, _TEMPORARY = "activations", "loss", "temporary"
 
-    def __init__(self, model: Decoder, messages: list[Message]) -> None:
-        self.model = model
-        self.messages = messages
-        self.message_layers: list[int | None] = []
-        self.held_by_layer: Counter[int] = Counter()
-        self.forward_calls: Counter[int] = Counter()
-        self.backward_uses: Counter[nn.Parameter] = Counter()
-        self.activation_bytes = self.loss_bytes = self.temporary_bytes = 0
-        self._live = LiveMemory(*model.parameters())
-        self._layer: int | None = None
-        self._held_before = 0
-        self._in_forward = True
-        self._hooks = ExitStack()
 
-    def step(self, *batch: Tensor | Documents | int | None) -> None:
-        """Forward and backward pass."""
-        with self._hooks:
-            self._step(*batch)
+def _run(
+    model: Decoder, config: RunConfig, payload_bytes: Counter[tuple[int, str]], *, kl_rows: int
+) -> dict[str | tuple[int, str], int]:
+    """The bytes that a micro-batch holds and sends, of which `kl_rows` sequences are rehearsed."""
+    shape = config.schedule.micro_batch_size, config.data.sequence_length
+    tokens = torch.zeros(shape, dtype=torch.long, device="meta")
+    ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
+    documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
+    payload_bytes.clear()
+    for module in model.modules():
+        if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
+            module.rotary = RotaryEmbedding()
+    live = LiveMemory(*model.parameters())
+    forward_peak = activations = 0
 
-    def _step(self, *batch: Tensor | Documents | int | None) -> None:
-        hook = self._hooks.enter_context
-        for parameter in self.model.parameters():
+    def before_loss(*_: object) -> None:
+        nonlocal forward_peak, activations
+        forward_peak, activations = live.peak, live.now
+        live.peak = live.now
+
+    with ExitStack() as hooks:
+        hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
-                hook(parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None)))
-        forward_peak = 0
-
-        def before_loss(*_: object) -> None:
-            nonlocal forward_peak
-            forward_peak, self.activation_bytes = self._live.peak, self._live.now
-            self._live.restart_peak()
-
-        hook(self.model.output.register_forward_pre_hook(before_loss))
-        self._follow(self.model.embedding, None)
-        for index, layer in enumerate(self.model.layers):
-            self._follow(layer, index)
-        self._follow(self.model.final_norm, None)
-        for module in self.model.modules():
-            hook(module.register_forward_hook(self._note_uses))
-        with self._live:
-            losses = self.model(*batch)
-            self.loss_bytes = self._live.peak - self.activation_bytes
-            self._in_forward = False
+                free = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+                hooks.enter_context(free)
+        with live:
+            losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
+            loss = live.peak - activations
             losses.total.backward()
-        self._enter(None)
-        held = self.activation_bytes + self.loss_bytes
-        self.temporary_bytes = max(forward_peak, self._live.peak) - held
+    temporary = max(forward_peak, live.peak) - activations - loss
+    return {_ACTIVATIONS: activations, _LOSS: loss, _TEMPORARY: temporary, **payload_bytes}
 
-    def _follow(self, module: nn.Module, layer: int | None) -> None:
-        """Calls `_enter(layer)` whenever the forward or the backward pass reaches `module`."""
 
-        def after(_: nn.Module, inputs: object, outputs: object) -> None:
-            for tensor in tree_leaves(outputs):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._enter(layer))
+def _returning_parameters(model: Decoder, length: int) -> set[nn.Parameter]:
+    """Those that the backward pass reads: of modules whose outputs have a gradient, and of layers that run again."""
+    returning: set[nn.Parameter] = set()
+    recomputed = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
-        self._hooks.enter_context(module.register_forward_pre_hook(lambda *_: self._enter(layer)))
-        self._hooks.enter_context(module.register_forward_hook(after))
+    def after(module: nn.Module, inputs: object, outputs: object) -> None:
+        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
+            returning.update(module.parameters(recurse=module in recomputed))
 
-    def _enter(self, layer: int | None) -> None:
-        """Assigns messages and memory since the last call to the layer that was entered then; None is outside all."""
-        self.message_layers += [self._layer] * (len(self.messages) - len(self.message_layers))
-        if self._in_forward:
-            if self._layer is not None:
-                self.held_by_layer[self._layer] += self._live.now - self._held_before
-            if layer is not None:
-                self.forward_calls[layer] += 1
-            self._held_before = self._live.now
-        self._layer = layer
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(after))
+        tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+        with KnownSizes():
+            model(tokens, tokens)
+    return returning
 
-    def _note_uses(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Counts a use in the backward pass if one of the module's outputs requires a gradient."""
-        if self._in_forward and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
-            self.backward_uses.update(module.parameters(recurse=False))
 
-    def segments(self) -> list[Segment]:
-        """The embedding, each layer that ran, and the final norm with the output projection.
+# --- Memory of tensors without data -----------------------------------------------------------------------------------
 
-        A frozen copy of the base is left out: it is used in the forward pass only, which is not the peak.
-        """
-        embedding = list(self.model.embedding.parameters())
-        copied = [] if self.model.reference is None else self.model.reference.parameters()
-        segments, seen = [self._segment(embedding)], {*embedding, *copied}
-        for index, layer in enumerate(self.model.layers):
-            parameters = list(layer.parameters())
-            segments.append(self._segment(parameters, self.forward_calls[index], self.model.is_checkpointed(layer)))
-            seen.update(parameters)
-        return [*segments, self._segment(weight for weight in self.model.parameters() if weight not in seen)]
+_sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
 
-    def _segment(
-        self, parameters: Iterable[nn.Parameter], forward_calls: int = 1, checkpointed: bool = False
-    ) -> Segment:
-        uses = {parameter: self.backward_uses[parameter] for parameter in parameters}
-        sizes = tuple(parameter.numel() for parameter in uses)
-        return Segment(sizes, tuple(uses.values()), forward_calls, recomputed=checkpointed and any(uses.values()))
+
+class KnownSizes(TorchDispatchMode):
+    """While entered, a new meta tensor that an equal call made before is made again from its sizes.
+
+    torch derives the sizes of most results on the meta device in Python, which takes longer than all the rest.
+    """
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
+        sizes = _sizes_of_results.get(key)
+        if sizes is not None:
+            shape, stride, dtype = sizes
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = operation(*args, **kwargs)
+        if key not in _sizes_of_results:
+            _sizes_of_results[key] = _sizes(result) if _is_new_meta_tensor(result, (args, kwargs)) else None
+        return result
+
+
+def _key(value: Any) -> object:  # noqa: ANN401
+    """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
+    if isinstance(value, Tensor):
+        return value.device, *_sizes(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_new_meta_tensor(result: Any, given: Any) -> bool:  # noqa: ANN401
+    """Whether `result` is one tensor with a storage of its own, as large as its elements."""
+    if not isinstance(result, Tensor) or not result.is_meta:
+        return False
+    storage = result.untyped_storage()
+    tensors = (tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor))
+    return storage.nbytes() == result.nbytes and all(
+        tensor.untyped_storage()._cdata != storage._cdata for tensor in tensors
+    )
+
+
+class LiveMemory(KnownSizes):
+    """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
+
+    A storage counts once, however many views it has, from the operation that creates it until its last tensor is freed.
+    The storages of the tensors `known` do not count. Works on real, fake and meta tensors.
+    """
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes or key in self._known:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += self._sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+# --- Ranks that do not exist ------------------------------------------------------------------------------------------
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A process group without other ranks: it records messages and sends nothing."""
+    """A process group without other ranks: it adds up its messages in `payload_bytes` and sends nothing."""
 
-    def __init__(self, size: int, messages: list[Message]) -> None:
+    def __init__(self, size: int, payload_bytes: Counter[tuple[int, str]]) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]  # the stub only has another constructor
-        self._messages = messages
+        self._payload_bytes = payload_bytes
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         """Records the message."""
@@ -289,13 +301,15 @@ class RecordingGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _record(self, collective: str, *tensors: Tensor) -> None:
-        self._messages.append((self.size(), collective, sum(tensor.nbytes for tensor in tensors)))
+        self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)
 
 
-def imagined_ranks(tp_size: int, messages: list[Message], *, sequence_parallel: bool = False) -> TensorParallel:
-    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; its messages are recorded in `messages`."""
+def imagined_ranks(
+    tp_size: int, payload_bytes: Counter[tuple[int, str]], *, sequence_parallel: bool = False
+) -> TensorParallel:
+    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; its messages are counted in `payload_bytes`."""
     if tp_size == 1:
         return TensorParallel()
     shared = [size for size in range(2, tp_size) if tp_size % size == 0]
-    groups = tuple((size, RecordingGroup(size, messages)) for size in shared)
-    return TensorParallel(0, tp_size, RecordingGroup(tp_size, messages), groups, sequence_parallel)
+    groups = tuple((size, RecordingGroup(size, payload_bytes)) for size in shared)
+    return TensorParallel(0, tp_size, RecordingGroup(tp_size, payload_bytes), groups, sequence_parallel)

@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by purpose, and over which link.
+"""What a GPU sends in a step, by purpose, and over which link; and what ZeRO-3 gathers.
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a reduce-scatter, and
 twice that in an all-reduce. All n edges of a ring carry the same; with m members on each node, one edge in m leaves it.
@@ -6,13 +6,16 @@ twice that in an all-reduce. All n edges of a ring carry the same; with m member
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.gathering import Gathering
-from pipeline.sizing.memory import ZeroSettings, partition_size
+from pipeline.sizing.memory import partition_size
 from pipeline.sizing.micro_batch import MicroBatchCosts
+from pipeline.sizing.zero import GatherSettings, ZeroSettings
+
+GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,18 @@ class Traffic:
     inside_bytes: float
     between_bytes: float
 
+    @classmethod
+    def ring(cls, purpose: str, collective: str, payload_bytes: int, group_size: int, on_node: int) -> Traffic:
+        """A ring over `group_size` ranks, `on_node` of them on each node."""
+        passes = 2 if collective == "all-reduce" else 1
+        sent = passes * payload_bytes * (group_size - 1) / group_size
+        between = sent / on_node if group_size > on_node else 0.0
+        return cls(purpose, collective, payload_bytes, group_size, sent - between, between)
+
     def seconds(self, cluster: Cluster) -> float:
         """How long the rings take, without contention."""
         sent_bytes = self.inside_bytes + self.between_bytes
         return max(sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
-
-
-GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
 
 
 def estimate_traffic(
@@ -48,38 +56,50 @@ def estimate_traffic(
     zero: ZeroSettings,
     layout: Layout,
     micro_batches: int,
-    gathering: Gathering | None,
+    gathered_elements: int,
     cluster: Cluster,
 ) -> list[Traffic]:
-    """The messages of one optimizer step of `micro_batches` on each rank."""
-    members = max(1, min(layout.dp_size, cluster.gpus_per_node // layout.tp_size))
-    trained = sum(costs.trained_sizes)
+    """The messages of one optimizer step of `micro_batches`, each of which gathers as much, on each rank."""
+    trained, dp_size = sum(costs.trained_sizes), layout.dp_size
     traffic = []
-    if layout.dp_size > 1:
-        gathered = trained * zero.dtype.itemsize
-        if gathering is not None:
-            # Every micro-batch gathers; parameters that are never partitioned are gathered once, after the update.
-            threshold = zero.gathering.param_persistence_threshold
-            persistent = sum(
-                partition_size(size, layout.dp_size) * layout.dp_size
-                for size in costs.parameter_sizes
-                if size <= threshold
-            )
-            gathered = (gathering.gathered * micro_batches + persistent) * zero.dtype.itemsize
+    if dp_size > 1:
+        gathered = trained
+        if zero.stage == 3:  # parameters that are never partitioned are gathered once, after the update
+            persistent = (size for size in costs.parameter_sizes if size <= zero.gathering.param_persistence_threshold)
+            gathered = gathered_elements * micro_batches
+            gathered += sum(partition_size(size, dp_size) * dp_size for size in persistent)
         times = 1 if zero.stage == 1 else micro_batches
         reduced = trained * zero.communication_dtype.itemsize * times
         reduction = "reduce-scatter" if zero.stage == 3 else "all-reduce"
-        traffic.append(_traffic(GATHER, "all-gather", gathered, layout.dp_size, members))
-        traffic.append(_traffic(REDUCE, reduction, reduced, layout.dp_size, members))
+        on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
+        traffic.append(Traffic.ring(GATHER, "all-gather", gathered * zero.dtype.itemsize, dp_size, on_node))
+        traffic.append(Traffic.ring(REDUCE, reduction, reduced, dp_size, on_node))
     for (group_size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(group_size, cluster.gpus_per_node)
-        traffic.append(_traffic(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
+        traffic.append(Traffic.ring(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
     return traffic
 
 
-def _traffic(purpose: str, collective: str, payload: int, group_size: int, members: int) -> Traffic:
-    """A ring over `group_size` ranks, `members` of them on each node."""
-    passes = 2 if collective == "all-reduce" else 1
-    sent = passes * payload * (group_size - 1) / group_size
-    between = sent / members if group_size > members else 0.0
-    return Traffic(purpose, collective, payload, group_size, sent - between, between)
+@dataclass(frozen=True)
+class Gathering:
+    """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
+
+    gathered: int = 0
+    most_at_once: int = 0
+
+
+def estimate_gathering(sizes: Sequence[int], returning_sizes: Sequence[int], settings: GatherSettings) -> Gathering:
+    """What DeepSpeed gathers of the parameters of `sizes`, of which the backward pass reads `returning_sizes`.
+
+    It gathers each once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay for the
+    backward pass, and those used last within `max_reuse_distance`; the others are gathered again. A layer stays between
+    consecutive uses, such as recomputation and backward pass, which is so unless the reuse distance is below its size.
+    Parameters of at most `param_persistence_threshold` elements are never partitioned, so never gathered.
+    """
+    partitioned = [size for size in sizes if size > settings.param_persistence_threshold]
+    returning = sum(size for size in returning_sizes if size > settings.param_persistence_threshold)
+    whole = sum(partitioned)
+    live = settings.max_live_parameters if settings.prefetch_bucket_size else 0
+    kept = min(whole, max(live, settings.max_reuse_distance // 2))  # a way up and down again
+    again = returning * (1 - kept / whole) if whole else 0
+    return Gathering(whole + round(again), min(whole, kept + max(partitioned, default=0)))

@@ -31,7 +31,7 @@ from pipeline.model.new_rows import is_new_row
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
-from pipeline.sizing.flops import count_inference_flops
+from pipeline.sizing.flops import count_flops
 from pipeline.studies.pending import finished_count, known_trials, run_count
 from pipeline.studies.results import has_diverged, read_outcome
 from pipeline.studies.study_runs import StudyRuns, Trial, measured_corpora
@@ -182,10 +182,10 @@ def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[di
 def relative_cost(config: RunConfig) -> Cost:
     """The cost of inference with the model of a run; a gate decides by one product of vectors, which does not count."""
     spec, length = read_spec(config.base), config.data.sequence_length
-    with torch.device("meta"):
+    with torch.device("meta"), torch.no_grad():
         model, base = training_method(config).build(extended_spec(config, spec), SINGLE, "none"), Decoder(spec)
+        flops = [count_flops(decoder, length).total for decoder in (model, base)]
     sizes = [sum(parameter.numel() for parameter in decoder.parameters()) for decoder in (model, base)]
-    flops = [count_inference_flops(decoder, length).total for decoder in (model, base)]
     return Cost(flops[0] / flops[1], sizes[0] / sizes[1])
 
 

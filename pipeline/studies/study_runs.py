@@ -21,7 +21,7 @@ from pipeline.data.units import input_files
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.sizing.matching import Matcher, MethodName
+from pipeline.sizing.matching import MethodName, matched
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
 
 _logger = log.get_logger(__name__)
@@ -106,8 +106,8 @@ class StudyRuns:
         """The section `method` of each compared method, in the study's order; the base's architecture must be known."""
         compared = self.study.methods
         given = {name: own.method for name, own in compared.items() if own.method is not None}
-        matched = {name: self._matched(own.label, own.matched) for name, own in compared.items() if own.matched}
-        return {name: given.get(name) or matched[name] for name in compared}
+        found = {name: self._matched(own.matched) for name, own in compared.items() if own.matched}
+        return {name: given.get(name) or found[name] for name in compared}
 
     def trial(self, trial: Trial) -> StudyRun:
         """The run of that trial."""
@@ -141,24 +141,12 @@ class StudyRuns:
         for files in dict.fromkeys(tuple(files) for data in untokenized for files in named_inputs(data)):
             input_files(files)
 
-    @cached_property
-    def matcher(self) -> Matcher:
-        """Finds methods that train as many parameters as the one named by `match`."""
-        name = self.study.match or next(iter(self.study.methods))
-        method = self.study.methods[name].method or FullFineTuning(name="fft")
-        return Matcher(self._first_run(name, method).config, read_spec(self.base))
-
-    def _matched(self, label: str, name: MethodName) -> Method:
-        (match,) = self.matcher.match([name])
-        _logger.info(
-            "%s: %s trained parameters, %+.1f %% off those of %s: %s",
-            label,
-            f"{match.trained:,}",
-            100 * match.off,
-            self.study.match,
-            match.settings.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
-        )
-        return match.settings
+    def _matched(self, name: MethodName) -> Method:
+        """The method `name`, of the size that trains as many parameters as the study's method `match`."""
+        reference = self.study.match
+        assert reference is not None and self.study.methods[reference].method is not None
+        config = self._first_run(reference, self.study.methods[reference].method).config
+        return matched(name, config, read_spec(self.base))
 
     def _first_run(self, name: str, method: Method) -> StudyRun:
         return self._run_of(Trial(name, self.study.methods[name].learning_rates[0], self.study.seeds[0]), method)

@@ -23,10 +23,8 @@ from tests.widened import some_tokens
 MODELS = {
     "preserve": ("llama", "preserve", {"norm": "base"}),
     "adapt": ("llama tied", "adapt", {"collaborative_modules": "both", "norm": "base"}),
-    "neox adapt": ("neox", "adapt", {"collaborative_modules": "both"}),
     "neox route": ("neox", "route", {"collaborative_modules": "both"}),
     "adapt, undecided": ("llama tied", "adapt", {"collaborative_modules": "both", "norm": "base"}),
-    "neox route, undecided": ("neox", "route", {"collaborative_modules": "both"}),
 }
 NEW_TOKENS = 10
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
@@ -70,8 +68,9 @@ def export(models, tmp_path_factory):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("features", ["token", "token+running_mean"])
-@pytest.mark.parametrize("key", MODELS)
+@pytest.mark.parametrize(
+    ("key", "features"), [*((key, "token+running_mean") for key in MODELS), ("adapt", "token"), ("neox route", "token")]
+)
 def test_logits_are_those_of_the_trained_model(key, features, export):
     decoder, folder = export(key, features=features)
     tokens = some_tokens(decoder.spec, 3, 24, seed=5)
@@ -110,7 +109,7 @@ def test_generation_with_a_cache_equals_generation_without(key, beams, export):
 @torch.no_grad()
 @pytest.mark.parametrize("key", MODELS)
 def test_logits_token_by_token_equal_logits_at_once(key, export):
-    """Also after the cache was cropped, as in assisted generation."""
+    """Also after the cache was cropped, as in assisted generation, and beyond the running mean's window."""
     model = load_hf_model(export(key)[1])
     tokens = some_tokens(model.config, 2, 14)
     expected = model(tokens, use_cache=False).logits
@@ -123,17 +122,10 @@ def test_logits_token_by_token_equal_logits_at_once(key, export):
     cache.crop(-6)
     assert_near(model(tokens[:, 8:], past_key_values=cache).logits, expected[:, 8:], rounding_of(model.config))
     assert_near(model(tokens, logits_to_keep=2).logits, expected[:, -2:], rounding_of(model.config))
-
-
-@torch.no_grad()
-def test_a_text_longer_than_the_running_means_window(export):
-    """The cache holds more tokens than the mean reads."""
-    model = load_hf_model(export("preserve")[1])
-    tokens = some_tokens(model.config, 1, 150)
-    expected = model(tokens, use_cache=False).logits
-    first = model(tokens[:, :140], use_cache=True)
-    rest = model(tokens[:, 140:], past_key_values=first.past_key_values)
-    assert_near(rest.logits, expected[:, 140:], rounding_of(model.config))
+    long = some_tokens(model.config, 1, 150)
+    first = model(long[:, :140], use_cache=True)
+    rest = model(long[:, 140:], past_key_values=first.past_key_values).logits
+    assert_near(rest, model(long, use_cache=False).logits[:, 140:], rounding_of(model.config))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from pipeline.config.run import load_config, parse_config
+from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import open_trained
@@ -30,7 +30,7 @@ from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, train_each
 
-TOOL = Path(__file__).parents[2] / "tools" / "fit_gate.py"
+ROOT = Path(__file__).parents[2]
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
     "adapt": {},
@@ -50,6 +50,19 @@ def runs(tokens, tmp_path_factory):
     return made
 
 
+def with_changes(path: Path, **changes) -> RunConfig:
+    """The configuration at `path`, with other sections."""
+    values = yaml.safe_load(path.read_text()) | changes
+    return parse_config(values, source="test")
+
+
+def copied(path: Path, folder: Path, **gate) -> RunConfig:
+    """The same run in another folder, with its checkpoints, no gate, and changes of the section gate."""
+    config = with_changes(path, folder=str(folder), gate={**GATE, **gate})
+    shutil.copytree(load_config(path).folder / "checkpoints", folder / "checkpoints")
+    return config
+
+
 @pytest.fixture(scope="module")
 def fitted(runs):
     """The same, with their gates; the records are those of the first fit."""
@@ -58,15 +71,6 @@ def fitted(runs):
         records[name], now = fit_gate(load_config(path))
         assert now
     return runs, records
-
-
-def changed(path: Path, **gate) -> Path:
-    """A configuration of the same run with another section gate."""
-    values = yaml.safe_load(path.read_text())
-    values["gate"] = {**values["gate"], **gate}
-    other = path.with_name("other.yaml")
-    other.write_text(yaml.safe_dump(values))
-    return other
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,19 +91,13 @@ def test_the_gate_keeps_the_old_text_and_opens_for_the_new(name, fitted):
     assert stored.model_copy(update={"tensors_hash": ""}) == record and gate.threshold == record.threshold
 
 
-def test_an_equal_request_is_fitted_once(fitted):
-    runs, records = fitted
-    path = runs["adapt"]
-    folder = load_config(path).folder / "gate"
-    before = (folder / "gate.json").stat().st_mtime_ns
-    record, now = fit_gate(load_config(path))
-    assert not now and record.auc == records["adapt"].auc
-    assert (folder / "gate.json").stat().st_mtime_ns == before
-
-
-def test_a_fit_is_repeatable_and_a_damaged_gate_is_fitted_again(fitted):
+def test_a_fit_is_repeatable_and_only_a_damaged_gate_is_fitted_again(fitted):
     runs, records = fitted
     folder = load_config(runs["adapt"]).folder / "gate"
+    before = (folder / "gate.json").stat().st_mtime_ns
+    record, now = fit_gate(load_config(runs["adapt"]))
+    assert not now and record.auc == records["adapt"].auc
+    assert (folder / "gate.json").stat().st_mtime_ns == before
     tensors = (folder / "gate.safetensors").read_bytes()
     (folder / "gate.safetensors").write_bytes(tensors[:-4])
     record, now = fit_gate(load_config(runs["adapt"]))
@@ -108,10 +106,10 @@ def test_a_fit_is_repeatable_and_a_damaged_gate_is_fitted_again(fitted):
     assert sorted(path.name for path in folder.parent.glob("*gate*")) == ["gate"]
 
 
-def with_new_text_among_the_old(windows, *, is_own: bool):
+def with_new_text_among_the_old(windows, *, is_own: bool, share: int = 5):
     """A fifth of the new windows count as old ones, which the base wrote or did not."""
     new = windows.is_new[:, 0]
-    taken = new.nonzero().flatten()[: int(new.sum()) // 5]
+    taken = new.nonzero().flatten()[: int(new.sum()) // share]
     is_new = windows.is_new.clone()
     is_new[taken] = False
     return replace(windows, is_new=is_new, is_own=~is_new & is_own)
@@ -121,7 +119,6 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     config = load_config(runs["adapt"])
     model = open_trained(newest_checkpoint(config), config.base)
     text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
-
     stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
 
     def fitted_on(*, is_own: bool):
@@ -133,47 +130,18 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     assert (own.new > own.gate.threshold).double().mean() > 0.9
     assert (own.negatives > own.gate.threshold).double().mean() <= GATE["max_open_fraction"]
     assert (given.new > given.gate.threshold).double().mean() < 0.5
-
-
-def test_own_text_that_looks_like_the_new_one_is_refused(runs):
-    config = load_config(runs["adapt"])
-    model = open_trained(newest_checkpoint(config), config.base)
-    text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
-    unused = text.unused.rows(text.unused.is_new[:, 0])
-    half = torch.arange(len(unused)) < len(unused) // 2
-    is_new = half.unsqueeze(1).expand_as(unused.is_new)
-    alike = replace(unused, is_new=is_new, is_own=~is_new)
+    new = text.unused.rows(text.unused.is_new[:, 0])
+    alike = with_new_text_among_the_old(new, is_own=True, share=2)
     with pytest.raises(DataError, match=r"of what the base wrote itself looks like the new text, expected at most 50%"):
-        stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
         fit_on(stream, FittingText(text.fit, alike), config.gate)
 
 
-def test_other_features_and_splices(runs, tmp_path):
-    values = yaml.safe_load(runs["adapt"].read_text())
-    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "run" / "checkpoints")
-    values |= {
-        "folder": str(tmp_path / "run"),
-        "gate": {**GATE, "features": "token+running_mean", "splices": True, "layer": 2, "negatives": ["english"]},
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    record, _ = fit_gate(load_config(path))
-    gate, _ = open_gate(tmp_path / "run" / "gate")
-    assert (record.layer, len(gate.weight)) == (2, 128)
-    assert record.auc > 0.99 and record.closed_max_abs_logit_difference in (0.0, None)
-
-
 def test_where_it_is_undecided_the_mean_bounds_what_the_gate_costs(runs, tmp_path, caplog):
-    values = yaml.safe_load(runs["adapt"].read_text())
-    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "run" / "checkpoints")
     # Before the first layer, without a mean, spaces and the start token are of no kind.
-    plain = {**GATE, "features": "token", "layer": 0}
-    records = []
-    for choice in ("closed", "mean"):
-        values |= {"folder": str(tmp_path / "run"), "gate": {**plain, "undecided": choice}}
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-        config = load_config(tmp_path / "run.yaml")
-        records.append(fit_gate(config)[0])
+    plain = {"features": "token", "layer": 0, "negatives": ["english"], "splices": True}
+    config = copied(runs["adapt"], tmp_path, **plain, undecided="mean")
+    closed = with_changes(runs["adapt"], folder=str(tmp_path), gate={**GATE, **plain, "undecided": "closed"})
+    records = [fit_gate(one)[0] for one in (closed, config)]
     without, record = records
     closed, mean = without.heldout["korean"], record.heldout["korean"]
     assert record.lower < record.threshold == without.threshold and without.lower is None
@@ -231,15 +199,6 @@ def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_in_sixteen_bits_all_tokens_are_verified_with_the_same_decisions(fitted, tmp_path):
-    runs, _ = fitted
-    config = load_config(runs["adapt"])
-    conversion = latest_conversion(config, "auto", torch.bfloat16, tmp_path / "hf")
-    assert convert(conversion, run_probe(config))
-    report = json.loads((tmp_path / "hf" / "verification.json").read_text())
-    assert report["kl"] < 1e-3 and all(text["tokens"] == 1024 for text in report["texts"].values())
-
-
 def test_formats_without_a_gate(fitted, tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
     runs, _ = fitted
@@ -251,16 +210,19 @@ def test_formats_without_a_gate(fitted, tmp_path, caplog):
     assert "without the gate" in caplog.text
 
 
+def run_tool(tool: Path, config: Path, monkeypatch) -> int:
+    monkeypatch.setattr(sys, "argv", [str(tool), str(config)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tool), run_name="__main__")
+    return int(ended.value.code or 0)
+
+
 def test_where_the_text_changes(runs, monkeypatch, capsys):
     values = yaml.safe_load(runs["preserve"].read_text())
     values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
     path = runs["preserve"].with_name("switching.yaml")
     path.write_text(yaml.safe_dump(values))
-    tool = TOOL.parents[1] / "benchmarks" / "code_switching.py"
-    monkeypatch.setattr(sys, "argv", [str(tool), str(path)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(tool), run_name="__main__")
-    assert not ended.value.code
+    assert run_tool(ROOT / "benchmarks" / "code_switching.py", path, monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:6]] == [
         [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
@@ -270,12 +232,7 @@ def test_where_the_text_changes(runs, monkeypatch, capsys):
 
 def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
     runs, _ = fitted
-    values = yaml.safe_load(runs["adapt"].read_text())
-    shutil.copytree(Path(values["folder"]) / "checkpoints", tmp_path / "checkpoints")
-    values["folder"] = str(tmp_path)
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    config = load_config(path)
+    config = copied(runs["adapt"], tmp_path)
     conversion = latest_conversion(config, "auto", None)
     assert convert(replace(conversion, format="expansion", output=tmp_path / "expansion"), run_probe(config))
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
@@ -287,64 +244,46 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gate", "error", "message"),
+    ("changes", "message"),
     [
-        ({"layer": 4}, ConfigError, r"gate\.layer: 4 is above method\.l_fp 3"),
-        ({"negatives": ["korean"]}, ConfigError, "korean is no corpus of role rehearsal or replay"),
-        ({"negatives": ["latin"]}, ConfigError, "latin is no corpus"),
-        ({"max_open_fraction": 0}, ConfigError, "max_open_fraction"),
-        ({"featurs": "token"}, ConfigError, r"gate\.featurs: unknown key"),
+        ({"gate": {"layer": 4}}, r"gate\.layer: 4 is above method\.l_fp 3"),
+        ({"gate": {"negatives": ["korean"]}}, "korean is no corpus of role rehearsal or replay"),
+        ({"gate": {"negatives": ["latin"]}}, "latin is no corpus"),
+        ({"method": {"name": "fft"}}, "method fft adds no such blocks"),
     ],
 )
-def test_settings_that_do_not_fit(gate, error, message, runs):
-    with pytest.raises(error, match=message):
-        load_config(changed(runs["adapt"], **gate))
+def test_settings_that_do_not_fit(changes, message, runs):
+    with pytest.raises(ConfigError, match=message):
+        with_changes(runs["adapt"], **changes)
 
 
-def test_a_layer_beyond_the_base_and_a_budget_that_cannot_be_measured_are_refused(runs):
+def test_what_only_the_model_and_the_text_refuse(runs):
     with pytest.raises(ConfigError, match=r"gate\.layer: 6 is beyond 5"):
-        fit_gate(load_config(changed(runs["preserve"], layer=6)))
+        fit_gate(with_changes(runs["preserve"], gate={**GATE, "layer": 6}))
     with pytest.raises(DataError, match=r"gate\.max_open_fraction: 1e-05 cannot be measured"):
-        fit_gate(load_config(changed(runs["preserve"], max_open_fraction=1e-5)))
+        fit_gate(with_changes(runs["preserve"], gate={**GATE, "max_open_fraction": 1e-5}))
 
 
 def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
-    values = yaml.safe_load(runs["adapt"].read_text())
-    assert parse_config(values, source="test").gate_negatives == ["english"]
-    values["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 1000}}
-    assert parse_config(values, source="test").gate_negatives == ["own"]
-    values["gate"]["negatives"] = ["own", "english"]
-    assert parse_config(values, source="test").gate_negatives == ["own", "english"]
-    del values["data"]["corpora"]["own"], values["data"]["corpora"]["english"], values["gate"]["negatives"]
-    values["data"]["replay_fraction"] = 0
+    data = yaml.safe_load(runs["adapt"].read_text())["data"]
+    assert with_changes(runs["adapt"]).gate_negatives == ["english"]
+    own = {"role": "rehearsal", "sample": {"tokens": 1000}}
+    with_own = {**data, "corpora": {**data["corpora"], "own": own}}
+    assert with_changes(runs["adapt"], data=with_own).gate_negatives == ["own"]
+    only_new = {**data, "corpora": {"korean": data["corpora"]["korean"]}, "replay_fraction": 0}
     with pytest.raises(ConfigError, match="needs text that is not new"):
-        parse_config(values, source="test")
-
-
-def test_a_gate_closes_what_scale_adds(runs):
-    values = yaml.safe_load(runs["adapt"].read_text())
-    values["method"] = {"name": "fft"}
-    path = runs["adapt"].with_name("fft.yaml")
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match="method fft adds no such blocks"):
-        load_config(path)
+        with_changes(runs["adapt"], data=only_new)
 
 
 def test_the_command_line(fitted, monkeypatch, capsys):
     runs, _ = fitted
-
-    def call(path: Path) -> int:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), str(path)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(TOOL), run_name="__main__")
-        return int(ended.value.code or 0)
-
-    assert call(runs["adapt"]) == 0
+    tool = ROOT / "tools" / "fit_gate.py"
+    assert run_tool(tool, runs["adapt"], monkeypatch) == 0
     shown = capsys.readouterr()
     assert "korean (new)" in shown.out and "AUC" in shown.out and "is already fitted" in shown.err
     values = yaml.safe_load(runs["adapt"].read_text())
     del values["gate"]
     path = runs["adapt"].with_name("ungated.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert call(path) == 0
+    assert run_tool(tool, path, monkeypatch) == 0
     assert "nothing to fit" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from pipeline.errors import CheckpointError
 from pipeline.files import file_hash
 from pipeline.gating.table import as_text
 from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import DECAY, Gate, deepest_gate_layer, gate_features, running_mean
+from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
 from pipeline.scale.plan import plan_expansion
 from tests.gating.gates import random_gate
@@ -69,11 +69,6 @@ def test_features_do_not_depend_on_the_streams_scale():
     assert gate_features(x.bfloat16(), "token").dtype == torch.float32
 
 
-@pytest.mark.parametrize(("variant", "deepest"), [("preserve", 3), ("route", 3), ("adapt", 1)])
-def test_where_the_base_stream_is_exact(variant, deepest, base):
-    assert deepest_gate_layer(widened_plan(base("llama tied"), variant)) == deepest
-
-
 def widened_plan(opened, variant):
     return plan_expansion(scale_settings(variant), opened.spec.widths, opened.spec.num_layers)
 
@@ -121,13 +116,6 @@ def test_a_damaged_record_is_refused(text, folder):
         open_gate(folder)
 
 
-def test_another_format_is_refused(folder):
-    values = json.loads((folder / GATE_RECORD).read_text())
-    (folder / GATE_RECORD).write_text(json.dumps(values | {"format": "scale-cpt gate 9"}))
-    with pytest.raises(CheckpointError, match="expected the format"):
-        open_gate(folder)
-
-
 def test_a_gate_from_before_some_figures_were_measured_is_read(folder):
     text = {"role": "new", "sequences": 1, "tokens": 9, "open_fraction": 0.5, "closed_sequences": 0}
     text |= {f"{kind}_perplexity": 2.0 for kind in ("base", "ungated", "gated")}
@@ -151,12 +139,6 @@ def test_changed_and_foreign_tensors_are_refused(folder):
     path.unlink()
     with pytest.raises(CheckpointError, match="damaged or missing"):
         open_gate(folder)
-
-
-def test_a_gate_is_replaced(folder):
-    gate, record = open_gate(folder)
-    write_gate(folder, replace(gate, threshold=2.0), record.model_copy(update={"threshold": 2.0}))
-    assert open_gate(folder)[0].threshold == 2.0
 
 
 @pytest.mark.parametrize(

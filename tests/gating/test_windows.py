@@ -64,11 +64,3 @@ def test_documents_that_the_base_wrote_in_the_new_kind_are_left_out():
     expected[0, 6:] = False
     assert torch.equal(kept.present, expected)
     assert torch.equal(kept.tokens, windows.tokens)
-
-
-def test_groups_are_whole_windows():
-    windows = as_windows([sample(LENGTH + 1, [], first=100 * row) for row in range(5)], is_new=False)
-    for limit, sizes in ((1, [1] * 5), (2 * LENGTH, [2, 2, 1]), (10**6, [5])):
-        groups = list(windows.groups(limit))
-        assert [len(group) for group in groups] == sizes
-        assert torch.equal(torch.cat([group.tokens for group in groups]), windows.tokens)

@@ -84,25 +84,32 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     assert make_plan(config, cluster).faults == ()
 
 
-def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypatch, capsys):
-    def call(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["scale-cpt", "config", "init", *map(str, arguments)])
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Runs a command in `tmp_path`, which must end with `code`; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(*arguments: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["scale-cpt", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             cli.main()
-        return int(end.value.code or 0)
+        printed = capsys.readouterr()
+        assert int(end.value.code or 0) == code, printed.err
+        return printed.err if code else printed.out
 
-    monkeypatch.chdir(tmp_path)
-    texts = ["--new", *NEW, "--old", *OLD]
-    assert call("--base", STORIES, *texts, "--gpus", 1) == 0
-    assert "none found" in capsys.readouterr().out
+    return called
+
+
+def test_the_command_writes_a_file_once_and_shows_the_dry_run(call, tmp_path):
+    init = ("config", "init", "--base", STORIES, "--old", *OLD, "--gpus", 1)
+    assert "none found" in call(*init, "--new", *NEW)
     assert load_config(tmp_path / "stories260K.yaml").name == "stories260K"
-    assert call("--base", STORIES, *texts) == ConfigError.exit_code
-    assert "exists already" in capsys.readouterr().err
-    assert call("--base", STORIES, "--new", "none.jsonl", "--old", *OLD, "--output", "b.yaml") == DataError.exit_code
+    assert "exists already" in call(*init, "--new", *NEW, code=ConfigError.exit_code)
+    call(*init, "--new", "none.jsonl", "--output", "b.yaml", code=DataError.exit_code)
     assert not (tmp_path / "b.yaml").exists()
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.zst", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])
 def test_the_tokens_of_a_corpus_are_estimated_from_places_all_over_it(name, tmp_path):
     """Its first half is of other text than its second; the sample is about a quarter."""
     rows = [{"text": f"{number} " + "소설 " * 400} for number in range(4000)]
@@ -117,20 +124,12 @@ def test_the_tokens_of_a_corpus_are_estimated_from_places_all_over_it(name, tmp_
     assert measure([str(path)], load_tokenizer(STORIES)).tokens == pytest.approx(tokens, rel=0.1)
 
 
-def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch, capsys):
+def test_text_under_another_key_and_an_extended_vocabulary(call, tmp_path):
     """The command's options reach the file; tokenizing then says how far off the estimate was."""
-    monkeypatch.chdir(tmp_path)
     for old, new in ((REVIEWS_HELDOUT, "new.jsonl"), (STORIES_HELDOUT, "old.jsonl")):
         content = zstandard.ZstdDecompressor().decompressobj().decompress(old.read_bytes())
         (tmp_path / new).write_bytes(content.replace(b'"text":', b'"body":'))
     texts = ("--text-key", "body", "--new", "new.jsonl", "--old", "old.jsonl")
-
-    def call(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["scale-cpt", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code, capsys.readouterr().err
-        return capsys.readouterr().out
 
     call("config", "init", "--base", STORIES, *texts, "--gpus", 1, "--output", "plain.yaml")
     plain = load_config(tmp_path / "plain.yaml")

@@ -9,7 +9,7 @@ from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import SINGLE
-from pipeline.sizing.flops import count_flops, count_inference_flops, dense_tflops, mfu_per_token_rate, peak_flops
+from pipeline.sizing.flops import count_flops, dense_tflops, mfu_per_token_rate, peak_flops
 from tests.training.runs import write_config
 
 PRESERVE = {
@@ -24,19 +24,13 @@ PRESERVE = {
     [
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.5),
         ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100 80GB PCIe", 312.0),
-        ("NVIDIA L40S", 362.05),
         ("NVIDIA L4", 121.0),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
         ("NVIDIA A10G", None),
-        ("NVIDIA GeForce RTX 4090", None),
     ],
 )
 def test_known_gpus_have_a_peak_and_others_have_none(name, tflops):
@@ -68,17 +62,8 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     assert full == pytest.approx(flops.total / 1e12)
     assert preserve < full  # most of the model is the base, which has no backward pass for its weights
     assert rate(method=PRESERVE, activation_checkpointing="all") == preserve
+    assert rate(method=PRESERVE, base_precision="nf4") == preserve  # the products that are computed
     assert mfu_per_token_rate(load_config(write_config(tmp_path, tmp_path)), spec, None) is None
-
-
-@pytest.mark.parametrize("precision", ["fp8", "nf4"])
-def test_a_quantised_base_counts_as_the_products_that_are_computed(base, tmp_path, precision):
-    spec, counted = base("stories260K").spec, []
-    for own in ("bf16", precision):
-        config = load_config(write_config(tmp_path, tmp_path, base_precision=own))
-        with torch.device("meta"):
-            counted.append(count_flops(build_model(config, spec, SINGLE), 32))
-    assert counted[0] == counted[1]
 
 
 def test_a_window_counts_the_keys_in_it(base):
@@ -99,8 +84,8 @@ def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
         with torch.device("meta"):
             return count_flops(build_model(config, spec, SINGLE), 32, config.data.kl_fraction)
 
-    with torch.device("meta"):
-        whole = count_inference_flops(Decoder(spec), 32)
+    with torch.device("meta"), torch.no_grad():
+        whole = count_flops(Decoder(spec), 32)
     for method, extra in (({"name": "fft"}, whole.matrix), (PRESERVE, 2 * spec.vocab_size * spec.widths.hidden_size)):
         plain, rehearsed = flops(method), flops(method, replay_loss="kl")
         assert rehearsed.matrix - plain.matrix == 0.5 * extra

@@ -10,7 +10,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
-from pipeline.sizing.matching import Matcher
+from pipeline.sizing.matching import trained_parameters
 from pipeline.studies.study import load_study
 from pipeline.studies.study_runs import StudyRuns, Trial
 
@@ -54,7 +54,7 @@ def test_its_runs_fit_the_ranks_they_are_made_for(runs):
         load_deepspeed_config(run.config.deepspeed, layout)
     spec = read_spec(runs.base)
     for run in trials:
-        assert Matcher(run.config, spec).trained(run.config.method) > 0
+        assert trained_parameters(run.config.method, spec) > 0
 
 
 @of_experiment("biography")

@@ -171,7 +171,12 @@ def _run(
             loss = live.peak - activations
             losses.total.backward()
     temporary = max(forward_peak, live.peak) - activations - loss
-    return {_ACTIVATIONS: activations, _LOSS: loss, _TEMPORARY: temporary, **payload_bytes}
+    held: list[tuple[str | tuple[int, str], int]] = [
+        (_ACTIVATIONS, activations),
+        (_LOSS, loss),
+        (_TEMPORARY, temporary),
+    ]
+    return dict([*held, *payload_bytes.items()])
 
 
 def _returning_parameters(model: Decoder, length: int) -> set[nn.Parameter]:

@@ -143,10 +143,10 @@ class StudyRuns:
 
     def _matched(self, name: MethodName) -> Method:
         """The method `name`, of the size that trains as many parameters as the study's method `match`."""
-        reference = self.study.match
-        assert reference is not None and self.study.methods[reference].method is not None
-        config = self._first_run(reference, self.study.methods[reference].method).config
-        return matched(name, config, read_spec(self.base))
+        reference = self.study.match or ""
+        method = self.study.methods[reference].method
+        assert method is not None  # the study was checked
+        return matched(name, self._first_run(reference, method).config, read_spec(self.base))
 
     def _first_run(self, name: str, method: Method) -> StudyRun:
         return self._run_of(Trial(name, self.study.methods[name].learning_rates[0], self.study.seeds[0]), method)

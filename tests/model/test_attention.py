@@ -24,7 +24,6 @@ from pipeline.model.attention import (
     _block_mask,
     attend_causally,
     attention_kernel,
-    document_mask,
 )
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
@@ -63,10 +62,6 @@ def test_starts_are_where_documents_begin(rows, some):
         again = documents_of(rows[:some])
         assert torch.equal(first.ids, again.ids) and torch.equal(first.starts, again.starts)
         assert first.per_row == again.per_row
-
-
-def test_a_document_of_the_same_number_in_the_next_row_is_another():
-    assert Documents.of(torch.zeros(3, 4, dtype=torch.long)).starts.tolist() == [0, 4, 8, 12]
 
 
 def heads_of(query_heads, key_heads, head_dim, dtype=torch.float32):
@@ -266,10 +261,3 @@ def test_no_tensor_of_all_pairs_of_tokens_is_made_on_a_gpu(base, name, method, t
     spec = base(name).spec
     assert pairs_of_tokens(spec, method, torch.device("meta"), tmp_path) == set()
     assert (2, 1, 192, 192) in pairs_of_tokens(spec, method, CPU, tmp_path)
-
-
-def test_a_mask_hides_what_is_later_and_what_is_of_another_document():
-    mask = document_mask(torch.tensor([[0, 0, 1]]), torch.bfloat16)
-    hidden = -torch.inf
-    assert mask.dtype == torch.bfloat16
-    assert mask.tolist() == [[[[0, hidden, hidden], [0, 0, hidden], [hidden, hidden, 0]]]]

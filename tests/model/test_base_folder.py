@@ -20,7 +20,6 @@ from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
 from tests.bases import CONFIGS, random_model, reference, save_base
-from tests.hostile import PLACES, replace_by
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
@@ -84,7 +83,7 @@ def test_several_files_load_as_one(base, sharded):
     assert len(open_base(sharded).hashes()) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "neox tied", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "neox", "llama one kv head", "neox tied", "phi3", "gemma3"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
     folder = base(name)
@@ -102,8 +101,7 @@ def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
         assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama tied", "llama one kv head", "phi3"])
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize(("name", "tp_size"), [("llama", 1), ("neox", 2), ("llama one kv head", 4), ("phi3", 2)])
 def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
     folder = base(name)
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +125,6 @@ def test_different_bases_have_different_hashes(base, tmp_path):
 
 
 CONFIG_FAULTS = {
-    "sliding window": ({"sliding_window": -1, "model_type": "mistral"}, "sliding_window: expected a whole number"),
     "rope type": (
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
         "rope_type 'proportional' is not among",
@@ -137,7 +134,6 @@ CONFIG_FAULTS = {
         "partial_rotary_factor 0.5: llama with rope_type linear rotates whole heads, of 8 channels",
     ),
     "architecture": ({"model_type": "cohere"}, "model_type 'cohere' is not among llama"),
-    "no architecture": ({"model_type": None}, "model_type None is not among llama"),
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
     "heads beyond all sizes": (
         {"hidden_size": 2**31, "head_dim": None, "model_type": "smollm3"},
@@ -145,13 +141,11 @@ CONFIG_FAULTS = {
     ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
-    "no heads": ({"num_attention_heads": 0}, "not a llama config"),
     "heads in no equal groups": ({"num_attention_heads": 5}, "num_key_value_heads: 2 does not divide"),
     "another width": (
         {"hidden_size": 64},
         r"embedding.base.weight has shape \(97, 32\), config.json implies \(97, 64\)",
     ),
-    "another vocabulary": ({"vocab_size": 96}, "embedding.base.weight has shape"),
     "too many layers": ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3"),
     "biases that are not there": ({"attention_bias": True}, "lacks the tensor .*q_proj.bias"),
     "other heads": ({"num_key_value_heads": 4}, "attention.key.base.weight has shape"),
@@ -209,25 +203,17 @@ FILE_FAULTS = {
     "no folder": (shutil.rmtree, "config.json: no such file"),
     "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
     "config not JSON": (lambda path: truncate(path / "config.json"), "config.json: not JSON"),
-    "config a list": (lambda path: (path / "config.json").write_text("[]"), "expected a JSON object, found list"),
-    "config not text": (lambda path: (path / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json: not JSON"),
     "a file missing": (
         lambda path: (path / "model-00001.safetensors").unlink(),
         "model-00001.safetensors: no such file",
     ),
     "a file cut off": (lambda path: truncate(path / "model-00001.safetensors"), "model-00001.safetensors: damaged"),
-    "a file emptied": (lambda path: (path / "model-00002.safetensors").write_bytes(b""), "damaged"),
     "a pickle in its place": (
         lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
         "model-00000.safetensors: damaged",
     ),
     "an index cut off": (lambda path: truncate(path / INDEX_FILE), "index.json: not JSON"),
-    "an index without a map": (lambda path: change_index(path, lambda index: {}), "not an index"),
     "an index that lists": (lambda path: change_index(path, lambda index: {"weight_map": ["a"]}), "not an index"),
-    "an index of numbers": (
-        lambda path: change_index(path, lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}),
-        "names files outside its folder",
-    ),
     "an index that promises too much": (
         lambda path: change_index(
             path, lambda index: {"weight_map": {**index["weight_map"], "more": "model-00000.safetensors"}}
@@ -249,13 +235,6 @@ def test_a_damaged_folder_is_refused(sharded, fault):
     assert expected in refused(sharded)
 
 
-@pytest.mark.parametrize("name", ["config.json", INDEX_FILE, "model-00001.safetensors"])
-@pytest.mark.parametrize("kind", PLACES)
-def test_any_other_thing_in_place_of_a_file_is_refused(sharded, name, kind):
-    replace_by(kind, sharded / name)
-    assert name in refused(sharded)
-
-
 def change_header(path, change):
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -267,12 +246,8 @@ def change_header(path, change):
 
 HEADER_FAULTS = {
     "a type that is no weight's": ({"dtype": "I32", "shape": [32]}, "expected a weight in one of"),
-    "no dimension": ({"shape": []}, "damaged"),
     "another shape": ({"shape": [4, 8]}, "config.json implies"),
-    "a shape beyond all numbers": ({"shape": [2**40, 2**40]}, "damaged"),
-    "offsets that overlap": ({"data_offsets": [0, 128]}, "damaged"),
     "offsets beyond the file": ({"data_offsets": [0, 2**50]}, "damaged"),
-    "offsets backwards": ({"data_offsets": [128, 0]}, "damaged"),
 }
 
 
@@ -284,16 +259,14 @@ def test_weights_of_another_kind_are_refused(llama, fault):
 
 
 IMPOSSIBLE_CONFIGS = {
-    "num_hidden_layers": [0, -1, 10**9, 2**70, 1.5, True, "3", [3], None],
-    "num_attention_heads": [0, 3, -4, 10**12, {}],
-    "num_key_value_heads": [3, -2, "x"],
+    "num_hidden_layers": [0, 10**9, 1.5, True, None],
+    "num_attention_heads": [0, 3, 10**12],
     "hidden_size": [0, 10**15, [[]]],
-    "head_dim": [-8, 7, 2**40],
-    "vocab_size": [0, -1, 2**63],
-    "rms_norm_eps": [0, -1e-6, "small", []],
-    "rope_parameters": [5, [], {"rope_type": "linear", "rope_theta": "x"}, {"rope_theta": -1.0}],
-    "hidden_act": [[], "x" * 10**6],
-    "model_type": [[], 5, "x" * 10**6],
+    "head_dim": [-8, 7],
+    "vocab_size": [96, 2**63],
+    "rms_norm_eps": [-1e-6, "small"],
+    "rope_parameters": [5, {"rope_type": "linear", "rope_theta": "x"}],
+    "model_type": [None, [], "x" * 10**6],
 }
 
 
@@ -306,11 +279,6 @@ def test_a_config_that_no_decoder_can_have_is_refused(llama, name):
         message = refused(llama)
         assert "config.json" in message or "config.json implies" in message, (name, value, message)
         assert len(message) < 800
-
-
-def test_a_folder_without_safetensors_is_refused(llama):
-    (llama / SINGLE_FILE).rename(llama / "pytorch_model.bin")
-    assert "needs its weights as safetensors" in refused(llama)
 
 
 def test_code_in_the_folder_never_runs(llama):

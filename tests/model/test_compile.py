@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 from pipeline.model.attention import Documents
 from pipeline.parallel.quantized import Quantization, frozen_product
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import scale_settings, some_tokens, unwidened, widened
+from tests.widened import scale_settings, some_tokens, widened
 
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
-GRAPHS = {"fft": 1, "preserve": 1, "adapt": 3, "route": 4, "preserve fp8": 1, "adapt fp8": 3, "adapt nf4": 3}
+GRAPHS = {"preserve": 1, "route": 4, "adapt fp8": 3, "adapt nf4": 3}
 DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,8 +35,6 @@ def packed(spec, lengths, seed):
 
 
 def model_of(base, method):
-    if method == "fft":
-        return unwidened(base)
     variant, _, precision = method.partition(" ")
     return widened(base, scale_settings(variant), noise=0.1, precision=precision or None)
 

@@ -36,8 +36,10 @@ def model_of(base, method):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "neox tied", "gemma2"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [*((method, name) for method in METHODS for name in ("llama", "neox tied")), ("adapt", "gemma2")],
+)
 def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, method, monkeypatch):
     model = model_of(base(name), method)
     tokens, targets = some_batch(model.spec, 2, 24)
@@ -136,18 +138,6 @@ def test_evaluation_computes_no_gradient(base, method):
     weights = {tuple(weight.shape) for weight in (model.output.base, model.output.expansion) if weight is not None}
     assert made
     assert not weights & {tuple(shape) for shape in made}
-
-
-def test_large_logits_neither_overflow_nor_lose_the_loss(base):
-    model = model_of(base("llama"), "fft")
-    with torch.no_grad():
-        model.output.base.mul_(1e4)
-    tokens, targets = some_batch(model.spec, 1, 16)
-    expected = F.cross_entropy(model.logits(tokens)[0].double(), targets[0], reduction="none")
-    total, nll, *_ = model(tokens, targets)
-    total.backward()
-    assert_near(nll[0].double(), expected, rounding_of(model.spec))
-    assert all(gradient.isfinite().all() for gradient in trained_gradients(model).values())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -113,8 +113,14 @@ def test_new_rows_train_with_every_method_and_old_ones_as_before(base, method, t
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "neox tied", "gemma2"])
-@pytest.mark.parametrize("method", ["preserve", "adapt", "route", "fft", "lora"])
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        *((method, "llama") for method in ("preserve", "adapt", "route", "fft", "lora")),
+        ("adapt", "neox tied"),
+        ("route", "gemma2"),
+    ],
+)
 def test_loss_and_gradients_equal_plain_cross_entropy(base, name, method, tmp_path, monkeypatch):
     model = model_of(extended(base(name)), method, tmp_path)
     tokens, targets = batch_with_new_tokens(model)
@@ -138,7 +144,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(base, name, method, tmp_pa
     assert chosen.all()
 
 
-@pytest.mark.parametrize("method", ["preserve", "adapt", "fft"])
+@pytest.mark.parametrize("method", ["adapt", "fft"])
 def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
     model = model_of(extended(base("llama")), method, tmp_path)
     if not model.keeps_base:

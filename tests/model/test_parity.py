@@ -23,9 +23,9 @@ def assert_parity(base, tokens):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("length", [1, 37, 128])
-def test_logits_equal_transformers(base, name, length):
-    assert_parity(base(name), some_tokens(base(name).spec, 2, length))
+def test_logits_equal_transformers(base, name):
+    for length in (1, 37, 128):
+        assert_parity(base(name), some_tokens(base(name).spec, 2, length))
 
 
 def test_a_pretrained_model_equals_transformers_and_predicts_english():
@@ -78,9 +78,3 @@ def test_configs_written_by_older_libraries_mean_the_same(tmp_path, style):
     base = open_base(tmp_path)
     assert base.spec == open_base(save_base(name, tmp_path / "new")).spec
     assert_parity(base, some_tokens(base.spec, 2, 37))
-
-
-def test_a_theta_other_than_the_default_reaches_the_rotation(tmp_path):
-    base = open_base(save_base("llama", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 300.0}))
-    assert base.spec.layers[0].rotary.frequencies[1] == pytest.approx(300.0**-0.25)
-    assert_parity(base, some_tokens(base.spec, 1, 64))

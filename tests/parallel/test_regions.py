@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.parallel.collectives import counted_once, enter_region, leave_region
+from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pipeline.parallel.sharding import (
     REPLICATED,
@@ -54,14 +54,6 @@ def test_regions_sum_gradients_on_entry_and_results_on_leaving():
         assert [tensor.tolist() for tensor in seen["left"]] == [[6], [6, 12], [6, 6]]
         assert [gradient.tolist() for gradient in seen["left gradients"]] == [[1], [10, 10]]
         assert seen["constants get no graph"]
-
-
-def test_on_one_rank_nothing_is_wrapped():
-    x, x_up = leaf(1), leaf(2)
-    assert counted_once(x, SINGLE) is x
-    assert enter_region(SINGLE, x, None, x_up) == (x, None, x_up)
-    assert leave_region(SINGLE, x, x_up) == (x, x_up)
-    assert used_between_regions(x, SINGLE) is x
 
 
 def some_streams(seed):

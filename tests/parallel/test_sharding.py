@@ -85,9 +85,3 @@ def test_a_parameter_is_marked_once_for_every_shard(case):
         if parameter.tensor_model_parallel or rank == 0:
             counted += int((split(tensor, partition, rank, tp_size) != 0).sum())
     assert counted == tensor.numel()
-
-
-def test_a_vocabulary_is_filled_up_with_zeros():
-    rows = torch.arange(1.0, 8.0).view(7, 1)
-    shards = shards_of(rows, Partition(dim=0, padded=True), 3)
-    assert [shard.flatten().tolist() for shard in shards] == [[1, 2, 3], [4, 5, 6], [7, 0, 0]]

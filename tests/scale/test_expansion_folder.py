@@ -62,15 +62,6 @@ def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made
     assert sorted(path.name for path in folder.parent.iterdir()) == ["upscaled"]
 
 
-def test_large_expansions_are_spread_over_files(base, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
-    upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
-    assert len(list((tmp_path / "spread").glob("*.safetensors"))) > 3
-    whole = dict(load(base("llama"), folder).named_parameters())
-    for name, parameter in load(base("llama"), tmp_path / "spread").named_parameters():
-        assert torch.equal(whole[name], parameter), name
-
-
 def test_a_rank_reads_its_shard(folder):
     name = "layers.0.ffn.up.base_to_expansion.weight"
     expansion = open_expansion(folder)
@@ -123,26 +114,13 @@ DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with tools/upscale.py"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no expansion"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
-    "manifest a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "expected a JSON object"),
     "another format": (
         lambda folder: change_manifest(folder, lambda values: {**values, "format": "2"}),
         "expected the",
     ),
-    "manifest without entries": (
-        lambda folder: change_manifest(folder, lambda values: {"format": values["format"]}),
-        "manifest.json: damaged",
-    ),
     "tensors not named": (
         lambda folder: change_manifest(folder, lambda values: {**values, "tensors": ["a"]}),
         "manifest.json: damaged",
-    ),
-    "hashes of other files": (
-        lambda folder: change_manifest(folder, lambda values: {**values, "hashes": {"another": "0"}}),
-        "manifest.json: damaged (a file without its hash)",
-    ),
-    "tensors in no file": (
-        lambda folder: change_manifest(folder, lambda values: {**values, "tensors": {"output.expansion": 5}}),
-        "names files outside its folder",
     ),
     "a tensor not listed": (
         lambda folder: change_manifest(
@@ -152,7 +130,6 @@ DAMAGE = {
     ),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
     "weights missing": (lambda folder: weights_file(folder).unlink(), "damaged or missing"),
-    "weights cut off": (lambda folder: cut_off(weights_file(folder)), "damaged or missing"),
     "a pickle in their place": (
         lambda folder: torch.save({"a": torch.zeros(1)}, weights_file(folder)),
         "damaged or missing",
@@ -171,9 +148,13 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
     assert "\n" not in str(refusal.value)
 
 
-def test_changed_weights_are_found_by_the_rank_that_checks_the_file(base, folder, tmp_path, monkeypatch):
+def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one(base, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
     upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
+    assert len(list((tmp_path / "spread").glob("*.safetensors"))) > 3
+    whole = dict(load(base("llama"), folder).named_parameters())
+    for name, parameter in load(base("llama"), tmp_path / "spread").named_parameters():
+        assert torch.equal(whole[name], parameter), name
     expansion = open_expansion(tmp_path / "spread")
     expansion.check_files()
     changed = weights_file(expansion.path)

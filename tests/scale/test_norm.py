@@ -27,24 +27,20 @@ def streams():
 
 
 @pytest.mark.parametrize("statistics", ["separate", "base"])
-def test_rms_norm(statistics):
-    norm, (x, x_up) = norm_of("rmsnorm", statistics), streams()
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_the_formula_of_both_streams(kind, statistics):
+    norm, (x, x_up) = norm_of(kind, statistics), streams()
     y, y_up = norm(x, x_up)
-    source = x if statistics == "base" else x_up
-    expected = x_up / (source.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.expansion.weight
+    source, base = x if statistics == "base" else x_up, norm.base
+    if kind == "rmsnorm":
+        expected = x_up / (source.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.expansion.weight
+        of_base = F.rms_norm(x, (32,), base.weight, EPS)
+    else:
+        mean, variance = source.mean(-1, keepdim=True), source.var(-1, keepdim=True, correction=0)
+        expected = (x_up - mean) / (variance + EPS).sqrt() * norm.expansion.weight + norm.expansion.bias
+        of_base = F.layer_norm(x, (32,), base.weight, base.bias, EPS)
     torch.testing.assert_close(y_up, expected)
-    torch.testing.assert_close(y, F.rms_norm(x, (32,), norm.base.weight, EPS))
-
-
-@pytest.mark.parametrize("statistics", ["separate", "base"])
-def test_layer_norm(statistics):
-    norm, (x, x_up) = norm_of("layernorm", statistics), streams()
-    y, y_up = norm(x, x_up)
-    source = x if statistics == "base" else x_up
-    mean, variance = source.mean(-1, keepdim=True), source.var(-1, keepdim=True, correction=0)
-    expected = (x_up - mean) / (variance + EPS).sqrt() * norm.expansion.weight + norm.expansion.bias
-    torch.testing.assert_close(y_up, expected)
-    torch.testing.assert_close(y, F.layer_norm(x, (32,), norm.base.weight, norm.base.bias, EPS))
+    torch.testing.assert_close(y, of_base)
 
 
 @pytest.mark.parametrize("statistics", ["separate", "base"])

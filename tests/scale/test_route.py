@@ -21,7 +21,7 @@ from tests.widened import (
     widened,
 )
 
-NAMES = ("llama", "llama tied", "neox", "stories260K", "qwen3", "olmo2", "gemma2", "gemma3")
+NAMES = ("llama tied", "neox", "olmo2", "gemma2")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -74,18 +74,6 @@ def test_logits_choices_and_gradients_are_those_of_equation_5(base, name):
         assert_near(gradient, expected, rounding_of(route.spec, backward=True), parameter)
 
 
-def test_training_and_inference_follow_the_same_rule(base):
-    route, _, _ = three_models(base("llama"))
-    tokens, targets = some_batch(route.spec, 2, 24)
-    expected = F.cross_entropy(route.logits(tokens).flatten(0, 1), targets.flatten(), reduction="none")
-    with torch.no_grad():
-        evaluated = route(tokens, targets)
-    trained = route(tokens, targets)
-    for name in ("total", "nll", "preserved"):
-        assert torch.equal(getattr(trained, name), getattr(evaluated, name)), name
-    assert_near(trained.nll.flatten(), expected, rounding_of(route.spec))
-
-
 @pytest.mark.parametrize("l_fp", [0, 1, 2])
 def test_layers_up_to_l_fp_run_once_and_the_others_twice(base, l_fp):
     model = widened(base("llama"), scale_settings("route", l_fp=l_fp))
@@ -94,15 +82,6 @@ def test_layers_up_to_l_fp_run_once_and_the_others_twice(base, l_fp):
         layer.register_forward_hook(lambda *_, index=index: calls.update([index]))
     model(*some_batch(model.spec, 1, 8))
     assert calls == {index: 1 if index < l_fp else 2 for index in range(3)}
-
-
-def test_no_gradient_passes_through_the_choice(base):
-    route, _, _ = three_models(base("llama"))
-    hidden = route.hidden_states(some_tokens(route.spec, 2, 24))
-    assert hidden.x.requires_grad
-    assert not hidden.preserved_x.requires_grad
-    z_a = F.linear(hidden.x, route.output.base)
-    assert not preserved_tokens(z_a, z_a, 0.5, SINGLE).requires_grad
 
 
 def test_extreme_thresholds_send_all_tokens_on_one_path(base):

@@ -40,9 +40,11 @@ def train(model, steps=4):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("norm", ["separate", "base"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "norm"), [*((name, "separate") for name in NAMES), ("llama", "base"), ("neox", "base")]
+)
 def test_theorem_3_1_preserve_keeps_the_base_stream_to_the_bit_through_training(base, name, norm):
+    """And, by Corollary 3.2, whatever W21 and W22 are."""
     tokens = some_tokens(base(name).spec, 2, 32, seed=9)
     expected = base_streams(unwidened(base(name)), tokens)
     model = widened(base(name), scale_settings("preserve", norm=norm))
@@ -55,16 +57,8 @@ def test_theorem_3_1_preserve_keeps_the_base_stream_to_the_bit_through_training(
     assert_same_streams(base_streams(model, tokens), expected)
     shift = model.logits(tokens).flatten(0, 1) - expected[-1]
     assert shift.abs().mean() > 1e-2, "the expansion stream does not reach the logits"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_corollary_3_2_any_w21_and_w22_preserve(base, name):
-    tokens = some_tokens(base(name).spec, 2, 32)
-    expected = base_streams(unwidened(base(name)), tokens)
-    model = widened(base(name), scale_settings("preserve"))
-    for seed in range(3):
-        shake(model, 1.0, seed)
-        assert_same_streams(base_streams(model, tokens), expected)
+    shake(model, 1.0)
+    assert_same_streams(base_streams(model, tokens), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,8 +74,7 @@ def test_the_preserved_and_base_paths_of_a_trained_model_are_the_base(base, name
     assert not torch.equal(adapted[1], expected[1]), "W12 leaves the first collaborative layer as it was"
 
 
-@pytest.mark.parametrize("modules", ["attention", "ffn", "both"])
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize(("name", "modules"), [("llama", "attention"), ("llama", "ffn"), ("neox", "both")])
 def test_masking_every_w12_turns_adapt_into_preserve_to_the_bit(base, name, modules):
     tokens = some_tokens(base(name).spec, 2, 32)
     adapt = widened(base(name), scale_settings("adapt", collaborative_modules=modules), noise=0.1)

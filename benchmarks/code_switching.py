@@ -30,8 +30,7 @@ from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.evaluation.table import readable, table
-from pipeline.gating.fit_run import fit_on, gate_layer
-from pipeline.gating.states import BaseStream
+from pipeline.gating.fit_run import BaseStream, fit_on, gate_layer
 from pipeline.gating.windows import Windows, as_windows, read_fitting_text, spliced
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import Gate

@@ -38,8 +38,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.table import table
 from pipeline.files import write_json
 from pipeline.gating.fit import area_under_roc
-from pipeline.gating.fit_run import Fit, fit_on
-from pipeline.gating.states import BaseStream
+from pipeline.gating.fit_run import BaseStream, Fit, fit_on
 from pipeline.gating.windows import FittingText, Windows, as_windows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base

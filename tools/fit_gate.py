@@ -33,8 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _fit(config: RunConfig) -> None:
     # Imported after the configuration is checked: a mistake in it is reported at once.
-    from pipeline.gating.fit_run import fit_gate
-    from pipeline.gating.table import as_text
+    from pipeline.gating.fit_run import as_text, fit_gate
     from pipeline.scale.gate_folder import GATE_FOLDER
 
     record, is_new = fit_gate(config)

@@ -14,10 +14,10 @@ from pipeline.config.run import RunConfig
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
-from pipeline.gating.states import GROUP_TOKENS, inference_device, inference_dtype
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.attention import Documents
+from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.output import HiddenStates, perplexity
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
@@ -73,7 +73,7 @@ def measure(decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples],
     with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
         for name, samples in heldout.items():
             windows, sums = as_windows(list(islice(samples, count)), is_new=False), _Sums()
-            for group in windows.groups(GROUP_TOKENS):
+            for group in windows.groups():
                 inputs, targets = decoder_inputs(group, config, decoder)
                 decoder.gate = None
                 states = {
@@ -117,13 +117,23 @@ def heldout_perplexities(
 
     def of(samples: Iterable[Sample]) -> float:
         nll, predicted = 0.0, 0
-        for group in as_windows(list(samples), is_new=False).groups(GROUP_TOKENS):
+        for group in as_windows(list(samples), is_new=False).groups():
             inputs, targets = decoder_inputs(group, config, decoder)
             nll += float(decoder.output(decoder.hidden_states(*inputs), targets).nll.double().sum())
             predicted += int((targets != IGNORED).sum())
         return perplexity(nll / predicted) if predicted else math.inf
 
     return {name: of(islice(samples, config.validation.max_sequences)) for name, samples in heldout.items()}
+
+
+def inference_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inference_dtype(base: BaseFolder, device: torch.device) -> torch.dtype:
+    """The base's own type on a GPU; fp32 on a CPU, which is slow in 16 bits."""
+    return base.dtype if device.type == "cuda" else torch.float32
 
 
 def decoder_inputs(

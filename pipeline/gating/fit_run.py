@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pipeline import log
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
-from pipeline.config.run import GateSettings, RunConfig
+from pipeline.config.run import GateFeatures, GateSettings, RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
@@ -19,8 +20,9 @@ from pipeline.data.samples import load_heldout
 from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
+from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
-from pipeline.gating.effect import measure
+from pipeline.gating.effect import inference_device, inference_dtype, measure
 from pipeline.gating.fit import (
     area_under_roc,
     calibration_bins,
@@ -29,9 +31,10 @@ from pipeline.gating.fit import (
     standardisation,
     threshold_for,
 )
-from pipeline.gating.states import BaseStream, inference_device, inference_dtype
-from pipeline.gating.windows import FittingText, read_fitting_text
-from pipeline.scale.gate import Gate, deepest_gate_layer
+from pipeline.gating.windows import FittingText, Windows, read_fitting_text
+from pipeline.log import progress_bar
+from pipeline.model.decoder import Decoder
+from pipeline.scale.gate import Gate, deepest_gate_layer, gate_features
 from pipeline.scale.gate_folder import (
     FIRST_TOKENS,
     GATE_FOLDER,
@@ -115,6 +118,35 @@ def warn_of_cost(record: GateRecord) -> None:
                 *(name, 100 * text.cost, SHORT_TEXT, 100 * text.cost_of_short_text, FIRST_TOKENS),
                 *(text.cost_of_first_tokens or 0.0, text.cost_of_later_tokens or 0.0),
             )
+
+
+class BaseStream:
+    """The base's stream before `layer` of a decoder, which must have it there exactly."""
+
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        self.device = decoder.embedding.base.weight.device
+        self.layer = layer
+        self.decoder = decoder
+
+    def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
+        """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
+        found = [
+            gate_features(stream, kind, group.document_ids.to(self.device))[group.present.to(self.device)].cpu()
+            for group, stream in self._streams(windows, "reading the base's states")
+        ]
+        return torch.cat(found), windows.is_new[windows.present]
+
+    def scores(self, windows: Windows, gate: Gate) -> Tensor:
+        """The gate's scores: [N, S], on the CPU."""
+        found = self._streams(windows, "testing the gate")
+        return torch.cat([gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found])
+
+    def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
+        with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
+            for group in windows.groups():
+                tokens, positions = (tensor.to(self.device) for tensor in (group.tokens, group.positions))
+                yield group, self.decoder.base_stream(tokens, positions, group.documents(self.device), layer=self.layer)
+                bar.update(group.tokens.numel())
 
 
 @dataclass(frozen=True)
@@ -213,3 +245,38 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
             f"of its base; use 0 to {deepest}"
         )
     return deepest if settings.layer is None else settings.layer
+
+
+def as_text(record: GateRecord) -> str:
+    """How much of each held-out corpus opens, its perplexities, and how well the gate separates unused text."""
+
+    def shown(perplexity: float | None) -> str:
+        return "" if perplexity is None else readable(perplexity)
+
+    rows = [
+        [
+            f"{name} ({text.role})",
+            f"{text.open_fraction:.2%}",
+            f"{text.undecided_fraction:.2%}",
+            shown(text.base_perplexity),
+            shown(text.ungated_perplexity),
+            shown(text.gated_perplexity),
+            cell(text.cost_of_first_tokens, "+.3f"),
+            cell(text.cost_of_later_tokens, "+.4f"),
+        ]
+        for name, text in record.heldout.items()
+    ]
+    difference = record.closed_max_abs_logit_difference
+    exact = "none" if difference is None else f"{difference:g}"
+    where = f"{record.features}, before layer {record.layer}"
+    facts = {
+        "reads": where,
+        "AUC": f"{record.auc:.5f}",
+        "closed, of new text": f"{record.closed_fraction_of_new:.2%}",
+        "open, of other text": f"{record.open_fraction_of_negatives:.2%}",
+        "left out, of the base's own text, as of the new kind": f"{record.left_out_of_own_text:.2%}",
+        "largest logit difference from the base where it never opens": exact,
+    }
+    header = ["held-out corpus", "open", "undecided", "perplexity: base", "ungated", "gated"]
+    header += [f"nats lost: first {FIRST_TOKENS}", "later"]
+    return "\n".join([table(header, rows), "", *(f"{name}: {value}" for name, value in facts.items())])

@@ -17,6 +17,9 @@ from pipeline.data.samples import Sample, open_packed
 from pipeline.errors import DataError
 from pipeline.model.attention import Documents
 
+GROUP_TOKENS = 2**15
+"""How many tokens pass the model together."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -40,9 +43,9 @@ class Windows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def groups(self, tokens: int) -> Iterator[Windows]:
-        """Runs of windows of at most `tokens` tokens each, and at least one window."""
-        size = max(1, tokens // self.tokens.shape[1])
+    def groups(self) -> Iterator[Windows]:
+        """Runs of windows of at most GROUP_TOKENS tokens each, and at least one window."""
+        size = max(1, GROUP_TOKENS // self.tokens.shape[1])
         for first in range(0, len(self), size):
             yield self.rows(slice(first, first + size))
 

@@ -9,7 +9,6 @@ from pipeline.config.run import RunConfig
 from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.methods.scale import Scale
-from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
@@ -74,13 +73,3 @@ def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
         module.register_parameter("weight", stored_parameter(weight, precision, path, model.tp.size))
-
-
-def check_files(config: RunConfig, share: slice) -> None:
-    """Raises UserError if an initial file of the run, except the base's, has changed; reads a `share` of the files."""
-    training_method(config).check_files(share)
-
-
-def load_initial_weights(model: Decoder, config: RunConfig, base: BaseFolder, tp: TensorParallel) -> None:
-    """Sets every parameter of `model` to its value before the first step."""
-    training_method(config).load(model, base, tp)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from pipeline.config.method import Freeze, LlamaPro, Lora
 from pipeline.errors import ConfigError
-from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
+from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.from_hf import is_base, load_base
@@ -27,10 +27,8 @@ from pipeline.scale.layers import WidenedLinear
 class FullFineTuningMethod(TrainingMethod):
     """Every parameter of the base trains; nothing is added."""
 
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
-        return Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing)
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+        return Decoder(spec, tp=tp)
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=lambda name: name.removeprefix(REFERENCE))
@@ -42,13 +40,11 @@ class FreezeMethod(FullFineTuningMethod):
     def __init__(self, settings: Freeze) -> None:
         self.settings = settings
 
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         count = self.settings.frozen_layers
         if count > spec.num_layers:
             raise ConfigError(f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers")
-        model = super()._build(spec, tp, activation_checkpointing)
+        model = super()._build(spec, tp)
         model.embedding.requires_grad_(False)
         model.layers[:count].requires_grad_(False)
         return model
@@ -65,10 +61,8 @@ class LoraMethod(TrainingMethod):
         self.settings = settings
         self.seed = seed
 
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
-        model = Decoder(spec, tp=tp, activation_checkpointing=activation_checkpointing).requires_grad_(False)
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+        model = Decoder(spec, tp=tp).requires_grad_(False)
         for linear in self._targets(model):
             weight = linear.base.get_parameter("weight")
             linear.adapter = LowRankAdapter(weight, self.settings.rank, scale=self.settings.scale, tp=tp)
@@ -92,21 +86,17 @@ class LoraMethod(TrainingMethod):
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if not is_base(name) and not is_new_row(name):
-                whole = self._initial(name, full_shape_of(parameter))
+                whole = torch.zeros(full_shape_of(parameter))
+                if name.endswith(".a"):
+                    whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(whole.shape[1] ** -0.5)
                 shard = split(whole, partition_of(parameter), tp.rank, tp.size)
                 fill(parameter, tp, partial(rows_of, shard))
-
-    def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(".b"):
-            return torch.zeros(shape)
-        return torch.empty(shape).uniform_(-1, 1, generator=seeded(self.seed, name)) * shape[1] ** -0.5
 
 
 _ZEROED = ("attention.output.base.", "ffn.down.base.")
 
 
-@dataclass(frozen=True)
-class LayerOrigin:
+class LayerOrigin(NamedTuple):
     """The base's layer from which a layer of the deeper model comes, and whether it is an added copy."""
 
     base_layer: int
@@ -150,14 +140,11 @@ class LlamaProMethod(TrainingMethod):
     def __init__(self, settings: LlamaPro) -> None:
         self.settings = settings
 
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         origins = layer_origins(spec.num_layers, self.settings.added_layers)
         deeper = replace(spec, layers=tuple(spec.layers[origin.base_layer] for origin in origins))
         added = frozenset(index for index, origin in enumerate(origins) if origin.added)
-        model = Decoder(deeper, added_layers=added, tp=tp, activation_checkpointing=activation_checkpointing)
-        model.requires_grad_(False)
+        model = Decoder(deeper, added_layers=added, tp=tp).requires_grad_(False)
         for index in added:
             model.layers[index].requires_grad_(True)
         return model

@@ -29,7 +29,8 @@ class TrainingMethod(ABC):
         Raises:
             UserError: the settings do not fit the base, or the model cannot be split over the ranks.
         """
-        model = self._build(spec, tp, activation_checkpointing)
+        model = self._build(spec, tp)
+        model.activation_checkpointing = activation_checkpointing
         for name, parameter in model.named_parameters():
             if is_new_row(name):
                 parameter.requires_grad_(True)
@@ -41,10 +42,8 @@ class TrainingMethod(ABC):
         load_new_rows(model, base, tp, self._read_expansion)
 
     @abstractmethod
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
-        """As `build`, without regard to new rows."""
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+        """As `build`, without regard to new rows and recomputation."""
 
     @abstractmethod
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:

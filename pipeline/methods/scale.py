@@ -14,7 +14,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.log import counted
-from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
+from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
@@ -34,12 +34,10 @@ class Scale(TrainingMethod):
         self.expansion_folder = expansion_folder
         self.seed = seed
 
-    def _build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
-    ) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
         check_tensor_parallel(plan, tp.size)
-        model = Decoder(spec, plan, tp=tp, activation_checkpointing=activation_checkpointing)
+        model = Decoder(spec, plan, tp=tp)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not is_base(name))
         return model
@@ -47,20 +45,18 @@ class Scale(TrainingMethod):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = open_expansion(self.expansion_folder)
         expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
+        _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if not is_base(name) and not is_new_row(name):
-                shape, partition = full_shape_of(parameter), partition_of(parameter)
-                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+                _read(expansion, name, parameter, tp)
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        expansion = open_expansion(self.expansion_folder)
-        _check_new_rows(expansion, base.new_rows)
         super().load(model, base, tp)
+        expansion = open_expansion(self.expansion_folder)
         for name, parameter in model.named_parameters():
             if is_new_row(name) and name in expansion.names:  # another run has trained them
-                shape, partition = full_shape_of(parameter), partition_of(parameter)
-                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+                _read(expansion, name, parameter, tp)
 
     def _read_expansion(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return open_expansion(self.expansion_folder).read(name, shape)
@@ -70,6 +66,11 @@ class Scale(TrainingMethod):
 
     def starts_at_base(self) -> bool:
         return not open_expansion(self.expansion_folder).is_trained
+
+
+def _read(expansion: ExpansionFolder, name: str, parameter: Tensor, tp: TensorParallel) -> None:
+    shape, partition = full_shape_of(parameter), partition_of(parameter)
+    fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
 
 
 TOKENIZER = "tokenizer"

@@ -182,7 +182,7 @@ def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]
 
     def read() -> tuple[Samples, dict[str, str]]:
         check_model(inputs.config, base.spec, tp)
-        methods.check_files(inputs.config, own_share)
+        methods.training_method(inputs.config).check_files(own_share)
         samples = open_samples(inputs.config, inputs.tokenizer_fingerprint)
         return samples, {file.name: file_hash(file) for file in base.files[own_share]}
 
@@ -196,7 +196,7 @@ def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> D
     started = time.perf_counter()
     config, base = inputs.config, inputs.base
     model = build_model(config, base, inputs.deepspeed_config, groups, device)
-    run_on_all_ranks(partial(methods.load_initial_weights, model, config, base, groups.tensor_parallel))
+    run_on_all_ranks(partial(methods.training_method(config).load, model, base, groups.tensor_parallel))
     _logger.info("loaded %s in %.1f s", base.path, time.perf_counter() - started)
     return model
 

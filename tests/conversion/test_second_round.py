@@ -47,7 +47,7 @@ def initial_model(config: RunConfig) -> Decoder:
     """The run's model before its first step."""
     base = open_base(config.base)
     model = methods.build_model(config, base.spec, SINGLE)
-    methods.load_initial_weights(model, config, base, SINGLE)
+    methods.training_method(config).load(model, base, SINGLE)
     return model
 
 

@@ -22,8 +22,7 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
-from pipeline.gating.fit_run import fit_gate, fit_on, warn_of_cost
-from pipeline.gating.states import BaseStream
+from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
 from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import CheckpointError
 from pipeline.files import file_hash
-from pipeline.gating.table import as_text
+from pipeline.gating.fit_run import as_text
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate

@@ -31,7 +31,7 @@ def devices(config):
     inputs = read_inputs(load_config(config), 1)
     groups = ProcessGroups(inputs.layout)
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta"))
-    methods.load_initial_weights(model, inputs.config, inputs.base, groups.tensor_parallel)
+    methods.training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
     return {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
 

@@ -390,5 +390,5 @@ def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Dec
     with torch.device(device):
         model = methods.build_model(settings, base.spec, tp)
     if device != "meta":
-        methods.load_initial_weights(model, settings, base, tp)
+        methods.training_method(settings).load(model, base, tp)
     return model

@@ -93,7 +93,7 @@ def estimate_gathering(sizes: Sequence[int], returning_sizes: Sequence[int], set
 
     It gathers each once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay for the
     backward pass, and those used last within `max_reuse_distance`; the others are gathered again. A layer stays between
-    consecutive uses, such as recomputation and backward pass, which is so unless the reuse distance is below its size.
+    recomputation and backward pass, which is so unless the reuse distance is below twice its size.
     Parameters of at most `param_persistence_threshold` elements are never partitioned, so never gathered.
     """
     partitioned = [size for size in sizes if size > settings.param_persistence_threshold]

@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.exactness import literal_attention
 from pipeline.config.method import FullFineTuning
 from pipeline.methods import method_for
-from pipeline.model import attention
 from pipeline.model.attention import (
     Documents,
     FlexAttention,
@@ -202,31 +200,6 @@ def test_the_kernel_suits_the_device():
     for dtype, head_dim in ((torch.float32, 64), (torch.bfloat16, 36), (torch.bfloat16, 512)):
         assert isinstance(attention_kernel(documents, CUDA, dtype, head_dim), FlexAttention)
     assert isinstance(attention_kernel(documents, CUDA, torch.bfloat16, 64, softcap=50.0), FlexAttention)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_mask_compiled_as_on_a_gpu_is_the_plain_one(window, monkeypatch):
-    """By torch.compile, whose place in `create_block_mask` was a private flag; here in the backend of a CPU."""
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    documents, calls = documents_of([[300, 212], [100, 7, 405]]), []
-
-    def compiled(function):
-        return lambda *arguments, **options: calls.append((function, arguments, options))
-
-    with monkeypatch.context() as gpu:
-        gpu.setattr(attention, "_compiled", compiled)
-        gpu.setattr(torch.Tensor, "is_cuda", True)
-        _block_mask(documents.ids, window)
-    [(function, arguments, options)] = calls
-    assert function is create_block_mask and "_compile" not in options
-    mask = torch.compile(function, backend="aot_eager")(*arguments, **options)
-    plain = _block_mask(documents.ids, window)
-    assert torch.equal(mask.to_dense(), plain.to_dense()) and 0 < plain.sparsity() < 100
-    assert all(torch.equal(*pair) for pair in zip(tensors_of(mask), tensors_of(plain), strict=True))
-
-
-def tensors_of(mask):
-    return [part for part in mask.as_tuple() if isinstance(part, torch.Tensor)]
 
 
 class Shapes(TorchDispatchMode):

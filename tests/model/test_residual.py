@@ -59,16 +59,7 @@ def test_any_rows_are_restored(name, first, stop, normed_size):
     assert torch.equal(residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop])
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"normed_size": 99, "scale": 0.5},
-        {"normed_size": 8, "scale": 0.3},
-        {"normed_size": 8},
-        7,
-        {"normed_size": 8.5, "scale": 0.5},
-    ],
-)
+@pytest.mark.parametrize("entry", [{"normed_size": 99, "scale": 0.5}, {"normed_size": 8, "scale": 0.3}, 7])
 def test_a_record_that_cannot_be_is_refused(entry, tmp_path):
     path = save_base("llama", tmp_path / "base")
     config = json.loads((path / "config.json").read_text())

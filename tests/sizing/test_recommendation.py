@@ -68,6 +68,8 @@ def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
     recommended = recommend(estimates, Cluster(64))
     assert recommended.choice == choices[3]
     assert "ZeRO-1 x tp 1 would need" in recommended.reason
+    nothing = recommend(estimates[:1], Cluster(64))
+    assert nothing.choice is None and nothing.reason.startswith("nothing fits: ZeRO-1 x tp 1 needs")
 
 
 def test_a_quantised_70b_base_takes_a_half_or_less():
@@ -112,23 +114,8 @@ def test_only_messages_between_nodes_cross_the_network():
     assert many.compute_s == pytest.approx(one_node.compute_s / 32)
     halved = estimator("llama-3.2-1b", 8).estimate(Choice(1, 2, "none"))
     assert halved.between_bytes == 0
-    assert halved.memory.weights == pytest.approx(one_node_weights() / 2, rel=0.01)
-
-
-def one_node_weights() -> int:
-    return estimator("llama-3.2-1b", 8).estimate(Choice(1, 1, "none")).memory.weights
-
-
-def test_the_reason_names_the_needed_memory_where_nothing_fits():
-    estimates = [estimator("llama-3.1-70b", 64).estimate(Choice(1, 1, "none"))]
-    recommended = recommend(estimates, Cluster(64))
-    assert recommended.choice is None
-    assert recommended.reason.startswith("nothing fits: ZeRO-1 x tp 1 needs")
-
-
-def test_a_batch_that_does_not_divide_over_the_ranks_is_refused():
-    with pytest.raises(LayoutError, match="global_batch_size"):
-        estimator("llama-3.2-1b", 512).estimate(Choice(1, 1, "none"))
+    whole = estimator("llama-3.2-1b", 8).estimate(Choice(1, 1, "none"))
+    assert halved.memory.weights == pytest.approx(whole.memory.weights / 2, rel=0.01)
 
 
 def test_offloading_moves_states_to_the_host():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +36,7 @@ def mean_by_hand(values, document_ids):
     return expected
 
 
+@settings(max_examples=25)
 @given(
     ends=st.lists(st.integers(1, 149), max_size=4, unique=True),
     length=st.integers(1, 150),

@@ -178,7 +178,7 @@ class Estimator:
         costs = self._costs[key]
         if zero.stage < 3:
             return zero, costs, Gathering()
-        return zero, costs, estimate_gathering(costs.parameter_sizes, costs.returning_sizes, zero.gathering)
+        return zero, costs, estimate_gathering(costs, zero.gathering)
 
 
 def step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:

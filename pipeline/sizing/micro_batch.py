@@ -46,6 +46,7 @@ class MicroBatchCosts:
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input and output.
         parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
         returning_sizes: the same of the parameters that the backward pass reads.
+        recomputed_sizes: the same of the frozen parameters of layers that the backward pass runs again.
         parameter_bytes: of all shards together.
     """
 
@@ -56,6 +57,7 @@ class MicroBatchCosts:
     parameter_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
     returning_sizes: tuple[int, ...]
+    recomputed_sizes: tuple[int, ...]
     parameter_bytes: int
 
 
@@ -78,7 +80,7 @@ def measure_micro_batch(
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing)
     parameters = list(model.parameters())
-    returning = _returning_parameters(model, tp_size)
+    returning, recomputed = _returning_parameters(model, tp_size)
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -101,7 +103,8 @@ def measure_micro_batch(
         payload_bytes=Counter({kind: round(payload) for kind, payload in sent.items()}),
         parameter_sizes=tuple(parameter.numel() for parameter in parameters),
         trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
+        returning_sizes=tuple(parameter.numel() for parameter in returning),
+        recomputed_sizes=tuple(parameter.numel() for parameter in recomputed if not parameter.requires_grad),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
     )
 
@@ -179,14 +182,16 @@ def _run(
     return dict([*held, *payload_bytes.items()])
 
 
-def _returning_parameters(model: Decoder, length: int) -> set[nn.Parameter]:
-    """Those that the backward pass reads: of modules whose outputs have a gradient, and of layers that run again."""
-    returning: set[nn.Parameter] = set()
-    recomputed = {layer for layer in model.layers if model.is_checkpointed(layer)}
+def _returning_parameters(model: Decoder, length: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Those of modules whose outputs have a gradient, and of layers that run again in the backward pass."""
+    backward: set[nn.Parameter] = set()
+    recomputed: set[nn.Parameter] = set()
+    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
     def after(module: nn.Module, inputs: object, outputs: object) -> None:
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
-            returning.update(module.parameters(recurse=module in recomputed))
+            backward.update(module.parameters(recurse=False))
+            recomputed.update(module.parameters() if module in again else ())
 
     with ExitStack() as hooks:
         for module in model.modules():
@@ -194,7 +199,7 @@ def _returning_parameters(model: Decoder, length: int) -> set[nn.Parameter]:
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         with KnownSizes():
             model(tokens, tokens)
-    return returning
+    return backward, recomputed
 
 
 # --- Memory of tensors without data -----------------------------------------------------------------------------------

@@ -88,18 +88,22 @@ class Gathering:
     most_at_once: int = 0
 
 
-def estimate_gathering(sizes: Sequence[int], returning_sizes: Sequence[int], settings: GatherSettings) -> Gathering:
-    """What DeepSpeed gathers of the parameters of `sizes`, of which the backward pass reads `returning_sizes`.
+def estimate_gathering(costs: MicroBatchCosts, settings: GatherSettings) -> Gathering:
+    """What DeepSpeed gathers in a micro-batch.
 
-    It gathers each once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay for the
-    backward pass, and those used last within `max_reuse_distance`; the others are gathered again. A layer stays between
-    recomputation and backward pass, which is so unless the reuse distance is below twice its size.
-    Parameters of at most `param_persistence_threshold` elements are never partitioned, so never gathered.
+    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
+    for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
+    pass reads them. Frozen parameters of a layer that is recomputed are always released and gathered once more: see
+    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
+    are never partitioned, so never gathered.
     """
-    partitioned = [size for size in sizes if size > settings.param_persistence_threshold]
-    returning = sum(size for size in returning_sizes if size > settings.param_persistence_threshold)
-    whole = sum(partitioned)
+
+    def partitioned(sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if size > settings.param_persistence_threshold]
+
+    whole, returning = sum(partitioned(costs.parameter_sizes)), sum(partitioned(costs.returning_sizes))
     live = settings.max_live_parameters if settings.prefetch_bucket_size else 0
     kept = min(whole, max(live, settings.max_reuse_distance // 2))  # a way up and down again
     again = returning * (1 - kept / whole) if whole else 0
-    return Gathering(whole + round(again), min(whole, kept + max(partitioned, default=0)))
+    gathered = whole + round(again) + sum(partitioned(costs.recomputed_sizes))
+    return Gathering(gathered, min(whole, kept + max(partitioned(costs.parameter_sizes), default=0)))

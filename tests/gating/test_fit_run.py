@@ -209,8 +209,8 @@ def test_formats_without_a_gate(fitted, tmp_path, caplog):
     assert "without the gate" in caplog.text
 
 
-def run_tool(tool: Path, config: Path, monkeypatch) -> int:
-    monkeypatch.setattr(sys, "argv", [str(tool), str(config)])
+def run_tool(monkeypatch, tool: Path, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [str(tool), *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tool), run_name="__main__")
     return int(ended.value.code or 0)
@@ -221,7 +221,7 @@ def test_where_the_text_changes(runs, monkeypatch, capsys):
     values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
     path = runs["preserve"].with_name("switching.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_tool(ROOT / "benchmarks" / "code_switching.py", path, monkeypatch) == 0
+    assert run_tool(monkeypatch, ROOT / "benchmarks" / "code_switching.py", "--config", path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:6]] == [
         [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
@@ -277,12 +277,12 @@ def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
 def test_the_command_line(fitted, monkeypatch, capsys):
     runs, _ = fitted
     tool = ROOT / "tools" / "fit_gate.py"
-    assert run_tool(tool, runs["adapt"], monkeypatch) == 0
+    assert run_tool(monkeypatch, tool, runs["adapt"]) == 0
     shown = capsys.readouterr()
     assert "korean (new)" in shown.out and "AUC" in shown.out and "is already fitted" in shown.err
     values = yaml.safe_load(runs["adapt"].read_text())
     del values["gate"]
     path = runs["adapt"].with_name("ungated.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_tool(tool, path, monkeypatch) == 0
+    assert run_tool(monkeypatch, tool, path) == 0
     assert "nothing to fit" in capsys.readouterr().err

@@ -22,12 +22,12 @@ from tests.training.runs import start_deepspeed, write_config
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 COMMUNICATION = {"communication_data_type": "fp32"}
 BUCKETS = {"overlap_comm": False, "reduce_bucket_size": 4096}
-# A model of a few hundred thousand parameters is gathered in parts; a layer of about 60,000 stays between its uses.
+# Limits so tight that a model of a few hundred thousand parameters is gathered and released in parts.
 TIGHT = {
     "stage3_param_persistence_threshold": 20,
     "stage3_prefetch_bucket_size": 3000,
     "stage3_max_live_parameters": 90000,
-    "stage3_max_reuse_distance": 130000,
+    "stage3_max_reuse_distance": 90000,
 }
 ZERO = {
     "zero1": {**BF16, "zero_optimization": {"stage": 1, **BUCKETS}},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from pipeline.sizing.micro_batch import MicroBatchCosts
 from pipeline.sizing.traffic import Gathering, estimate_gathering
 from pipeline.sizing.zero import GatherSettings
 
@@ -29,4 +31,7 @@ SIZES = (10, 20, 30, 5)
     ],
 )
 def test_what_is_gathered_again_for_the_backward_pass(returning, changes, expected):
-    assert estimate_gathering(SIZES, returning, replace(TIGHT, **changes)) == expected
+    costs = MicroBatchCosts(0, 0, 0, Counter(), SIZES, (), returning, (), 0)
+    assert estimate_gathering(costs, replace(TIGHT, **changes)) == expected
+    recomputed = estimate_gathering(replace(costs, recomputed_sizes=(20,)), replace(TIGHT, **changes))
+    assert recomputed.gathered - expected.gathered == (20 if expected.gathered else 0)

@@ -45,6 +45,7 @@ FULL = (
     "conversion/test_convert.py",
     "gating/test_fit_run.py",
     "gating/test_export.py",
+    "model/test_compile.py",
     "sizing/test_against_runs.py",
     "sizing/test_recommendation.py",
     "checkpoint/test_reader.py",

@@ -150,18 +150,6 @@ def test_an_undecided_token_takes_the_mean_of_closed_and_open(variant, base):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_decide_for_themselves(variant, base):
-    """A row on which the gate never opens is the base's, whatever it does on the others."""
-    model = trained(base, "llama tied", variant)
-    tokens = some_tokens(model.spec, 12, 2)
-    model.gate = random_gate(model, tokens)
-    shut = ~decisions(model, tokens).any(dim=1)
-    assert shut.any() and not shut.all()
-    assert torch.equal(model.logits(tokens)[shut], model.logits(tokens, path="base")[shut])
-    assert not torch.equal(model.logits(tokens)[~shut], model.logits(tokens, path="base")[~shut])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_decisions_read_no_trained_block(variant, base):
     model, other = (trained(base, "neox", variant) for _ in range(2))
     with torch.no_grad():

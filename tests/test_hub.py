@@ -114,7 +114,7 @@ def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
 
 def test_a_first_configuration_names_its_base_on_the_hub(cache):
     texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
-    config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0), on_cpu=True)
+    config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0, on_cpu=True))
     assert config.base == cache
     assert yaml.safe_load(text)["base"] == "org/stories@main"
 

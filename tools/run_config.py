@@ -88,7 +88,6 @@ def _write_first(arguments: argparse.Namespace) -> int:
         arguments.new,
         arguments.old,
         cluster,
-        on_cpu=cluster.on_cpu,
         text_key=arguments.text_key,
         vocabulary=arguments.vocabulary,
     )

@@ -73,7 +73,6 @@ def propose(
     old: Sequence[str],
     cluster: Cluster,
     *,
-    on_cpu: bool,
     text_key: str = "text",
     vocabulary: Path | None = None,
 ) -> tuple[RunConfig, str]:
@@ -89,7 +88,7 @@ def propose(
     folder = model_folder(base)
     spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)
     learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, text_key)
-    values = _values(name, folder, spec, tokenizer, learned, known, cluster, on_cpu=on_cpu)
+    values = _values(name, folder, spec, tokenizer, learned, known, cluster)
     for corpus in values["data"]["corpora"].values() if text_key != "text" else ():
         corpus["text_key"] = text_key
     config = parse_config(values, source="the proposed configuration")
@@ -101,7 +100,7 @@ def propose(
     }
     # A gate keeps the base's own logits, in which new pieces have no place.
     values |= {"vocabulary": {"folder": str(vocabulary)}} if vocabulary is not None else {"gate": {}}
-    config, values = _fitted(values, cluster, on_cpu=on_cpu)
+    config, values = _fitted(values, cluster)
     return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 
 
@@ -113,8 +112,6 @@ def _values(
     learned: Texts,
     known: Texts,
     cluster: Cluster,
-    *,
-    on_cpu: bool,
 ) -> dict[str, Any]:
     """The settings, with full fine-tuning in the place of the method."""
     passes = _REPEATED[0] if learned.tokens < _REPEATED[1] else 1
@@ -153,7 +150,7 @@ def _values(
         },
         "validation": {"every_steps": max(1, steps // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, steps // 10)},
-        "deepspeed": "ds_configs/zero1_fp32.json" if on_cpu else "ds_configs/zero1.json",
+        "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
 
 
@@ -163,10 +160,10 @@ def _corpus(text: Texts, length: int) -> dict[str, Any]:
     return {"input": text.inputs, "heldout_fraction": heldout, "estimated_tokens": text.tokens}
 
 
-def _fitted(values: dict[str, Any], cluster: Cluster, *, on_cpu: bool) -> tuple[RunConfig, dict[str, Any]]:
+def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
     """The settings with the first layout that fits, and its largest micro-batch."""
     layouts: list[dict[str, Any]] = [{}]
-    if not on_cpu:
+    if not cluster.on_cpu:
         layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
         layouts += [{"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}]
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus

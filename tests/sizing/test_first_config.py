@@ -33,11 +33,10 @@ NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 
 
 @pytest.mark.parametrize(
-    ("cluster", "on_cpu"),
-    [(Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0), True), (Cluster(1), False), (Cluster(24), False)],
+    "cluster", [Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0, on_cpu=True), Cluster(1), Cluster(24)]
 )
-def test_it_starts_and_its_text_describes_it(cluster, on_cpu, tmp_path, monkeypatch):
-    config, text = propose("first", STORIES, NEW, OLD, cluster, on_cpu=on_cpu)
+def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
+    config, text = propose("first", STORIES, NEW, OLD, cluster)
     assert parse_config(yaml.safe_load(text), source="text") == config
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == ()
@@ -48,7 +47,7 @@ def test_it_starts_and_its_text_describes_it(cluster, on_cpu, tmp_path, monkeypa
     spec = open_base(STORIES).spec
     own, whole = plan_expansion(config.method, spec.widths, spec.num_layers).expansion, asdict(spec.widths)
     assert asdict(stock_widths(own, spec)) == {name: whole[name] + added for name, added in asdict(own).items()}
-    assert config.deepspeed.name == ("zero1_fp32.json" if on_cpu else "zero1.json")
+    assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
     assert config.gate is not None and set(data.fractions) == {"replay", "rehearsal"}
     assert 1e-3 < schedule.learning_rate < 1e-2
     assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
@@ -58,8 +57,8 @@ def test_it_starts_and_its_text_describes_it(cluster, on_cpu, tmp_path, monkeypa
 
 def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run(tmp_path):
     def micro_batch(gib: float) -> int:
-        cluster = Cluster(1, gpu_memory_gib=gib)
-        return propose("first", STORIES, NEW, OLD, cluster, on_cpu=True)[0].schedule.micro_batch_size
+        cluster = Cluster(1, gpu_memory_gib=gib, on_cpu=True)
+        return propose("first", STORIES, NEW, OLD, cluster)[0].schedule.micro_batch_size
 
     assert micro_batch(4.0) > micro_batch(0.05) >= 1
     with pytest.raises(LayoutError, match="does not fit on 1 GPUs"):
@@ -76,8 +75,8 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     tokenizer = json.loads((base / "tokenizer.json").read_text())
     tokenizer["post_processor"] = None
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
-    cluster = Cluster(1)
-    config, text = propose("first", base, NEW, OLD, cluster, on_cpu=True)
+    cluster = Cluster(1, on_cpu=True)
+    config, text = propose("first", base, NEW, OLD, cluster)
     assert "&id" not in text
     assert config.data.corpora["own_text"].sample.openings == OLD
     monkeypatch.chdir(tmp_path)

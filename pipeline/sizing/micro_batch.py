@@ -80,7 +80,7 @@ def measure_micro_batch(
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing)
     parameters = list(model.parameters())
-    returning, recomputed = _returning_parameters(model, tp_size)
+    returning, recomputed = _returning_and_recomputed(model, tp_size)
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -103,8 +103,8 @@ def measure_micro_batch(
         payload_bytes=Counter({kind: round(payload) for kind, payload in sent.items()}),
         parameter_sizes=tuple(parameter.numel() for parameter in parameters),
         trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        returning_sizes=tuple(parameter.numel() for parameter in returning),
-        recomputed_sizes=tuple(parameter.numel() for parameter in recomputed if not parameter.requires_grad),
+        returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
+        recomputed_sizes=tuple(parameter.numel() for parameter in parameters if parameter in recomputed),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
     )
 
@@ -182,16 +182,17 @@ def _run(
     return dict([*held, *payload_bytes.items()])
 
 
-def _returning_parameters(model: Decoder, length: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Those of modules whose outputs have a gradient, and of layers that run again in the backward pass."""
-    backward: set[nn.Parameter] = set()
+def _returning_and_recomputed(model: Decoder, length: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """The parameters of modules whose outputs have a gradient, and frozen ones of layers that run again for it."""
+    returning: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
     again = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
     def after(module: nn.Module, inputs: object, outputs: object) -> None:
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
-            backward.update(module.parameters(recurse=False))
-            recomputed.update(module.parameters() if module in again else ())
+            returning.update(module.parameters(recurse=False))
+            if module in again:
+                recomputed.update(weight for weight in module.parameters() if not weight.requires_grad)
 
     with ExitStack() as hooks:
         for module in model.modules():
@@ -199,7 +200,7 @@ def _returning_parameters(model: Decoder, length: int) -> tuple[set[nn.Parameter
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         with KnownSizes():
             model(tokens, tokens)
-    return backward, recomputed
+    return returning, recomputed
 
 
 # --- Memory of tensors without data -----------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ gradients count for what they really cost under every method, without a formula 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
@@ -49,14 +50,30 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  #
 # The kernels that pipeline.model.attention takes on the meta device. torch counts the first not at all, and the second,
 # for layers with windows, by values that meta tensors do not have.
 _COUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
 }
 with suppress(ImportError):
     import torch.nn.attention.varlen  # registers the operations; older versions of torch have none
 
-    _COUNTED[torch.ops.torch_attn._varlen_attn] = _varlen_flops
-    _COUNTED[torch.ops.torch_attn._varlen_attn_backward] = _varlen_backward_flops
+    _COUNTED[torch.ops.torch_attn._varlen_attn] = shape_wrapper(_varlen_flops)
+    _COUNTED[torch.ops.torch_attn._varlen_attn_backward] = shape_wrapper(_varlen_backward_flops)
+
+
+class _FlopCount(KnownSizes):
+    """Counts FLOPs by operation. torch's FlopCounterMode assigns them to modules too, and takes several times as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
+        formula = _COUNTED.get(operation.overloadpacket)
+        if formula is not None:
+            self.flops[str(operation.overloadpacket)] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -92,12 +109,12 @@ def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsP
     """Counts a sequence that is rehearsed, or (kl_rows 0) is not."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
 
-    def run() -> dict[str, int]:
-        with KnownSizes(), FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
+    def run() -> Counter[str]:
+        with _FlopCount() as count:
             total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
             if torch.is_grad_enabled():
                 total_loss.backward()
-        return {str(operation): flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+        return count.flops
 
     counts = extrapolated(meta_model, run)
     matrix = sum(counts.get(operation, 0) for operation in _MATRIX_PRODUCTS)

@@ -62,7 +62,7 @@ with suppress(ImportError):
 
 
 class _FlopCount(KnownSizes):
-    """Counts FLOPs by operation. torch's FlopCounterMode assigns them to modules too, and takes several times as long."""
+    """Counts FLOPs by operation, several times faster than torch's FlopCounterMode, which assigns them to modules."""
 
     def __init__(self) -> None:
         super().__init__()

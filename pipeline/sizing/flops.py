@@ -7,7 +7,7 @@ gradients count for what they really cost under every method, without a formula 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +108,11 @@ def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 
 def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsPerToken:
     """Counts a sequence that is rehearsed, or (kl_rows 0) is not."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    every_chunk = meta_model.output.chunks
+
+    def one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+        """As many FLOPs, in fewer operations."""
+        return (slice(*rows) for rows in ((0, kl_tokens), (kl_tokens, tokens)) if rows[0] < rows[1])
 
     def run() -> Counter[str]:
         with _FlopCount() as count:
@@ -116,7 +121,9 @@ def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsP
                 total_loss.backward()
         return count.flops
 
+    meta_model.output.chunks = one_chunk_of_each_loss  # type: ignore[method-assign]
     counts = extrapolated(meta_model, run)
+    meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
     matrix = sum(counts.get(operation, 0) for operation in _MATRIX_PRODUCTS)
     return FlopsPerToken(matrix / sequence_length, (sum(counts.values()) - matrix) / sequence_length)
 

@@ -95,7 +95,11 @@ def measure_micro_batch(
     if rows:
         costs = extrapolated(model, lambda: _run(model, config, payload_bytes, kl_rows=math.ceil(rows)))
     share = rows / math.ceil(rows) if rows else 1.0
-    sent = {kind: plain[kind] + share * (costs[kind] - plain[kind]) for kind in costs if isinstance(kind, tuple)}
+    sent = {
+        kind: (1 - share) * plain.get(kind, 0) + share * count
+        for kind, count in costs.items()
+        if isinstance(kind, tuple)
+    }
     return MicroBatchCosts(
         activation_bytes=costs[_ACTIVATIONS],
         loss_bytes=costs[_LOSS],
@@ -174,12 +178,8 @@ def _run(
             loss = live.peak - activations
             losses.total.backward()
     temporary = max(forward_peak, live.peak) - activations - loss
-    held: list[tuple[str | tuple[int, str], int]] = [
-        (_ACTIVATIONS, activations),
-        (_LOSS, loss),
-        (_TEMPORARY, temporary),
-    ]
-    return dict([*held, *payload_bytes.items()])
+    held: dict[Any, int] = {_ACTIVATIONS: activations, _LOSS: loss, _TEMPORARY: temporary}
+    return {**held, **payload_bytes}
 
 
 def _returning_and_recomputed(model: Decoder, length: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:

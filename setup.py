@@ -33,7 +33,6 @@ class BuildWithShippedFiles(build_py):
 
 # What one tool needs and training does not.
 EVAL = ["lm-eval>=0.4.13,<0.5"]
-REPORT = ["resvg_py>=0.5,<1"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
@@ -46,7 +45,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"], "pipeline.studies.report": ["templates/*", "fonts/*"]},
+    package_data={"pipeline": ["py.typed"], "pipeline.studies.report": ["templates/*"]},
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
     python_requires=">=3.10",
@@ -77,12 +76,10 @@ setup(
     ],
     extras_require={
         "eval": EVAL,
-        "report": REPORT,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "dev": [
             *EVAL,
-            *REPORT,
             *WANDB,
             *MLFLOW,
             "gguf>=0.17,<1",

@@ -46,13 +46,7 @@ from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW, OLD = "ko/reviews", "en/gutenberg"
-PAIRS = [
-    (NEW, OLD),
-    ("ko/law", NEW),
-    ("ko/book_reviews", NEW),
-    ("en/stories", OLD),
-    ("en/factbook", OLD),
-]
+PAIRS = [(NEW, OLD), ("ko/law", NEW), ("ko/book_reviews", NEW), ("en/stories", OLD), ("en/factbook", OLD)]
 """New and old text, as files of the folder of texts, without their endings; those that are missing are left out."""
 OWN_TEXT = "own text"
 _MOST_DOCUMENTS, _MADE = 20_000, 400

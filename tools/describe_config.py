@@ -84,7 +84,7 @@ def as_markdown() -> str:
     root = Path(__file__).resolve().parent.parent
     rows = [(path.name, *_DEEPSPEED[path.name]) for path in sorted((root / "ds_configs").glob("*.json"))]
     introduction = _INTRODUCTION.format(
-        deepspeed="".join(f"| `ds_configs/{name}` | {precision} | {purpose} |\n" for name, precision, purpose in rows),
+        deepspeed="".join(f"| `ds_configs/{name}` | {precision} | {purpose} |\n" for name, precision, purpose in rows)
     )
     return introduction + "".join(_tables())
 

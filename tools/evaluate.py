@@ -98,13 +98,7 @@ def _check_folders(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add(
-        "--model",
-        type=folder_or_hub,
-        nargs="+",
-        default=[],
-        help="Hugging Face folders, or models on the hub",
-    )
+    add("--model", type=folder_or_hub, nargs="+", default=[], help="Hugging Face folders, or models on the hub")
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet; or a folder of task files")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")

@@ -82,12 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--add", type=positive, required=True, metavar="N", help="new pieces, at most")
     add("--output", type=Path, required=True, help="the folder to write")
     add_overwrite_option(parser)
-    add(
-        "--min-uses",
-        type=positive,
-        default=10,
-        help="drop pieces that occur less often in the sample (default: 10)",
-    )
+    add("--min-uses", type=positive, default=10, help="drop pieces that occur less often in the sample (default: 10)")
     add(
         "--max-mib",
         type=mebibytes,

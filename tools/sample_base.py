@@ -92,11 +92,7 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Samplin
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add(
-        "--workers",
-        type=positive,
-        help="processes, each with the base (default: one per GPU, or as many as fit)",
-    )
+    add("--workers", type=positive, help="processes, each with the base (default: one per GPU, or as many as fit)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPUs if there are any")
     add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
     add(

@@ -22,21 +22,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.files import write_text
-    from pipeline.studies import frontier  # --help does not wait for torch
-    from pipeline.studies.report.frontier import frontier_picture
+    from pipeline.files import write_json, write_text
+    from pipeline.studies.frontier import frontier_picture, frontier_rows, frontier_table  # --help needs no torch
+    from pipeline.studies.report.page import svg_file
+    from pipeline.studies.runs import StudyRuns
     from pipeline.studies.study import load_study
-    from pipeline.studies.study_runs import StudyRuns
 
-    study = load_study(arguments.study, arguments.data)
-    rows = frontier.frontier_rows(StudyRuns(study, str(arguments.study)))
-    print(frontier.frontier_table(rows), end="\n\n")
-    for goal, holds in frontier.goals(rows).items():
-        print(f"{'not decided' if holds is None else 'holds' if holds else 'does not hold'}: {goal}")
+    rows = frontier_rows(StudyRuns(load_study(arguments.study, arguments.data), str(arguments.study)))
+    print(frontier_table(rows))
     if arguments.output:
-        frontier.write_frontier(arguments.output, rows)
+        write_json(arguments.output, [row.values() for row in rows])
     if arguments.picture:
-        write_text(arguments.picture, frontier_picture(frontier.points_of(rows)))
+        write_text(arguments.picture, svg_file(frontier_picture(rows)))
 
 
 if __name__ == "__main__":

@@ -108,12 +108,7 @@ def _layer_kernels(setting: Setting, spec: DecoderSpec, tokens: int) -> Iterator
     table = RotaryEmbedding().table(rotary, torch.arange(tokens).unsqueeze(0), None, torch.get_default_dtype())
     heads = torch.randn(1, tokens, widths.num_attention_heads, spec.head_dim)
     cases: list[tuple[str, Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = [
-        (
-            "RMSNorm",
-            norm,
-            liger_norm,
-            [torch.randn(tokens, widths.hidden_size), torch.ones(widths.hidden_size)],
-        ),
+        ("RMSNorm", norm, liger_norm, [torch.randn(tokens, widths.hidden_size), torch.ones(widths.hidden_size)]),
         ("rotary", table.rotate, liger_rotary, [heads]),
         (
             "SwiGLU",

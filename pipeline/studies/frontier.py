@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from pipeline.config.data import Data
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
@@ -21,7 +20,6 @@ from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import USER_ERROR, StudyError
 from pipeline.evaluation.table import over_seeds, readable, table
-from pipeline.files import write_json
 from pipeline.gating.effect import heldout_perplexities
 from pipeline.methods import training_method
 from pipeline.methods.vocabulary import extended_spec
@@ -32,27 +30,12 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.flops import count_flops
-from pipeline.studies.pending import finished_count, known_trials, run_count
-from pipeline.studies.results import has_diverged, read_outcome
-from pipeline.studies.study_runs import StudyRuns, Trial, measured_corpora
+from pipeline.studies.report.drawing import Drawing
+from pipeline.studies.report.plots import Plane
+from pipeline.studies.report.runs import METHODS, PERPLEXITY, Standing, not_dominated
+from pipeline.studies.runs import StudyRun, StudyRuns
 
-MOST_FORGOTTEN = 0.01
-"""By how much the perplexity of the base's own text may rise: the goal for SCALE."""
-MOST_FORGOTTEN_BY_FFT = 0.05
-"""By how much it may rise under the full fine-tuning that SCALE is compared with."""
-WIDE_COST = 1.6
-"""The most that inference of a wide expansion may cost, relative to the base's."""
-WIDE_GAP = 0.05
-"""How much higher its perplexity of the new text may be than that of rehearsed full fine-tuning."""
-NO_REHEARSAL = "none"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A model's cost relative to its base's: FLOPs of a token's forward pass, and parameters."""
-
-    flops: float = 1.0
-    parameters: float = 1.0
+_WIDTH, _HEIGHT = 860.0, 560.0  # of the picture
 
 
 class FrontierRow(BaseModel):
@@ -69,7 +52,7 @@ class FrontierRow(BaseModel):
     label: str
     method: str
     gated: bool = False
-    rehearsal: str = NO_REHEARSAL
+    rehearsal: str = "none"
     uses_old_text: bool = False
     learning_rate: float | None = None
     seed: int | None = None
@@ -92,59 +75,50 @@ def frontier_rows(runs: StudyRuns) -> list[FrontierRow]:
         StudyError: some of its runs are not finished.
         RunFolderError, CheckpointError: what a run left is missing or damaged.
     """
-    if finished_count(runs) < run_count(runs):
+    if runs.finished_count() < runs.run_count():
         raise StudyError(
-            f"{runs.study.folder}: not all runs are finished; start tools/run_study.py again, and it continues",
-            USER_ERROR,
+            f"{runs.study.folder}: not all runs are finished; start scale-cpt study again, and it continues", USER_ERROR
         )
     rows: list[FrontierRow] = []
-    costs: dict[str, Cost] = {}
-    for trial in known_trials(runs):
-        run = runs.trial(trial)
-        if has_diverged(run):
+    costs: dict[str, tuple[float, float]] = {}
+    for trial in runs.known_trials():
+        run, compared = runs.trial(trial), runs.study.methods[trial.method]
+        if run.has_diverged:
             continue
-        config, outcome = run.config, read_outcome(run)
-        label = runs.study.methods[trial.method].label
+        before, *_, after = run.validations()
         if trial.method not in costs:  # rates and seeds cost the same
-            costs[trial.method] = relative_cost(config)
-        cost = costs[trial.method]
+            costs[trial.method] = relative_cost(run.config)
         if not rows:
-            rows.append(_base_row(config, _perplexities(outcome.before)))
-        rows.append(_row(config, trial, label, cost, _perplexities(outcome.after)))
-        if shares := runs.study.methods[trial.method].averages:
-            for share, averaged in zip(shares, averaged_perplexities(config, shares), strict=True):
-                rows.append(_row(config, trial, f"{label}, averaged: {share:g}", cost, averaged))
-        if config.gate is not None:
-            heldout = open_record(config.folder / GATE_FOLDER).heldout
+            rows.append(_row(run, "Base", "base", _perplexities(before.figures)))
+        shares = compared.averages
+        found = [(compared.label, False, _perplexities(after.figures))]
+        for share, averaged in zip(shares, averaged_perplexities(run.config, shares) if shares else (), strict=True):
+            found.append((f"{compared.label}, averaged: {share:g}", False, averaged))
+        if run.config.gate is not None:
+            heldout = open_record(run.folder / GATE_FOLDER).heldout
             gated = {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
-            rows.append(_row(config, trial, label, cost, gated, gated=True))
+            found.append((compared.label, True, gated))
+        method = run.config.method
+        for label, is_gated, perplexities in found:
+            row = _row(run, label, method.variant if isinstance(method, ScaleMethod) else method.name, perplexities)
+            of_run = {
+                "gated": is_gated,
+                "rehearsal": describe_rehearsal(run.config.data),
+                "uses_old_text": run.config.data.fractions.get("replay", 0) > 0,
+                "learning_rate": trial.learning_rate,
+                "seed": trial.seed,
+                "inference_cost": costs[trial.method][0],
+                "parameters": costs[trial.method][1],
+            }
+            rows.append(row.model_copy(update=of_run))
     return rows
 
 
-def _row(
-    config: RunConfig, trial: Trial, label: str, cost: Cost, perplexities: dict[str, float], *, gated: bool = False
-) -> FrontierRow:
-    method = config.method
-    return _base_row(config, perplexities).model_copy(
-        update={
-            "label": label,
-            "method": method.variant if isinstance(method, ScaleMethod) else method.name,
-            "gated": gated,
-            "rehearsal": describe_rehearsal(config.data),
-            "uses_old_text": config.data.fractions.get("replay", 0) > 0,
-            "learning_rate": trial.learning_rate,
-            "seed": trial.seed,
-            "inference_cost": cost.flops,
-            "parameters": cost.parameters,
-        }
-    )
-
-
-def _base_row(config: RunConfig, perplexities: dict[str, float]) -> FrontierRow:
+def _row(run: StudyRun, label: str, method: str, perplexities: dict[str, float]) -> FrontierRow:
     new, old = (
-        geometric_mean([perplexities[name] for name in measured_corpora(config, role)]) for role in ("new", "replay")
+        geometric_mean([perplexities[name] for name in run.measured_corpora(role)]) for role in ("new", "replay")
     )
-    return FrontierRow(label="Base", method="base", new_perplexity=new, old_perplexity=old, perplexities=perplexities)
+    return FrontierRow(label=label, method=method, new_perplexity=new, old_perplexity=old, perplexities=perplexities)
 
 
 def _perplexities(figures: Figures) -> dict[str, float]:
@@ -179,14 +153,17 @@ def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[di
     return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
 
 
-def relative_cost(config: RunConfig) -> Cost:
-    """The cost of inference with the model of a run; a gate decides by one product of vectors, which does not count."""
+def relative_cost(config: RunConfig) -> tuple[float, float]:
+    """The FLOPs of a token's forward pass and the parameters of a run's model, relative to its base's.
+
+    A gate decides by one product of vectors, which does not count.
+    """
     spec, length = read_spec(config.base), config.data.sequence_length
     with torch.device("meta"), torch.no_grad():
         model, base = training_method(config).build(extended_spec(config, spec), SINGLE, "none"), Decoder(spec)
         flops = [count_flops(decoder, length).total for decoder in (model, base)]
     sizes = [sum(parameter.numel() for parameter in decoder.parameters()) for decoder in (model, base)]
-    return Cost(flops[0] / flops[1], sizes[0] / sizes[1])
+    return flops[0] / flops[1], sizes[0] / sizes[1]
 
 
 def describe_rehearsal(data: Data) -> str:
@@ -197,14 +174,18 @@ def describe_rehearsal(data: Data) -> str:
         for role, fraction in data.fractions.items()
         if fraction > 0
     ]
-    return ", ".join(parts) or NO_REHEARSAL
+    return ", ".join(parts) or "none"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A method of the study, with or without its gate: its runs with several seeds."""
+    """A method of the study at one learning rate, with or without its gate: its runs with several seeds."""
 
     rows: Sequence[FrontierRow]
+
+    @property
+    def first(self) -> FrontierRow:
+        return self.rows[0]
 
     @property
     def new(self) -> float:
@@ -217,14 +198,9 @@ class Point:
         return mean([row.old_perplexity for row in self.rows])
 
     @property
-    def cost(self) -> float:
-        """FLOPs of a forward pass relative to the base's."""
-        return self.rows[0].inference_cost
-
-    @property
     def name(self) -> str:
         """For tables."""
-        return self.rows[0].label + (" + gate" if self.rows[0].gated else "")
+        return self.first.label + (" + gate" if self.first.gated else "")
 
 
 def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
@@ -237,10 +213,9 @@ def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
 
 def frontier_table(rows: Sequence[FrontierRow]) -> str:
     """Every point, sorted by what it forgot; those that no other point beats in both figures are marked."""
-    points = sorted(points_of(rows), key=lambda point: (point.old, point.new))
     lines, least = [], math.inf
-    for point in points:
-        first, on_front = point.rows[0], point.new < least
+    for point in sorted(points_of(rows), key=lambda point: (point.old, point.new)):
+        first, on_front = point.first, point.new < least
         least = min(least, point.new)
         lines.append(
             [
@@ -249,7 +224,7 @@ def frontier_table(rows: Sequence[FrontierRow]) -> str:
                 first.rehearsal,
                 over_seeds([row.new_perplexity for row in point.rows], readable),
                 over_seeds([row.old_perplexity for row in point.rows], readable),
-                f"{point.cost:.2f}",
+                f"{first.inference_cost:.2f}",
                 f"{first.parameters:.2f}",
                 "front" if on_front else "",
             ]
@@ -258,35 +233,29 @@ def frontier_table(rows: Sequence[FrontierRow]) -> str:
     return table(header, lines)
 
 
-def goals(rows: Sequence[FrontierRow]) -> dict[str, bool | None]:
-    """Whether the goals hold, by their text; None where the study has no run to decide it by."""
-    base, *points = points_of(rows)
-    of_scale = [point for point in points if point.rows[0].method in ("preserve", "adapt", "route")]
-    of_fft = [point for point in points if point.rows[0].method == "fft"]
-    kept = [
-        point for point in of_scale if not point.rows[0].uses_old_text and point.old <= (1 + MOST_FORGOTTEN) * base.old
+def frontier_picture(rows: Sequence[FrontierRow]) -> Drawing:
+    """The points of a frontier; larger marks cost more. Those that no other point beats are joined and named."""
+    base, *others = points_of(rows)
+    placed = [
+        (point, Standing(math.log(base.new / point.new), math.log(point.old / base.old)))
+        for point in others
+        if math.isfinite(point.new + point.old)
     ]
-    rivals = [point for point in of_fft if point.old <= (1 + MOST_FORGOTTEN_BY_FFT) * base.old]
-    rehearsed = [point for point in of_fft if point.rows[0].rehearsal != NO_REHEARSAL]
-    affordable = [point for point in kept if point.cost <= WIDE_COST]
-    no_worse = (
-        f"SCALE forgets at most {MOST_FORGOTTEN:.0%} without old data, and learns no less than any full fine-tuning "
-        f"that forgets at most {MOST_FORGOTTEN_BY_FFT:.0%}"
-    )
-    close = (
-        f"SCALE forgets at most {MOST_FORGOTTEN:.0%} without old data, at most at {WIDE_COST} times the base's cost, "
-        f"and learns within {WIDE_GAP:.0%} of the best rehearsed full fine-tuning"
-    )
-    return {
-        no_worse: _best(kept) <= _best(rivals) if kept and rivals else False if rivals else None,
-        close: _best(affordable) <= (1 + WIDE_GAP) * _best(rehearsed) if rehearsed else None,
-    }
-
-
-def _best(points: Sequence[Point]) -> float:
-    return min((point.new for point in points), default=math.inf)
-
-
-def write_frontier(path: Path, rows: Sequence[FrontierRow]) -> None:
-    """Writes the rows to `path` as JSON."""
-    write_json(path, [row.values() for row in rows])
+    front = sorted(not_dominated(placed), key=lambda pair: pair[1].learned)
+    said = [f"{point.name}: {PERPLEXITY.describe(place, 'new text', 'old text')}" for point, place in front]
+    drawing = Drawing(_WIDTH, _HEIGHT, "frontier", "What was learned, and what was forgotten", "; ".join(said))
+    places, names = [place for _, place in placed], [point.name for point, _ in front]
+    plane = Plane(drawing, places, names, PERPLEXITY, "new text", "old text")
+    plane.line([place for _, place in front], "rates style-6")
+    for point, place in sorted(placed, key=lambda pair: -pair[0].first.inference_cost):
+        cost, style = point.first.inference_cost, METHODS.index(point.first.method)
+        title = f"{point.name}, {cost:.2f} x the base's FLOPs: {PERPLEXITY.describe(place, 'new', 'old')}"
+        drawing.mark(plane.at(place), style, size=0.75 * cost, tooltip=title)
+    plane.name([(point.name, place) for point, place in front], places)
+    left, top = 150.0, 62.0
+    for method in sorted({point.first.method for point in others}, key=METHODS.index):
+        drawing.mark((left, top), METHODS.index(method))
+        drawing.text((left + 14, top + 4), title_of(method), "label small")
+        top += 20
+    drawing.text((left - 6, top + 6), "larger marks cost more FLOPs a token", "hint")
+    return drawing

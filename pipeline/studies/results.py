@@ -1,37 +1,29 @@
-"""What finished runs and studies leave in their folders: metrics of a run; summary.json and learning_rates.json."""
+"""The results of a study: summary.json, learning_rates.json, and the tables that are printed of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pipeline.config.data import Role
 from pipeline.config.method import ScaleMethod
 from pipeline.errors import RunFolderError, in_one_line
-from pipeline.files import read_object, read_text, write_json
-from pipeline.run_folder.metrics import (
-    METRICS,
-    Figures,
-    ValidationRecord,
-    geometric_mean,
-    peak_memory_gib,
-    read_metrics,
-    read_validations,
-)
+from pipeline.evaluation.table import cell, over_seeds, readable, table
+from pipeline.files import first_fault, read_object, read_text, write_json
+from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, mean, peak_memory_gib, read_metrics
 from pipeline.run_folder.status import TRAINING
-from pipeline.studies.study_runs import StudyRun, Trial, measured_corpora
-from pipeline.training.divergence import REPORT as DIVERGENCE
+from pipeline.studies.runs import StudyRun, StudyRuns, Trial
 
 SUMMARY = "summary.json"
 LEARNING_RATES = "learning_rates.json"
 REPLAY = "replay"
 """The role of corpora that must not be forgotten."""
-_FROM_TRAINING = ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds")
+FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
+"""What a row takes from training.json."""
+_ANSWERED = "first_token_accuracy"
 
 
 class Row(BaseModel):
@@ -72,82 +64,71 @@ class Tried(BaseModel):
     seed: int | None = None
     new_perplexity: float | None = None
     replay_perplexity: float | None = None
-    after: Figures
+    after: Figures = Field(description="empty where training diverged")
     chosen: bool
     at_the_edge: bool
 
-    @property
-    def diverged(self) -> bool:
-        return not self.after
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run left: training.json, every validation from step 0 to the last step, and its peak memory."""
-
-    run: StudyRun
-    training: Mapping[str, Any]
-    validations: list[ValidationRecord]
-    peak_memory_gib: float | None
-
-    @property
-    def before(self) -> Figures:
-        return self.validations[0].figures
-
-    @property
-    def after(self) -> Figures:
-        return self.validations[-1].figures
-
-    def perplexity(self, role: Role, figures: Figures) -> float | None:
-        """The geometric mean over a role's held-out corpora, infinite where one is; None without any."""
-        names = measured_corpora(self.run.config, role)
-        return geometric_mean([figures[name]["perplexity"] for name in names]) if names else None
-
-    def row(self, trial: Trial, label: str, study_folder: Path) -> Row:
-        """The run's row of summary.json."""
-        config = self.run.config
-        method = config.method
-        return Row(
-            label=label,
-            method=method.variant if isinstance(method, ScaleMethod) else method.name,
-            seed=trial.seed,
-            learning_rate=trial.learning_rate,
-            **{key: self.training[key] for key in _FROM_TRAINING},
-            peak_memory_gib=self.peak_memory_gib,
-            folder=str(config.folder.relative_to(study_folder)),
-            roles={name: corpus.role for name, corpus in config.data.corpora.items()},
-            before=self.before,
-            during=self.validations[1:-1],
-            after=self.after,
-        )
-
-
-def read_outcome(run: StudyRun) -> Outcome:
-    """What a finished run left.
+def summarise(runs: StudyRuns) -> str:
+    """Writes summary.json and learning_rates.json of a finished study, and returns both as tables.
 
     Raises:
-        RunFolderError: its metrics are missing or damaged.
+        RunFolderError: the metrics of a run are missing or damaged.
     """
-    path = run.config.folder / METRICS
-    lines = read_metrics(path)
-    return Outcome(run, _training(run), read_validations(lines, path), peak_memory_gib(lines))
+    study = runs.study
+    rows: list[Row] = []
+    tried: list[Tried] = []
+    for name, compared in study.methods.items():
+        rate, rates = runs.chosen_rate(name), compared.learning_rates
+        assert rate is not None  # all runs are finished
+        for seed in study.seeds:
+            run = runs.trial(Trial(name, rate, seed))
+            rows.append(_row(run, compared.label, str(run.folder.relative_to(study.folder))))
+        for trial in runs.grid(name):
+            run = runs.trial(trial)
+            after = {} if run.has_diverged else run.validations()[-1].figures
+            chosen = trial.learning_rate == rate
+            tried.append(
+                Tried(
+                    label=compared.label,
+                    learning_rate=trial.learning_rate,
+                    seed=trial.seed,
+                    new_perplexity=run.perplexity("new", after) if after else None,
+                    replay_perplexity=run.perplexity("replay", after) if after else None,
+                    after=after,
+                    chosen=chosen,
+                    at_the_edge=chosen and len(rates) > 1 and rate in (min(rates), max(rates)),
+                )
+            )
+    write_summary(study.folder, rows, tried)
+    return f"{_rates_table(tried)}\n\n{methods_table(rows)}"
 
 
-def is_trained(run: StudyRun) -> bool:
-    """Whether the run is trained to its end, at its last step or before.
+def _row(run: StudyRun, label: str, folder: str) -> Row:
+    config, method = run.config, run.config.method
+    before, *during, after = run.validations()
+    training = read_object(run.folder / TRAINING, RunFolderError)
+    return Row(
+        label=label,
+        method=method.variant if isinstance(method, ScaleMethod) else method.name,
+        seed=config.seed,
+        learning_rate=config.schedule.learning_rate,
+        steps=training["steps"],
+        **{key: training[key] for key in FROM_TRAINING},
+        peak_memory_gib=peak_memory_gib(read_metrics(run.folder / METRICS)),
+        folder=folder,
+        roles={name: corpus.role for name, corpus in config.data.corpora.items()},
+        before=before.figures,
+        during=during,
+        after=after.figures,
+    )
 
-    Raises:
-        ConfigError: its folder holds a trained run with other settings.
-    """
-    if not (run.config.folder / TRAINING).exists():
-        return False
-    run.check_same()
-    return True
 
-
-def has_diverged(run: StudyRun) -> bool:
-    """Whether the run ended because its loss diverged."""
-    return (run.config.folder / DIVERGENCE).exists() and not is_trained(run)
+def write_summary(folder: Path, rows: Sequence[Row], tried: Sequence[Tried]) -> None:
+    """Writes both files; infinite values are null in them."""
+    # summary.json last: where it exists, the rates exist too.
+    write_json(folder / LEARNING_RATES, [row.model_dump() for row in tried])
+    write_json(folder / SUMMARY, [row.model_dump() for row in rows])
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -164,28 +145,18 @@ def read_tried(folder: Path) -> list[Tried]:
     return _read(folder / LEARNING_RATES, Tried)
 
 
-def write_summary(folder: Path, rows: Sequence[Row], tried: Sequence[Tried]) -> None:
-    """Writes both files; infinite values are null in them."""
-    # summary.json last: where it exists, the rates exist too.
-    write_json(folder / LEARNING_RATES, [row.model_dump() for row in tried])
-    write_json(folder / SUMMARY, [row.model_dump() for row in rows])
-
-
 RowType = TypeVar("RowType", Row, Tried)
 
 
-def checked_row(kind: type[RowType], values: object, place: str) -> RowType:
-    """`values` as a row.
-
-    Raises:
-        RunFolderError: they are not a row; it names `place`, where they were read.
-    """
+def checked_rows(kind: type[RowType], values: object, path: Path) -> list[RowType]:
+    """`values`, which were read at `path`, as rows; raises RunFolderError where they are not."""
     try:
-        return kind.model_validate(values)
+        rows = TypeAdapter(list[kind]).validate_python(values)  # type: ignore[valid-type]
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ": ".join(filter(None, [place, ".".join(map(str, fault["loc"]))]))
-        raise RunFolderError(f"{where}: {fault['msg']}; write or copy the file again") from None
+        raise RunFolderError(f"{path}: {first_fault(error)}; write or copy the file again") from None
+    if not rows:
+        raise RunFolderError(f"{path}: expected at least one row, found none")
+    return rows
 
 
 def _read(path: Path, kind: type[RowType]) -> list[RowType]:
@@ -196,14 +167,54 @@ def _read(path: Path, kind: type[RowType]) -> list[RowType]:
         raise RunFolderError(f"{path}: not JSON ({in_one_line(error):.100}); write or copy the file again") from None
     except FileNotFoundError:
         raise RunFolderError(
-            f"{path}: no such file; tools/run_study.py writes it when the study is finished: run it again"
+            f"{path}: no such file; scale-cpt study writes it when the study is finished: run it again"
         ) from None
-    if not isinstance(values, list):
-        raise RunFolderError(f"{path}: expected a list of rows, found {type(values).__name__}; is it a study's?")
-    if not values:
-        raise RunFolderError(f"{path}: expected at least one row, found none")
-    return [checked_row(kind, value, f"{path}: row {number}") for number, value in enumerate(values)]
+    return checked_rows(kind, values, path)
 
 
-def _training(run: StudyRun) -> Mapping[str, Any]:
-    return read_object(run.config.folder / TRAINING, RunFolderError)
+def _rates_table(tried: Sequence[Tried]) -> str:
+    lines = []
+    for run in tried:
+        after = [readable(value) if value is not None else "" for value in (run.new_perplexity, run.replay_perplexity)]
+        mark = "chosen, at the edge" if run.at_the_edge else "chosen" if run.chosen else ""
+        lines.append([run.label, f"{run.learning_rate:g}", *after, mark if run.after else "diverged"])
+    return table(["", "learning rate", "new: perplexity", "replay: perplexity", ""], lines)
+
+
+def methods_table(rows: Sequence[Row]) -> str:
+    """What each method learned and forgot: means over its seeds, and the spread of what it ended with."""
+    first = rows[0]
+    texts = [name for name in first.roles if name in first.after and _ANSWERED not in first.after[name]]
+    # The corpora of questions and answers share a column for each role.
+    questions: dict[str, list[str]] = {}
+    for name, role in first.roles.items():
+        if _ANSWERED in first.after.get(name, {}):
+            questions.setdefault(role, []).append(name)
+    header = ["", "trained", "learning rate", "seconds", "GiB"]
+    for name in texts:
+        header += [f"{name}: perplexity", "before", "bits per byte"]
+    for role in questions:
+        header += [f"{role}: first token", "before"]
+    lines = []
+    for label in dict.fromkeys(row.label for row in rows):
+        own = [row for row in rows if row.label == label]
+        seconds = [row.seconds for row in own if row.seconds is not None]
+        memory = [row.peak_memory_gib for row in own if row.peak_memory_gib is not None]
+        cells = [
+            label,
+            cell(own[0].trainable_parameters, ","),
+            cell(own[0].learning_rate, "g"),
+            cell(mean(seconds) if seconds else None, ".0f"),
+            cell(max(memory, default=None), ".2f"),
+        ]
+        for name in texts:
+            after = over_seeds([row.after[name]["perplexity"] for row in own], readable)
+            bits = mean([row.after[name]["bits_per_byte"] for row in own])
+            cells += [after, readable(own[0].before[name]["perplexity"]), f"{bits:.3f}"]
+        for names in questions.values():
+            known = [mean([row.after[name][_ANSWERED] for name in names]) for row in own]
+            before = mean([row.before[name][_ANSWERED] for row in own for name in names])
+            cells += [over_seeds(known, "{:.1%}".format), f"{before:.1%}"]
+        lines.append(cells)
+    several = any(row.seed != first.seed for row in rows)
+    return table(header, lines) + ("\n\n± is one standard deviation over seeds, as of a sample." if several else "")

@@ -10,25 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
 
 from pipeline import log
-from pipeline.errors import FINISHED, INTERNAL_FAULT, RESUME_LATER, StudyError
+from pipeline.errors import INTERNAL_FAULT, RESUME_LATER, StudyError
 from pipeline.files import shipped
 from pipeline.hub import model_folder
 from pipeline.run_folder.status import read_status
-from pipeline.studies.pending import Task, finished_count, pending_tasks, run_count
 from pipeline.studies.random_base import make_random_base
-from pipeline.studies.results import has_diverged
+from pipeline.studies.runs import StudyRuns, Task
 from pipeline.studies.study import SCRATCH, load_study
-from pipeline.studies.study_runs import StudyRuns
 
 LOG = "log.txt"
-_SCRIPT = shipped() / "slurm" / "cpt_korean.sh"
 _POLL_EVERY_S = 0.2
 _logger = log.get_logger(__name__)
 
@@ -55,30 +50,62 @@ def open_study(path: Path, data: Path) -> StudyRuns:
 def run_study(runs: StudyRuns, jobs: int) -> None:
     """Runs everything that is pending, at most `jobs` processes at a time.
 
+    A run that fails is not tried again, and the others go on. Where this is ended early, those that run are stopped:
+    they save, and resume the next time.
+
     Raises:
-        StudyError: a run failed, other than by diverging at one of several learning rates; the other runs were
-            stopped and saved.
+        StudyError: a run failed, other than by diverging at one of several learning rates.
+        KeyboardInterrupt, SystemExit: a signal asked this process to end.
     """
-    tasks, done, total = pending_tasks(runs), finished_count(runs), run_count(runs)
+    tasks, done, total = runs.pending_tasks(), runs.finished_count(), runs.run_count()
     _logger.info("%s: %d of %d runs are done; %d at a time", runs.study.folder, done, total, jobs)
-    with Processes(jobs) as processes, log.progress_bar(str(runs.study.folder), total, " runs") as bar:
-        bar.initial = bar.n = done
-        bar.unit_scale = False  # 7 runs, not 7.00
-        bar.miniters = 0  # so that `update(0)` shows the new steps
-        while tasks:
-            processes.start(tasks)
-            if ended := processes.poll():
-                for process in ended:
-                    if not has_diverged(process.task.run):
-                        process.check()
-                tasks, done = pending_tasks(runs), finished_count(runs)
-                _check_over(ended, tasks)
-                for process in ended:
-                    took = timedelta(seconds=round(time.monotonic() - process.started))
-                    how = "done" if process.popen.returncode == FINISHED else "diverged, this learning rate is out"
-                    _logger.info("%s: %s in %s; %d of %d runs are done", process.task.name, how, took, done, total)
-            bar.set_postfix_str(", ".join(map(_step_of, processes.running)), refresh=False)
-            bar.update(done - bar.n)
+    running: list[Process] = []
+    failed: dict[str, StudyError] = {}
+    signals: list[int] = []  # acted on below, so that no process is lost between its start and its place in the list
+    handlers = {
+        number: signal.signal(number, lambda found, _: signals.append(found))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        with log.progress_bar(str(runs.study.folder), total, " runs") as bar:
+            bar.initial = bar.n = done
+            bar.unit_scale = False  # 7 runs, not 7.00
+            bar.miniters = 0  # so that `update(0)` shows the new steps
+            while not signals:
+                started = {process.task.name for process in running} | failed.keys()
+                waiting = [task for task in tasks if task.name not in started]
+                if not waiting and not running:
+                    break
+                for task in waiting[: jobs - len(running)]:
+                    running.append(_start(task, side_by_side=min(jobs, len(tasks))))  # a single task gets all cores
+                time.sleep(_POLL_EVERY_S)
+                if ended := [process for process in running if process.popen.poll() is not None]:
+                    running = [process for process in running if process not in ended]
+                    tasks, done = runs.pending_tasks(), runs.finished_count()
+                    unfinished = {task.name for task in tasks}
+                    for process in ended:
+                        name, took = process.task.name, timedelta(seconds=round(time.monotonic() - process.started))
+                        if name in unfinished:
+                            failed[name] = process.error()
+                        outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
+                        _logger.info("%s: %s in %s; %d of %d runs are done", name, outcome, took, done, total)
+                bar.set_postfix_str(", ".join(process.progress() for process in running), refresh=False)
+                bar.update(done - bar.n)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if running:
+            _logger.info("stopping %d run(s), which save first", len(running))
+        for process in running:
+            process.popen.terminate()
+        for process in running:
+            process.popen.wait()
+    if signals:
+        raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(RESUME_LATER)
+    if failed:
+        first, *others = failed.values()
+        also = f"; {len(others)} other(s) failed too: {', '.join([*failed][1:])}" if others else ""
+        raise StudyError(f"{first}{also}", first.exit_code)
 
 
 @dataclass
@@ -91,74 +118,27 @@ class Process:
     log_start: int
     started: float
 
-    def check(self) -> None:
-        """Raises StudyError, with the task's own error message, where it failed."""
-        code = self.popen.returncode
-        if code == FINISHED:
-            return
+    def error(self) -> StudyError:
+        """Why the task did not finish, with its own error message."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-        error = error or (lines[-1] if lines else "without any output")
-        raise StudyError(f"{self.task.name} ended with exit code {code}: {error} (all output: {self.log})", code)
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        said = [*errors, *reversed(lines), "without any output"][0]
+        code = self.popen.returncode
+        return StudyError(
+            f"{self.task.name} ended with exit code {code}: {said} (all output: {self.log})", code or INTERNAL_FAULT
+        )
 
-
-class Processes:
-    """At most `jobs` running tasks. Leaving the block stops them; they save, and resume the next time."""
-
-    def __init__(self, jobs: int) -> None:
-        self.jobs = jobs
-        self.running: list[Process] = []
-        self._signal: int | None = None
-
-    def __enter__(self) -> Processes:
-        # `poll` acts on it, so that no process is lost between its start and its place in the list.
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self.running:
-            _logger.info("stopping %d run(s), which save first", len(self.running))
-        for process in self.running:
-            process.popen.terminate()
-        for process in self.running:
-            process.popen.wait()
-
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Starts as many of `tasks` as there is room for, except those that run already."""
-        names = {process.task.name for process in self.running}
-        new = [task for task in tasks if task.name not in names]
-        for task in new[: self.jobs - len(self.running)]:
-            # A single task gets all cores.
-            self.running.append(_start(task, side_by_side=min(self.jobs, len(tasks))))
-
-    def poll(self) -> list[Process]:
-        """Waits for a moment; returns the processes that ended since the last call.
-
-        Raises:
-            KeyboardInterrupt, SystemExit: a signal asked this process to end.
-        """
-        time.sleep(_POLL_EVERY_S)
-        if self._signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._signal is not None:
-            raise SystemExit(RESUME_LATER)
-        ended = [process for process in self.running if process.popen.poll() is not None]
-        self.running = [process for process in self.running if process not in ended]
-        return ended
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+    def progress(self) -> str:
+        """The task's name and step."""
+        status = read_status(self.task.run.folder)
+        return f"{self.task.name} {f'{status.step}/{status.steps}' if status.steps else 'starts'}"
 
 
 def _start(task: Task, side_by_side: int) -> Process:
     task.run.write()
-    path = task.run.config.folder / LOG
+    path = task.run.folder / LOG
     environment = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (side_by_side * task.ranks))),
         **os.environ,
@@ -173,20 +153,10 @@ def _start(task: Task, side_by_side: int) -> Process:
         log_start = file.tell()
         # A session of its own: Ctrl-C is passed on once, by this process, and not by the terminal too.
         popen = subprocess.Popen(
-            ["bash", str(_SCRIPT)], env=environment, stdout=file, stderr=file, start_new_session=True
+            ["bash", str(shipped() / "slurm" / "cpt_korean.sh")],
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     return Process(task, popen, path, log_start, time.monotonic())
-
-
-def _check_over(ended: Sequence[Process], pending: Sequence[Task]) -> None:
-    """Raises StudyError where one of `ended` is still `pending`."""
-    names = {task.name for task in pending}
-    for process in ended:
-        if process.task.name in names:
-            process.check()  # it diverged, and there is no other learning rate
-            raise StudyError(f"{process.task.name} ended without an error, but is not finished", INTERNAL_FAULT)
-
-
-def _step_of(process: Process) -> str:
-    status = read_status(process.task.run.config.folder)
-    return f"{process.task.name} {f'{status.step}/{status.steps}' if status.steps else 'starts'}"

@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.sizing.cluster import Cluster
-from pipeline.studies.study_runs import _comparable
+from pipeline.studies.runs import comparable
 from tests.bases import STORIES
 from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
 from tests.training.runs import write_config
@@ -148,7 +148,7 @@ def test_the_spelling_of_the_openings_paths_does_not_count(tmp_path: Path, monke
         load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", openings=[path]))
         for path in ("o.jsonl", absolute)
     )
-    assert first != second and _comparable(first) == _comparable(second)
+    assert first != second and comparable(first) == comparable(second)
     assert "openings" not in first.data.model_dump(mode="json", exclude=_PATHS)["corpora"]["own"]["sample"]
 
 

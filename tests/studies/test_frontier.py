@@ -7,7 +7,7 @@ import pytest
 from pipeline.config.data import Data
 from pipeline.config.run import load_config
 from pipeline.run_folder.metrics import METRICS, read_metrics, read_validations
-from pipeline.studies.frontier import FrontierRow, averaged_perplexities, describe_rehearsal, frontier_table, goals
+from pipeline.studies.frontier import FrontierRow, averaged_perplexities, describe_rehearsal, frontier_table
 from tests.distributed import run_ranks
 from tests.training.runs import make_tokens, train, write_config
 
@@ -17,34 +17,6 @@ BASE = FrontierRow(label="Base", method="base", new_perplexity=200, old_perplexi
 def row(method, new, old, **changes):
     values = {"label": f"{method} {new}", "method": method, "new_perplexity": new, "old_perplexity": old, "seed": 1}
     return FrontierRow(**{**values, "perplexities": {}, "inference_cost": 1.2, **changes})
-
-
-def held(*rows):
-    return list(goals([BASE, *rows]).values())
-
-
-@pytest.mark.parametrize(
-    ("scale", "expected"),
-    [
-        (row("adapt", 80, 101), True),
-        (row("adapt", 81, 100), False),  # learns less than the rival
-        (row("adapt", 70, 101.5), False),  # forgets more than allowed
-        (row("preserve", 80, 101, uses_old_text=True), False),
-        (row("fft", 79, 100), False),
-    ],
-)
-def test_the_first_goal_needs_a_scale_run_that_neither_forgets_nor_learns_less(scale, expected):
-    rival, forgetful = row("fft", 80, 105), row("fft", 60, 106)
-    first, _ = held(rival, forgetful, scale)
-    assert first == expected
-
-
-def test_the_second_goal_bounds_the_cost_and_compares_with_rehearsed_full_fine_tuning():
-    rehearsed = row("fft", 80, 120, rehearsal="own text 1/16 kl")
-    assert held(rehearsed, row("adapt", 84, 100, inference_cost=1.6)) == [None, True]
-    assert held(rehearsed, row("adapt", 85, 100, inference_cost=1.6)) == [None, False]
-    assert held(rehearsed, row("adapt", 79, 100, inference_cost=1.7)) == [None, False]
-    assert held(row("fft", 80, 120), row("adapt", 79, 100)) == [None, None]
 
 
 def test_seeds_are_one_line_and_what_nothing_beats_is_on_the_front():

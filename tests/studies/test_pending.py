@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from pipeline.studies.pending import finished_count, pending_tasks
+from pipeline.studies.study_runs import StudyRuns, Trial
 
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, RunFolderError, StudyError
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
-from pipeline.studies.pending import (
-    best_learning_rate,
-    chosen_rate,
-    finished_count,
-    is_at_the_edge,
-    pending_after,
-    pending_tasks,
-)
 from pipeline.studies.study import load_study
-from pipeline.studies.study_runs import StudyRuns, Trial
 from tests.studies.studies import STEPS, study_values, write_study
 
-RATES = st.floats(1e-6, 1.0)
-PERPLEXITIES = st.floats(1.0, 1e6) | st.just(math.inf) | st.just(math.nan)
 ONLY = "adapt.lr_0.002.seed_1"
 ADAPT = Trial("adapt", 2e-3, 1)
 LOW, HIGH = Trial("lora", 1e-5, 1), Trial("lora", 2e-3, 1)
@@ -54,7 +42,7 @@ def diverge(runs: StudyRuns, trial: Trial) -> None:
 
 
 def names(runs: StudyRuns) -> list[str]:
-    return [task.name for task in pending_tasks(runs)]
+    return [task.name for task in runs.pending_tasks()]
 
 
 def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens):
@@ -65,10 +53,10 @@ def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens
     schedule = {**values["settings"]["schedule"], "learning_rate": 1e-3}
     path = write_study(tmp_path, values)
     runs = StudyRuns(load_study(path, tmp_path), str(path))
-    (task,) = pending_tasks(runs)
+    (task,) = runs.pending_tasks()
     assert (task.name, task.stages) == (f"{ONLY}: sample", ("sample",))
     (folder / "korean" / "manifest.json").rename(tmp_path / "korean")
-    (task,) = pending_tasks(runs)
+    (task,) = runs.pending_tasks()
     assert task.stages == ("tokenize",)
     (tmp_path / "korean").rename(folder / "korean" / "manifest.json")
     (folder / "own").mkdir()
@@ -77,7 +65,7 @@ def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens
 
     values["stages"] = {"first": {"settings": {**values["settings"], "schedule": schedule}}}
     path = write_study(tmp_path, values)
-    (task,) = pending_tasks(StudyRuns(load_study(path, tmp_path), str(path)))
+    (task,) = StudyRuns(load_study(path, tmp_path), str(path)).pending_tasks()
     assert task.stages == ("tokenize", "sample", "train", "convert")
 
 
@@ -113,26 +101,22 @@ def test_a_gate_of_other_settings_is_fitted_again(tmp_path, tokens):
 
 def test_other_seeds_run_at_the_rate_that_learned_most(runs):
     finish(runs, LOW, 40.0)
-    assert chosen_rate(runs, "lora") is None
+    assert runs.chosen_rate("lora") is None
+    finish(runs, HIGH, None)  # not finite, as of a run that nearly diverged
+    assert runs.chosen_rate("lora") == LOW.learning_rate
     finish(runs, HIGH, 30.0)
-    assert chosen_rate(runs, "lora") == HIGH.learning_rate
+    assert runs.chosen_rate("lora") == HIGH.learning_rate
     assert names(runs) == ["adapt.lr_0.002.seed_1", "adapt.lr_0.002.seed_2", "lora.lr_0.002.seed_2"]
-
-
-def test_a_run_without_a_finite_perplexity_is_the_worst(runs):
-    finish(runs, LOW, 40.0)
-    finish(runs, HIGH, None)
-    assert chosen_rate(runs, "lora") == LOW.learning_rate
 
 
 def test_a_rate_that_diverged_is_not_chosen_or_tried_again(runs):
     finish(runs, LOW, 40.0)
     diverge(runs, HIGH)
-    assert chosen_rate(runs, "lora") == LOW.learning_rate
+    assert runs.chosen_rate("lora") == LOW.learning_rate
     assert "lora.lr_1e-05.seed_2" in names(runs) and str(HIGH) not in names(runs)
     assert finished_count(runs) == 2
     finish(runs, HIGH, 30.0)  # somebody trained it after all
-    assert chosen_rate(runs, "lora") == HIGH.learning_rate
+    assert runs.chosen_rate("lora") == HIGH.learning_rate
 
 
 def test_a_run_that_diverged_is_pending_where_there_is_no_other_rate(runs):
@@ -147,20 +131,20 @@ def test_a_run_that_diverged_is_pending_where_there_is_no_other_rate(runs):
     diverge(runs, LOW)
     diverge(runs, HIGH)
     with pytest.raises(StudyError, match=r"methods.lora: every one of its learning_rates diverged; give lower ones"):
-        pending_tasks(runs)
+        runs.pending_tasks()
 
 
 def test_missing_metrics_are_an_error_of_one_line(runs):
     finish(runs, LOW, 40.0)
     finish(runs, HIGH, 40.0, steps=(STEPS,))
     with pytest.raises(RunFolderError, match=r"lora.lr_0.002.seed_1/metrics.jsonl: no validation after the first; "):
-        chosen_rate(runs, "lora")
+        runs.chosen_rate("lora")
 
 
 def test_a_chain_of_jobs_continues_after_a_rate_that_diverged(runs):
     finish(runs, LOW, 40.0)
     diverge(runs, HIGH)
-    assert [task.name for task in pending_after(runs, [str(LOW), str(HIGH)])] == [
+    assert [task.name for task in runs.pending_after([str(LOW), str(HIGH)])] == [
         ONLY,
         "adapt.lr_0.002.seed_2",
         "lora.lr_1e-05.seed_2",
@@ -174,33 +158,11 @@ def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     decision = Decision(False, "its cause is to be mended first")
     record_end(run.config.folder, stage="train", exit_code=CONFIG_ERROR, error="no such corpus", retry=decision)
     with pytest.raises(StudyError) as raised:
-        pending_after(runs, [str(LOW), str(HIGH)])
+        runs.pending_after([str(LOW), str(HIGH)])
     said = (
         f"{LOW}: its job has ended, but the run is not finished"
         "; the run is failed: train: no such corpus (its cause is to be"
     )
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
-    assert str(LOW) in [task.name for task in pending_after(runs, [])]  # submitted by hand
-
-
-def test_a_chain_of_jobs_ends_where_jobs_never_started(runs):
-    for trial in (LOW, HIGH):
-        runs.trial(trial).write()
-    with pytest.raises(StudyError) as raised:
-        pending_after(runs, [str(LOW), str(HIGH)])
-    assert f"(nor are {LOW}); the run is not started: no attempt is on record" in str(raised.value)
-
-
-@given(st.dictionaries(RATES, PERPLEXITIES, min_size=1))
-def test_the_best_rate_learned_most(perplexities):
-    best = best_learning_rate(perplexities)
-    finite = [value for value in perplexities.values() if math.isfinite(value)]
-    if finite:
-        assert perplexities[best] == min(finite)
-        assert all(rate >= best for rate, value in perplexities.items() if value == perplexities[best])
-
-
-def test_the_edge_of_a_grid():
-    assert [is_at_the_edge(rate, [3.0, 1.0, 2.0]) for rate in (1.0, 2.0, 3.0)] == [True, False, True]
-    assert not is_at_the_edge(1.0, [1.0])
+    assert str(LOW) in [task.name for task in runs.pending_after([])]  # submitted by hand

@@ -15,10 +15,9 @@ import pytest
 import yaml
 
 from pipeline.errors import DataError, StudyError
-from pipeline.studies.pending import finished_count, pending_tasks, run_count
 from pipeline.studies.report.runs import read_runs
+from pipeline.studies.results import summarise
 from pipeline.studies.run_study import open_study, run_study
-from pipeline.studies.summary import summarise
 from tests.studies.studies import BEYOND, STEPS, call_tool, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
@@ -139,22 +138,22 @@ def test_finished_runs_are_skipped(finished, tokens):
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
     runs = open_study(path, study)
-    assert (finished_count(runs), run_count(runs)) == (3, 3)
+    assert (runs.finished_count(), runs.run_count()) == (3, 3)
     run_study(runs, jobs=2)
-    assert summarise(runs).as_text() == printed.rstrip("\n")
+    assert summarise(runs) == printed.rstrip("\n")
     assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
 
     # Other seeds are run at the chosen rate only.
     values = yaml.safe_load(path.read_text())
     write_study(study.parent, {**values, "seeds": [1, 2]})
-    tasks = pending_tasks(open_study(path, study))
+    tasks = open_study(path, study).pending_tasks()
     assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
         ("adapt.lr_0.002.seed_2", ("upscale", "train", "gate")),
         ("lora.lr_0.002.seed_2", ("train",)),
     ]
 
 
-def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
+def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
     values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
     values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "texts.jsonl")]
@@ -165,3 +164,14 @@ def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
     with pytest.raises(StudyError, match=said) as raised:
         run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
     assert raised.value.exit_code == 1
+
+    values = study_values(tmp_path, tokens)
+    values["folder"] = str(tmp_path / "other")
+    values["methods"]["broken"] = values["methods"].pop("lora") | {"label": "Broken", "learning_rates": [1e-3]}
+    values["methods"] = {"broken": values["methods"]["broken"], "adapt": values["methods"]["adapt"]}
+    values |= {"seeds": [1]}
+    runs = open_study(write_study(tmp_path, values), tmp_path)
+    (runs.study.folder / "broken.lr_0.001.seed_1" / "training.lock").mkdir(parents=True)  # no file can be written there
+    with pytest.raises(StudyError, match=r"^broken.lr_0.001.seed_1 ended with exit code "):
+        run_study(runs, jobs=1)
+    assert [task.name for task in runs.pending_tasks()] == ["broken.lr_0.001.seed_1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pipeline.studies.study_runs import StudyRuns, Trial
 
 from pipeline.config.method import ScaleMethod
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
@@ -12,7 +13,6 @@ from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.matching import trained_parameters
 from pipeline.studies.study import load_study
-from pipeline.studies.study_runs import StudyRuns, Trial
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

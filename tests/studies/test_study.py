@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pipeline.studies.study_runs import StudyRuns, Trial
 
 from pipeline.config.method import Lora
 from pipeline.errors import ConfigError
 from pipeline.model.from_hf import read_spec
 from pipeline.sizing.matching import trained_parameters
-from pipeline.studies.pending import finished_count, pending_tasks, run_count
-from pipeline.studies.results import is_trained
 from pipeline.studies.study import load_study
-from pipeline.studies.study_runs import StudyRuns, Trial
 from tests.bases import STORIES
 from tests.studies.studies import study_values, write_study
 
@@ -85,9 +83,9 @@ def test_stages_build_on_each_other(opened):
     first, second = (run.config for run in runs.stages)
     assert (first.base, second.base, runs.base) == (STORIES, first.folder / "hf", second.folder / "hf")
     assert first.method.name == "fft" and first.data.folder == second.data.folder
-    (task,) = pending_tasks(runs)  # matched methods have no size before their base exists
+    (task,) = runs.pending_tasks()  # matched methods have no size before their base exists
     assert (task.run.config, task.stages) == (first, ("tokenize", "train", "convert"))
-    assert run_count(runs) == 2 + 2 + 3
+    assert runs.run_count() == 2 + 2 + 3
 
 
 def test_the_folder_of_texts_is_substituted(opened, tmp_path):
@@ -123,10 +121,7 @@ def faulty(change):
         (lambda study, methods, _: methods["lora"].update(learning_rates=[1.0, 1.0]), "learning_rates: each once"),
         (lambda study, methods, settings: settings.update(sead=1), "settings, for adapt: .*sead: unknown key"),
         (lambda study, methods, settings: settings["data"].update(folder="${home}"), "no other place than"),
-        (
-            lambda study, methods, settings: settings.update(folder="runs/x"),
-            "settings.folder: the study sets it",
-        ),
+        (lambda study, methods, settings: settings.update(folder="runs/x"), "settings.folder: the study sets it"),
         (lambda study, methods, settings: settings.update(seed=7), "settings.seed: the study sets it for every run"),
         (
             lambda study, methods, settings: settings["schedule"].update(learning_rate=1.0),
@@ -169,30 +164,18 @@ def test_a_run_with_other_settings_is_refused(opened):
         run.write()
 
 
-def test_a_run_that_was_changed_by_hand_is_refused_once_it_has_trained(opened):
-    run = opened().trial(Trial("adapt", 2e-3, 1))
-    run.write()
-    path = run.config.folder / "run.yaml"
-    values = yaml.safe_load(path.read_text())
-    values["schedule"]["weight_decay"] = 0.5
-    path.write_text(yaml.safe_dump(values))
-    (run.config.folder / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
-        run.write()
-
-
 def test_a_finished_run_of_other_settings_does_not_count_as_done(opened):
     trial = Trial("adapt", 2e-3, 1)
     run = opened().trial(trial)
     run.write()
     (run.config.folder / "training.json").write_text(json.dumps({"steps": 1}))  # stopped early
-    assert is_trained(run)
+    assert run.is_trained
 
     def elsewhere(values):
         korean = values["settings"]["data"]["corpora"]["korean"]
         korean["input"] = [os.path.relpath(place) for place in korean["input"]]
 
-    assert is_trained(opened(elsewhere).trial(trial))  # the same texts, by another path
+    assert opened(elsewhere).trial(trial).is_trained  # the same texts, by another path
     other = opened(lambda values: values["settings"]["schedule"].update(weight_decay=0.5))
     with pytest.raises(ConfigError, match=r"run.yaml: this run was made with other settings .* \(schedule\)"):
-        finished_count(other)
+        other.finished_count()

@@ -7,40 +7,83 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.run_folder.metrics import mean
-from pipeline.studies.report.axes import Axis, distance_axis, step_axis
-from pipeline.studies.report.runs import Measure, Standing
-from pipeline.studies.report.svg import (
+from pipeline.studies.report.drawing import (
+    Axis,
     Box,
     Drawing,
+    MakeAxis,
     Point,
     around,
+    distance_axis,
+    moved_apart,
     place_labels,
     shortened,
-    spread,
+    step_axis,
     style_class,
     text_width,
 )
+from pipeline.studies.report.runs import Measure, Standing
+from pipeline.studies.report.words import short
 
-_PLANE_LABEL = 13.0
-_PLANE_LEFT, _PLANE_TOP, _PLANE_BOTTOM = 68.0, 34.0, 58.0
-_NAMES = 0.13  # of the width at most is kept free for names at the right
+_LABEL = 13.0
 
 
 @dataclass(frozen=True)
-class Plane:
-    """A drawing with axes for standings: learned to the right, forgotten upwards."""
+class Figure:
+    """A figure at any width. `name` is that of its section; `description` is for screen readers."""
 
-    drawing: Drawing
-    x: Axis
-    y: Axis
+    name: str
+    title: str
+    caption: str
+    description: str
+    height: Callable[[float], float]
+    fill: Callable[[Drawing], None]
+
+    def draw(self, width: float, name: str = "") -> Drawing:
+        """The drawing, `width` CSS pixels wide; `name` must be unique on the page."""
+        drawing = Drawing(width, self.height(width), name or self.name, self.title, self.description)
+        self.fill(drawing)
+        return drawing
+
+
+class Plane:
+    """Axes for standings: learned to the right, forgotten upwards.
+
+    There is room for `places`, and at the right for `labels`; `learned` and `kept` name the corpora.
+    """
+
+    def __init__(
+        self,
+        drawing: Drawing,
+        places: Sequence[Standing],
+        labels: Iterable[str],
+        measure: Measure,
+        learned: str,
+        kept: str,
+    ) -> None:
+        self.drawing = drawing
+        right = drawing.width - min(max(text_width(label, _LABEL) for label in labels), 0.13 * drawing.width)
+        left, top, bottom = 68.0, 34.0, drawing.height - 58.0
+        across, up = ([sign * measure.better * size for size in measure.rounds] for sign in (1, -1))
+        self.x = x = distance_axis([place.learned for place in places], left, right, measure.on_new, across)
+        self.y = y = distance_axis([place.forgotten for place in places], bottom, top, measure.on_kept, up)
+        for tick in x.ticks:
+            drawing.line([(x(tick), top), (x(tick), bottom)], "grid" if tick else "zero")
+            drawing.text((x(tick), bottom + 18), x.words(tick) if tick else "0", "tick", "middle")
+        for tick in y.ticks:
+            drawing.line([(left, y(tick)), (right, y(tick))], "grid" if tick else "zero")
+            drawing.text((left - 8, y(tick) + 4), y.words(tick) if tick else "0", "tick", "end")
+        drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
+        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {kept}", "axis")
+        drawing.text((right, bottom + 42), f"learned: {measure.noun}, {learned} \N{RIGHTWARDS ARROW}", "axis", "end")
 
     def at(self, place: Standing) -> Point:
         """The pixel of a standing."""
         return self.x(place.learned), self.y(place.forgotten)
 
-    def path(self, places: Iterable[Standing], style: str) -> None:
-        """A line through them, in their order."""
-        self.drawing.path([self.at(place) for place in places], style)
+    def line(self, places: Iterable[Standing], kind: str) -> None:
+        """A line through standings, in their order."""
+        self.drawing.line([self.at(place) for place in places], kind)
 
     def name(self, named: Sequence[tuple[str, Standing]], others: Iterable[Standing] = ()) -> None:
         """Marks the base, and labels every point, with a leader line where the label is further away.
@@ -51,55 +94,21 @@ class Plane:
         base = (x(0), y(0))
         drawing.ring(base, 5, "base")
         ends = [self.at(place) for _, place in named]
-        names = ["base", *(shortened(name, _PLANE_LABEL, 0.4 * drawing.width) for name, _ in named)]
+        names = ["base", *(shortened(name, _LABEL, 0.4 * drawing.width) for name, _ in named)]
         room = Box(x.start, y.end - 8, drawing.width, y.start)
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
-        marks = [around(point, 12) for point in (*ends, *map(self.at, others))]
-        widths = [text_width(name, _PLANE_LABEL) for name in names]
-        boxes = place_labels([base, *ends], widths, _PLANE_LABEL + 3, [hint, *marks], room)
+        taken = [hint, *(around(point, 12) for point in (*ends, *map(self.at, others)))]
+        boxes = place_labels([base, *ends], [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room)
         for name, point, box in zip(names, [base, *ends], boxes, strict=True):
             near = (min(max(point[0], box.left - 2), box.right + 2), (box.top + box.bottom) / 2)
             if abs(near[0] - point[0]) + abs(near[1] - point[1]) > 22:
-                drawing.line(point, near, "leader")
+                drawing.line([point, near], "leader")
             drawing.text((box.left, box.bottom - 4), name, "label")
 
 
-def open_plane(
-    drawing: Drawing, places: Sequence[Standing], labels: Iterable[str], measure: Measure, learned: str, kept: str
-) -> Plane:
-    """Draws axes with room for `places` and, at the right, for `labels`; `learned` and `kept` name the corpora."""
-    names = max(text_width(label, _PLANE_LABEL) for label in labels)
-    right = drawing.width - min(names, _NAMES * drawing.width)
-    across, up = measure.rounds(measure.better), measure.rounds(-measure.better)
-    x = distance_axis([place.learned for place in places], _PLANE_LEFT, right, measure.on_new, across)
-    y = distance_axis(
-        [place.forgotten for place in places], drawing.height - _PLANE_BOTTOM, _PLANE_TOP, measure.on_kept, up
-    )
-    _draw_grid(drawing, x, y)
-    drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {kept}", "axis")
-    drawing.text((right, y.start + 42), f"learned: {measure.noun}, {learned} \N{RIGHTWARDS ARROW}", "axis", "end")
-    return Plane(drawing, x, y)
-
-
-def _draw_grid(drawing: Drawing, x: Axis, y: Axis) -> None:
-    left, right, top, bottom = x.start, x.end, y.end, y.start
-    for tick in x.ticks:
-        drawing.line((x(tick), top), (x(tick), bottom), "zero" if tick == 0 else "grid")
-        drawing.text((x(tick), bottom + 18), x.words(tick) if tick else "0", "tick", "middle")
-    for tick in y.ticks:
-        drawing.line((left, y(tick)), (right, y(tick)), "zero" if tick == 0 else "grid")
-        drawing.text((left - 8, y(tick) + 4), y.words(tick) if tick else "0", "tick", "end")
-    drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
-
-
-_LABEL = 12.5
-_LINE = 16.0
-_LEFT, _TOP, _BOTTOM = 52.0, 36.0, 46.0
-_GAP = 20.0  # below a panel
-_SIDE_BY_SIDE_FROM = 600.0
-
-MakeAxis = Callable[[Iterable[float], float, float], Axis]
-"""(values, first pixel, last pixel) -> axis"""
+def plane_height(width: float) -> float:
+    """The height of a figure with a plane."""
+    return min(560.0, max(380.0, 0.66 * width))
 
 
 @dataclass(frozen=True)
@@ -127,74 +136,82 @@ class Panel:
     y_axis: MakeAxis
     across: str
     x_axis: MakeAxis = step_axis
-    marked: bool = False
-    """whether every point of a mean gets a mark, not only the last"""
 
     @property
     def height(self) -> float:
-        return max(280.0, _TOP + _BOTTOM + _LINE * len(self.series)) + _GAP
+        return max(300.0, 102 + 16 * len(self.series))
 
-
-def panels_height(panels: Sequence[Panel], width: float) -> float:
-    """The height of a drawing of `panels`, in CSS pixels."""
-    rows = [panels[at : at + _columns(panels, width)] for at in range(0, len(panels), _columns(panels, width))]
-    return sum(max(panel.height for panel in row) for row in rows)
-
-
-def draw_panels(drawing: Drawing, panels: Sequence[Panel]) -> None:
-    """Draws all panels, two in a row where the drawing is wide enough."""
-    columns = _columns(panels, drawing.width)
-    top = 0.0
-    for at in range(0, len(panels), columns):
-        row = panels[at : at + columns]
-        height = max(panel.height for panel in row)
-        for column, panel in enumerate(row):
-            wide = drawing.width / columns
-            right = (column + 1) * wide - (18 if column < columns - 1 else 0)
-            _draw_panel(drawing, panel, column * wide, right, top, height - _GAP)
-        top += height
-
-
-def _columns(panels: Sequence[Panel], width: float) -> int:
-    return 2 if width >= _SIDE_BY_SIDE_FROM and len(panels) > 1 else 1
-
-
-def _draw_panel(drawing: Drawing, panel: Panel, left: float, right: float, top: float, height: float) -> None:
-    points = [point for own in panel.series for line in own.lines for point in line if math.isfinite(point[1])]
-    if not points:
-        drawing.text((left, top + 14), f"{panel.heading}: no finite figure", "axis")
-        return
-    names = min(max(text_width(own.label, _LABEL) for own in panel.series), 0.36 * (right - left))
-    x = panel.x_axis((at for at, _ in points), left + _LEFT, right - names - 22)
-    y = panel.y_axis((value for _, value in points), top + height - _BOTTOM, top + _TOP)
-    drawing.text((left, top + 14), panel.heading, "axis")
-    for tick in y.ticks:
-        drawing.line((x.start, y(tick)), (x.end, y(tick)), "grid")
-        drawing.text((x.start - 8, y(tick) + 4), y.words(tick), "tick", "end")
-    for tick in x.ticks:
-        drawing.line((x(tick), y.start), (x(tick), y.start + 4), "zero")
-        drawing.text((x(tick), y.start + 18), x.words(tick), "tick", "middle")
-    drawing.line((x.start, y.start), (x.end, y.start), "zero")
-    drawing.text(((x.start + x.end) / 2, y.start + 37), panel.across, "tick", "middle")
-    for own in panel.series:
-        for line in own.lines if len(own.lines) > 1 else ():
-            drawing.path(_pixels(line, x, y), f"way {style_class(own.style)}")
-    for own in panel.series:
-        middle = _pixels(own.middle, x, y)
-        drawing.path(middle, f"line {style_class(own.style)}")
-        for point in middle if panel.marked else middle[-1:]:
-            drawing.mark(point, own.style, size=0.8)
-    _draw_names(drawing, panel, x, y, names)
-
-
-def _draw_names(drawing: Drawing, panel: Panel, x: Axis, y: Axis, width: float) -> None:
-    """The name of each line at its end; names are moved apart where ends are close."""
-    named = [(own.label, points[-1]) for own in panel.series if (points := _pixels(own.middle, x, y))]
-    heights = spread([point[1] for _, point in named], _LINE, y.end, y.start)
-    for (label, point), height in zip(named, heights, strict=True):
-        drawing.line((point[0] + 6, point[1]), (x.end + 14, height), "leader")
-        drawing.text((x.end + 17, height + 4), shortened(label, _LABEL, width), "label small")
+    def draw(self, drawing: Drawing, left: float, right: float, top: float, bottom: float) -> None:
+        """Draws the panel between these pixels."""
+        points = [point for own in self.series for line in own.lines for point in line if math.isfinite(point[1])]
+        drawing.text((left, top + 14), self.heading if points else f"{self.heading}: no finite figure", "axis")
+        if not points:
+            return
+        names = min(max(text_width(own.label, 12.5) for own in self.series), 0.36 * (right - left))
+        x = self.x_axis([at for at, _ in points], left + 52, right - names - 22)
+        y = self.y_axis([value for _, value in points], bottom - 46, top + 36)
+        for tick in y.ticks:
+            drawing.line([(x.start, y(tick)), (x.end, y(tick))], "grid")
+            drawing.text((x.start - 8, y(tick) + 4), y.words(tick), "tick", "end")
+        for tick in x.ticks:
+            drawing.line([(x(tick), y.start), (x(tick), y.start + 4)], "zero")
+            drawing.text((x(tick), y.start + 18), x.words(tick), "tick", "middle")
+        drawing.line([(x.start, y.start), (x.end, y.start)], "zero")
+        drawing.text(((x.start + x.end) / 2, y.start + 37), self.across, "tick", "middle")
+        for own in self.series:
+            for line in own.lines if len(own.lines) > 1 else ():
+                drawing.line(_pixels(line, x, y), f"way {style_class(own.style)}")
+        ends = []
+        for own in self.series:
+            middle = _pixels(own.middle, x, y)
+            drawing.line(middle, f"line {style_class(own.style)}")
+            for point in middle[-1:]:
+                drawing.mark(point, own.style, size=0.8)
+                ends.append((own.label, point))
+        # The name of each line is at its end, and names are moved apart where ends are close.
+        heights = moved_apart([point[1] for _, point in ends], 16, y.end, y.start)
+        for (label, point), height in zip(ends, heights, strict=True):
+            drawing.line([(point[0] + 6, point[1]), (x.end + 14, height)], "leader")
+            drawing.text((x.end + 17, height + 4), shortened(label, 12.5, names), "label small")
 
 
 def _pixels(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
     return [(x(at), y(value)) for at, value in points if math.isfinite(value)]
+
+
+def panels_figure(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figure | None:
+    """A figure of panels, two in a row where it is wide enough; None where no panel has a line."""
+    panels = [panel for panel in panels if panel.series]
+    if not panels:
+        return None
+
+    def rows(width: float) -> list[Sequence[Panel]]:
+        columns = 2 if width >= 600 and len(panels) > 1 else 1
+        return [panels[at : at + columns] for at in range(0, len(panels), columns)]
+
+    def height(row: Sequence[Panel]) -> float:
+        return max(panel.height for panel in row)
+
+    def fill(drawing: Drawing) -> None:
+        top, shown = 0.0, rows(drawing.width)
+        wide = drawing.width / len(shown[0])
+        for row in shown:
+            for column, panel in enumerate(row):
+                right = (column + 1) * wide - (18 if column < len(shown[0]) - 1 else 0)
+                panel.draw(drawing, column * wide, right, top, top + height(row) - 20)
+            top += height(row)
+
+    several = any(len(own.lines) > 1 for panel in panels for own in panel.series)
+    ends = [
+        f"{panel.heading}: "
+        + ", ".join(f"{own.label} {short(own.middle[-1][1])}" for own in panel.series if own.middle)
+        for panel in panels
+    ]
+    return Figure(
+        name,
+        title,
+        caption + (" Means over seeds, thin lines single runs." if several else ""),
+        f"At the end of each line. {'; '.join(ends)}",
+        lambda width: sum(map(height, rows(width))),
+        fill,
+    )

@@ -1,13 +1,13 @@
-"""The runs of a report: read from studies or run folders, measured against their base, and grouped by method."""
+"""The runs of a report: read from studies or run folders, grouped by method, and measured against their base."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,31 +26,40 @@ from pipeline.run_folder.metrics import (
     read_validations,
 )
 from pipeline.run_folder.status import TRAINING
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, GateRecord, open_record
-from pipeline.studies.report.axes import change, points, round_changes, round_points
-from pipeline.studies.results import LEARNING_RATES, REPLAY, SUMMARY, Row, Tried, checked_row, read_rows, read_tried
+from pipeline.studies.report.words import change, points
+from pipeline.studies.results import (
+    FROM_TRAINING,
+    LEARNING_RATES,
+    REPLAY,
+    SUMMARY,
+    Row,
+    checked_rows,
+    read_rows,
+    read_tried,
+)
 
 T = TypeVar("T")
 # The same base differs by rounding only: by the dtype and the number of ranks.
 _BASE_TOLERANCE = 0.02
-_FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
+_MAX_CORPORA = 3  # of a role, in a figure
 
 
 @dataclass(frozen=True)
 class Run:
     """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
 
-    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them. `gate` is
-    the record of the run's gate, if it has one. `written` is what the model wrote after each of `validation.prompts`,
-    by step.
+    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them.
     """
 
     row: Row
     source: str
-    metrics: Sequence[Mapping[str, float]] = ()
+    metrics: Sequence[Mapping[str, Any]] = ()
     tried: Sequence[Row] = ()
-    gate: GateRecord | None = None
-    written: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def written(self) -> dict[int, dict[str, str]]:
+        """What the model wrote after each of `validation.prompts`, by step."""
+        return {line["step"]: line[TEXTS] for line in self.metrics if isinstance(line.get(TEXTS), dict)}
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -58,10 +67,13 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
     Raises:
         RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
-        CheckpointError: the record of a gate is damaged.
     """
-    unique = dict.fromkeys((path.parent if path.name == SUMMARY else path).resolve() for path in folders)
-    runs = [run for folder in unique for run in _read(folder, _name(folder, unique))]
+    unique = list(dict.fromkeys((path.parent if path.name == SUMMARY else path).resolve() for path in folders))
+    names = [folder.name for folder in unique]
+    runs: list[Run] = []
+    for folder in unique:
+        alone = names.count(folder.name) == 1
+        runs += _read(folder, folder.name if alone else f"{folder.parent.name}/{folder.name}")
     _check_same_base(runs)
     return runs
 
@@ -82,36 +94,34 @@ def _check_same_base(runs: Sequence[Run]) -> None:
 
 
 def _read(folder: Path, name: str) -> list[Run]:
-    if (folder / METRICS).is_file():
-        return [_of_run(folder, name)]
-    if (folder / SUMMARY).is_file():
-        tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
-        return [_of_study(folder, name, row, tried) for row in read_rows(folder)]
-    raise RunFolderError(
-        f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
-        "check the path, or train first"
-    )
-
-
-def _of_study(folder: Path, name: str, row: Row, tried: Sequence[Tried]) -> Run:
-    own = [other for other in tried if (other.label, other.seed) == (row.label, row.seed)]
-    at_rates = [
-        row.model_copy(update={"learning_rate": other.learning_rate, "during": [], "after": other.after})
-        for other in sorted(own, key=lambda other: other.learning_rate)
-    ]
-    own_folder = _inside(folder, row.folder)
-    lines = read_metrics(own_folder / METRICS)
-    return Run(row, name, _numbers(lines), at_rates, _gate(own_folder), _written(lines))
-
-
-def _of_run(folder: Path, name: str) -> Run:
     lines = read_metrics(folder / METRICS)
+    if (folder / METRICS).is_file():
+        return [Run(_row_of_run(folder, name, lines), name, lines)]
+    if not (folder / SUMMARY).is_file():
+        raise RunFolderError(
+            f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
+            "check the path, or train first"
+        )
+    all_tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
+    runs = []
+    for row in read_rows(folder):
+        own = [tried for tried in all_tried if (tried.label, tried.seed) == (row.label, row.seed)]
+        at_rates = [
+            row.model_copy(update={"learning_rate": tried.learning_rate, "during": [], "after": tried.after})
+            for tried in sorted(own, key=lambda tried: tried.learning_rate)
+        ]
+        runs.append(Run(row, name, read_metrics(folder / (row.folder or "") / METRICS), at_rates))
+    return runs
+
+
+def _row_of_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> Row:
     before, *during, after = read_validations(lines, folder / METRICS)
-    metrics = _numbers(lines)
-    replayed = {key.partition("/")[2] for line in lines for key in line if key.startswith("forgetting/")}
-    trained = _training(folder)
+    path = folder / TRAINING
+    trained = read_object(path, RunFolderError) if path.exists() else {}
+    metrics = [only_numbers(line) for line in lines]
+    replayed = {key.partition("/")[2] for line in metrics for key in line if key.startswith("forgetting/")}
     values = {
-        **{key: trained[key] for key in _FROM_TRAINING if key in trained},
+        **{key: trained[key] for key in FROM_TRAINING if key in trained},
         "label": name,
         "learning_rate": max((line["learning_rate"] for line in metrics if "learning_rate" in line), default=None),
         "peak_memory_gib": peak_memory_gib(metrics),
@@ -121,99 +131,7 @@ def _of_run(folder: Path, name: str) -> Run:
         "after": after.figures,
         "steps": after.step,
     }
-    return Run(
-        checked_row(Row, values, str(folder / TRAINING)), name, metrics, gate=_gate(folder), written=_written(lines)
-    )
-
-
-def _gate(folder: Path) -> GateRecord | None:
-    gate = folder / GATE_FOLDER
-    return open_record(gate) if (gate / GATE_RECORD).exists() else None
-
-
-def _written(lines: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, str]]:
-    found = {line["step"]: line[TEXTS] for line in lines if isinstance(line.get(TEXTS), dict)}
-    return {step: {prompt: str(text) for prompt, text in texts.items()} for step, texts in found.items()}
-
-
-def _numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    return [only_numbers(line) for line in lines]
-
-
-def _training(folder: Path) -> Mapping[str, Any]:
-    """The contents of training.json; empty where the run is not finished."""
-    path = folder / TRAINING
-    try:
-        return read_object(path, RunFolderError)
-    except FileNotFoundError:
-        return {}
-
-
-def _inside(folder: Path, name: str | None) -> Path:
-    """The folder `name` of a study. Raises RunFolderError for one outside of it."""
-    path = (folder / (name or "")).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise RunFolderError(f"{folder / SUMMARY}: folder {name!r} lies outside of the study; expected one in it")
-    return path
-
-
-def _name(folder: Path, others: Iterable[Path]) -> str:
-    """The folder's name, with as many of its parents as make it different from the others."""
-    depths = range(1, len(folder.parts))
-    others = [other for other in others if other != folder]
-    depth = next((deep for deep in depths if all(other.parts[-deep:] != folder.parts[-deep:] for other in others)), 1)
-    return "/".join(folder.parts[-depth:])
-
-
-_MAX_CORPORA = 3  # of a role, in a figure
-
-
-def condensed(run: Run) -> Run:
-    """The run with the corpora of a role merged into their means (geometric ones of perplexities) if they are many."""
-    named = {role: [name for name, own in run.row.roles.items() if own == role] for role in run.row.roles.values()}
-    many = {role: names for role, names in named.items() if len(names) > _MAX_CORPORA}
-    if not many:
-        return run
-    shared = [_shared_name(names) for names in many.values()]
-    alone = [name for names in named.values() if len(names) <= _MAX_CORPORA for name in names]
-    parts = {
-        whole if [*shared, *alone].count(whole) == 1 else f"{whole} ({role})": names
-        for whole, (role, names) in zip(shared, many.items(), strict=True)
-    }
-    return replace(run, row=_merged(run.row, parts), tried=[_merged(row, parts) for row in run.tried])
-
-
-def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:
-    gone = {name for names in parts.values() for name in names}
-    roles = {whole: row.roles[names[0]] for whole, names in parts.items()}
-
-    def merged(figures: Figures) -> Figures:
-        means = {whole: _means([figures[name] for name in names if name in figures]) for whole, names in parts.items()}
-        return {**means, **{name: own for name, own in figures.items() if name not in gone}}
-
-    changed = {
-        "roles": {**roles, **{name: role for name, role in row.roles.items() if name not in gone}},
-        "before": merged(row.before),
-        "during": [
-            ValidationRecord(step=validation.step, figures=merged(validation.figures)) for validation in row.during
-        ],
-        "after": merged(row.after),
-    }
-    return row.model_copy(update=changed)
-
-
-def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for own in figures:
-        for name, value in own.items():
-            values.setdefault(name, []).append(value)
-    return {name: geometric_mean(found) if name == "perplexity" else mean(found) for name, found in values.items()}
-
-
-def _shared_name(names: Sequence[str]) -> str:
-    """The common beginning of the names, or their number."""
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    return "".join(letters[0] for letters in alike).rstrip("_-. /") or f"{len(names)} corpora"
+    return checked_rows(Row, [values], path)[0]
 
 
 class Standing(NamedTuple):
@@ -228,8 +146,7 @@ class Measure:
     """A figure of every corpus, as a distance from the base's value.
 
     `distance` compares a value with the base's; better values are above 0 where `better` is 1, below 0 where it is −1.
-    `words` writes a distance, `noun` names the figure. `rounds` lists round distances for ticks, the roundest first, or
-    with −1 their opposites.
+    `words` writes a distance, `noun` names the figure. `rounds` are round distances for ticks, the roundest first.
     """
 
     figure: str
@@ -237,7 +154,7 @@ class Measure:
     better: int
     distance: Callable[[float, float], float]
     words: Callable[[float], str]
-    rounds: Callable[[int], Sequence[float]]
+    rounds: Sequence[float]
 
     def standing(self, row: Row, figures: Figures) -> Standing | None:
         """How far `figures` are from the base; None unless a new and a replayed corpus have the figure, all finite."""
@@ -251,9 +168,9 @@ class Measure:
             return None
         return Standing(self.better * mean(learned), -self.better * mean(forgotten))
 
-    def describe(self, standing: Standing, learned: str, kept: str) -> str:
-        """A standing in words; the arguments name the corpora."""
-        return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
+    def ends(self, rows: Sequence[Row]) -> list[tuple[Row, Standing]]:
+        """The rows that have a standing at their end, with it."""
+        return [(row, place) for row in rows if (place := self.standing(row, row.after))]
 
     def on_new(self, learned: float) -> str:
         """What was learned, as a change of the figure."""
@@ -263,27 +180,24 @@ class Measure:
         """What was forgotten, as a change of the figure."""
         return self.words(-self.better * forgotten)
 
+    def describe(self, standing: Standing, learned: str, kept: str) -> str:
+        """A standing in words; the arguments name the corpora."""
+        return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
+
 
 def _nats(now: float, before: float) -> float:
     return math.log(now) - math.log(before) if now > 0 and before > 0 else math.inf
 
 
-PERPLEXITY = Measure("perplexity", "perplexity", -1, _nats, change, round_changes)
-ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub, points, round_points)
-
-
-def measure_of(rows: Iterable[Row]) -> Measure:
-    """The measure to compare the runs by: answers if all of them have some, else perplexity."""
-    return ACCURACY if all(ACCURACY.standing(row, row.after) for row in rows) else PERPLEXITY
-
+_RISES = [1.0, 9.0, *(10.0**power - 1 for power in range(2, 13)), 0.5, 4.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 2.0]
+_FALLS = [0.5, 0.9, *(1 - 10.0**-power for power in range(2, 13)), 0.2, 0.8, 0.1, 0.95, 0.6, 0.3, 0.7, 0.4, 0.98, 0.05]
+_CHANGES = [0.0, *map(math.log1p, _RISES), *(math.log1p(-fall) for fall in _FALLS)]
+_POINTS = [0.0, *(sign * size / 100 for size in (100, 20, 40, 60, 80, 50, 10, 30, 70, 90, 5, 2, 1) for sign in (1, -1))]
+PERPLEXITY = Measure("perplexity", "perplexity", -1, _nats, change, _CHANGES)
+ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub, points, _POINTS)
 
 # The position is the style's number.
-_METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
-
-
-def style_of_method(method: str) -> int:
-    """The colour and mark of a method, the same in every picture."""
-    return _METHODS.index(method)
+METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
 
 
 @dataclass(frozen=True)
@@ -305,39 +219,84 @@ class Group:
 
     def standing(self, measure: Measure) -> Standing | None:
         """The mean of the standings of its runs; None where one of them has none."""
-        places = [place for row in self.rows if (place := measure.standing(row, row.after))]
+        places = [place for _, place in measure.ends(self.rows)]
         if len(places) < len(self.rows):
             return None
         return Standing(*(mean(column) for column in zip(*places, strict=True)))
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """The runs by label; labels that several studies use are followed by the study's name."""
-    sources: dict[str, set[str]] = {}
-    for run in runs:
-        sources.setdefault(run.row.label, set()).add(run.source)
+    """The runs by label; labels that several studies use are followed by the study's name.
+
+    Each group has its method's style, so that a method looks the same in every report, or else the next free one.
+    """
     named: dict[str, list[Run]] = {}
     for run in runs:
         label = run.row.label
-        named.setdefault(f"{label} ({run.source})" if len(sources[label]) > 1 else label, []).append(run)
-    styles = _styles(list(named.values()))
-    return [Group(label, style, members) for (label, members), style in zip(named.items(), styles, strict=True)]
-
-
-def _styles(groups: Sequence[Sequence[Run]]) -> list[int]:
-    """A style for each: its method's, so that a method looks the same in every report, or else the next free one."""
-    styles: dict[int, int] = {}
-    for at, members in enumerate(groups):
+        is_shared = len({other.source for other in runs if other.row.label == label}) > 1
+        named.setdefault(f"{label} ({run.source})" if is_shared else label, []).append(run)
+    styles: dict[str, int] = {}
+    for label, members in named.items():
         method = members[0].row.method
-        if method in _METHODS and style_of_method(method) not in styles.values():
-            styles[at] = style_of_method(method)
+        if method in METHODS and METHODS.index(method) not in styles.values():
+            styles[label] = METHODS.index(method)
     free = (style for style in itertools.count() if style not in styles.values())
-    return [styles[at] if at in styles else next(free) for at in range(len(groups))]
+    return [
+        Group(label, styles[label] if label in styles else styles.setdefault(label, next(free)), members)
+        for label, members in named.items()
+    ]
 
 
 def overview(runs: Sequence[Run]) -> list[Group]:
-    """The groups, with few enough corpora for figures."""
-    return group([condensed(run) for run in runs])
+    """The groups, with the corpora of a role merged into their means where they are too many for figures."""
+    merged = []
+    for run in runs:
+        parts = _merged_corpora(run.row.roles)
+        rows = [_merged(row, parts) for row in (run.row, *run.tried)]
+        merged.append(replace(run, row=rows[0], tried=rows[1:]))
+    return group(merged)
+
+
+def _merged_corpora(roles: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names of what is merged: the common beginning of the corpora, or their number."""
+    merged: dict[str, list[str]] = {}
+    for role in dict.fromkeys(roles.values()):
+        names = [name for name, own in roles.items() if own == role]
+        if len(names) > _MAX_CORPORA:
+            shared = os.path.commonprefix(names)  # noqa: RUF071  # of letters, not of folders
+            whole = shared.rstrip("_-. /") or f"{len(names)} corpora"
+            merged[f"{whole} ({role})" if whole in (*merged, *roles) else whole] = names
+    return merged
+
+
+def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:
+    gone = {name for names in parts.values() for name in names}
+
+    def merged(figures: Figures) -> Figures:
+        found: Figures = {}
+        for whole, names in parts.items():
+            own = [figures[name] for name in names if name in figures]
+            for figure in dict.fromkeys(figure for of in own for figure in of):
+                values = [of[figure] for of in own if figure in of]
+                average = geometric_mean(values) if figure == "perplexity" else mean(values)
+                found.setdefault(whole, {})[figure] = average
+        return {**found, **{name: own for name, own in figures.items() if name not in gone}}
+
+    roles = {whole: row.roles[names[0]] for whole, names in parts.items()}
+    during = [ValidationRecord(step=each.step, figures=merged(each.figures)) for each in row.during]
+    return row.model_copy(
+        update={
+            "roles": {**roles, **{name: role for name, role in row.roles.items() if name not in gone}},
+            "before": merged(row.before),
+            "during": during,
+            "after": merged(row.after),
+        }
+    )
+
+
+def measure_of(groups: Sequence[Group]) -> Measure:
+    """The measure to compare the runs by: answers if all of them have some, else perplexity."""
+    return ACCURACY if all(group.standing(ACCURACY) for group in groups) else PERPLEXITY
 
 
 def corpora(groups: Sequence[Group]) -> dict[str, str]:

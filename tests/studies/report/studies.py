@@ -25,10 +25,7 @@ BEFORE = {"korean": 16.9, "english": 10.42}
 
 def figures(learned: float, forgotten: float) -> dict[str, dict[str, float]]:
     """Of both corpora, that far from the base in nats."""
-    perplexities = {
-        "korean": BEFORE["korean"] * math.exp(-learned),
-        "english": BEFORE["english"] * math.exp(forgotten),
-    }
+    perplexities = {"korean": BEFORE["korean"] * math.exp(-learned), "english": BEFORE["english"] * math.exp(forgotten)}
     return {
         name: {"perplexity": value, "bits_per_byte": math.log2(value) / 2.7} for name, value in perplexities.items()
     }

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean, geometric_mean, stdev
+from statistics import fmean, stdev
+from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.errors import RunFolderError
 from pipeline.studies.report.page import findings, page
-from pipeline.studies.report.runs import Run, group, overview, read_runs
+from pipeline.studies.report.runs import Run, group, read_runs
 from tests.studies.report.studies import METHODS, answers, rows, write_study, write_tried
 from tests.studies.studies import call_tool
 
 ROOT = Path(__file__).parents[3]
 VOID = {"meta"}
 NARROW_SPACE = "\N{NARROW NO-BREAK SPACE}"
-STRANGE = (
-    "<script>alert('x')</script>",
-    '"><img src=x onerror=alert(1)> & Co',
-    "a\x00b\x1bc\ud800",
-    "]]></style>",
-)
+STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "a\x00b\x1bc\ud800", "]]></style>")
 
 
 class Parsed(HTMLParser):
@@ -106,37 +102,6 @@ def test_every_number_is_that_of_the_rows(tmp_path):
     assert "16.90" in shown and "10.42" in shown  # the base
 
 
-def test_figures_are_named_and_drawn_at_two_widths(tmp_path):
-    """Once for a desktop, once for a phone."""
-    parsed = check(made(tmp_path, rows())[0])
-    sections = [section["id"] for section in parsed.of("section")]
-    assert sections == [
-        "stability-plasticity-section",
-        "results",
-        "perplexity-section",
-        "routing-section",
-        "drift-section",
-        "costs",
-    ]
-    wide, narrow = (
-        sum(drawing["viewbox"].startswith(f"0 0 {width} ") for drawing in parsed.of("svg")) for width in (820, 358)
-    )
-    assert wide == narrow == 4
-    assert parsed.texts.count("SCALE-Route") >= 2 * 4
-
-
-def test_the_tradeoff_has_a_mark_for_each_run_and_each_mean(tmp_path):
-    text, _ = made(tmp_path, rows())
-    picture = text[text.index('id="stability-plasticity-section"') : text.index('id="results"')].split("<svg")[1]
-    assert picture.count('class="run ') == 21 and picture.count('class="mark ') == 7
-    assert picture.count('class="spread ') == 14 and picture.count('class="way ') == 21
-    means = re.findall(r"<title>LLaMA Pro: learned (\S+)\s%, forgot (\S+)\s%</title>", picture)
-    own = [row for row in rows() if row["label"] == "LLaMA Pro"]
-
-    korean, english = (100 * math.expm1(rise(own, corpus)) for corpus in ("korean", "english"))
-    assert means == [(f"−{-korean:.0f}", f"+{english:.1f}".removesuffix(".0"))]
-
-
 def test_findings_are_correct(tmp_path):
     _, runs = made(tmp_path, rows((1,)))
     ends = {run.row.label: tuple(run.row.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
@@ -202,13 +167,10 @@ def test_unusual_studies_have_a_page(content, diagnostics, tmp_path):
     text, runs = made(tmp_path, content, diagnostics=diagnostics)
     shown = check(text).texts
     assert any(runs[0].row.label in text for text in shown)
-
-
-def test_methods_that_are_not_drawn_are_named(tmp_path):
-    content = odd(lambda row: row["after"]["english"].update(perplexity=math.inf if row["method"] == "fft" else 11.0))
-    text, _ = made(tmp_path, content)
-    assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
-    assert "\N{INFINITY}" in check(text).texts
+    infinite = content[0]["method"] == "fft" and len(content) > 1 and content[0]["after"]["english"]["perplexity"]
+    if infinite == math.inf and content[-1]["after"]["english"]["perplexity"] == 11.0:
+        assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
+        assert "\N{INFINITY}" in shown
 
 
 def test_questions_are_compared_by_their_answers(tmp_path):
@@ -220,99 +182,62 @@ def test_questions_are_compared_by_their_answers(tmp_path):
     assert "98.0\N{NARROW NO-BREAK SPACE}%" in parsed.texts
 
 
-def test_many_corpora_of_a_role_are_merged(tmp_path):
-    content = answers()
-    for row in content:
-        for task in ("task 0", "task 1"):
-            role = row["roles"].pop(task)
-            row["roles"] |= {f"{task}_{part}": role for part in range(5)}
-            for figures in (row["before"], row["after"], *(validation["figures"] for validation in row["during"])):
-                own = figures.pop(task)
-                figures |= {f"{task}_{part}": scaled(own, 1 + (part - 2) / 10) for part in range(5)}
-    text, runs = made(tmp_path, content, diagnostics=False)
+def test_figures_are_named_and_drawn_at_two_widths(tmp_path):
+    """Once for a desktop, once for a phone; the first has a mark for each run and each mean."""
+    text, _ = made(tmp_path, rows())
     parsed = check(text)
-    assert "corpora" in [section["id"] for section in parsed.of("section")]
-    assert parsed.texts.count("task 1_3") == 1 and parsed.texts.count("task 1") == 2  # in its table; a column a figure
-    ((task0, role0), (task1, role1)) = sorted(overview(runs)[0].rows[0].roles.items())
-    assert (task0, role0, task1, role1) == ("task 0", "replay", "task 1", "new")
-    whole, parts = overview(runs)[0].rows[0].after["task 1"], runs[0].row.after
-    own = [parts[f"task 1_{part}"] for part in range(5)]
-    assert whole["first_token_accuracy"] == pytest.approx(fmean(part["first_token_accuracy"] for part in own))
-    assert whole["perplexity"] == pytest.approx(geometric_mean(part["perplexity"] for part in own))
-    assert f"98.0{NARROW_SPACE}%" in parsed.texts and f"78.4{NARROW_SPACE}%" in parsed.texts  # all, and the worst part
+    sections = [section["id"] for section in parsed.of("section")]
+    lines = ["perplexity-section", "routing-section", "drift-section"]
+    assert sections == ["stability-plasticity-section", "results", *lines, "costs"]
+    boxes = [drawing["viewbox"] for drawing in parsed.of("svg")]
+    assert sum(box.startswith("0 0 820 ") for box in boxes) == sum(box.startswith("0 0 358 ") for box in boxes) == 4
+    picture = text[text.index('id="stability-plasticity-section"') : text.index('id="results"')].split("<svg")[1]
+    counts = [picture.count(f'class="{kind} ') for kind in ("run", "mark", "spread", "way")]
+    assert counts == [21, 7, 14, 21]
+    own = [row for row in rows() if row["label"] == "LLaMA Pro"]
+    korean, english = (100 * math.expm1(rise(own, corpus)) for corpus in ("korean", "english"))
+    means = re.findall(r"<title>LLaMA Pro: learned (\S+)\s%, forgot (\S+)\s%</title>", picture)
+    assert means == [(f"−{-korean:.0f}", f"+{english:.1f}".removesuffix(".0"))]
 
 
-def test_every_learning_rate_is_drawn_with_the_chosen_one_marked(tmp_path):
+@pytest.mark.parametrize("rates", [(0.5, 1.0, 1.2), (1.0,)])
+def test_every_learning_rate_is_drawn_where_there_are_several(rates, tmp_path):
     content = rows((1, 2))
     folder = write_study(tmp_path / "study", content, diagnostics=False)
-    write_tried(folder, content, (0.5, 1.0, 1.2))
+    write_tried(folder, content, rates)
     shown = check(page(read_runs([folder]), "Rates"))
-    lines = [of for _, of in shown.elements if (of.get("class") or "").startswith("rates ")]
-    assert len(lines) == 2 * len(METHODS)  # wide and narrow
+    drawn = 2 * len(METHODS) if len(rates) > 1 else 0  # wide and narrow
+    assert sum((of.get("class") or "").startswith("rates ") for _, of in shown.elements) == drawn
     titles = [text for text in shown.texts if ", learning rate " in text]
-    assert len(titles) == 2 * 3 * len(METHODS)
-    assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles)
+    assert len(titles) == drawn * len(rates)
+    assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles) == bool(drawn)
 
 
-def test_a_single_learning_rate_has_no_figure(tmp_path):
-    content = rows((1,))
-    folder = write_study(tmp_path / "study", content, diagnostics=False)
-    write_tried(folder, content, (1.0,))
-    assert "learning-rates" not in page(read_runs([folder]), "Rates")
-
-
-def test_merged_corpora_of_both_roles_have_different_names(tmp_path):
-    content = rows((1,))[:1]
-    for when in ("before", "after"):
-        (new, kept), of = content[0][when].values(), content[0][when]
-        of.clear()
-        of |= {f"wiki-{name}": new for name in "abcd"} | {f"wiki-{name}": kept for name in "wxyz"}
-    content[0]["roles"] = {name: "new" if name[-1] in "abcd" else "replay" for name in content[0]["after"]}
-    content[0]["during"] = []
-    (row,) = overview(read_runs([write_study(tmp_path, content, diagnostics=False)]))[0].rows
-    assert row.roles == {"wiki (new)": "new", "wiki (replay)": "replay"}
-    assert row.after["wiki (new)"]["perplexity"] < row.after["wiki (replay)"]["perplexity"]
-
-
-def scaled(figures: dict[str, float], factor: float) -> dict[str, float]:
-    return {name: value * factor for name, value in figures.items()}
-
-
-def test_two_studies_with_the_same_labels_are_distinguished(tmp_path):
-    folders = [write_study(tmp_path / name, rows((1,))[:2], diagnostics=False) for name in ("first", "second")]
-    shown = check(page(read_runs(folders), "Both")).texts
-    assert "LoRA (first)" in shown and "LoRA (second)" in shown
-
-
-def test_another_study_is_compared_by_method(tmp_path):
-    ours = read_runs([write_study(tmp_path / "ours", rows((1, 2))[:4], diagnostics=False)])  # two methods
-    paper = read_runs([ROOT / "docs" / "results" / "paper-korean"])
-    assert "beside" not in [section["id"] for section in check(page(ours, "Alone")).of("section")]
-    text = page(ours, "Both", paper)
-    parsed = check(text)
-    assert "beside" in [section["id"] for section in parsed.of("section")]
+def test_the_command_line_writes_the_page_the_comparison_and_the_figures(tmp_path, monkeypatch, capsys):
+    study = write_study(tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")])
+    output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
+    call_tool(monkeypatch, "report", study, "--output", output, "--svg", svg, "--beside", "docs/results/paper-korean")
+    parsed = check(output.read_text(encoding="utf-8"))
     table = parsed.texts[parsed.texts.index("paper-korean") :]
     lora = table[table.index("LoRA") :][:5]
-    assert (lora[2], lora[4]) == (
-        "−62\N{NARROW NO-BREAK SPACE}%",
-        "+20\N{NARROW NO-BREAK SPACE}%",
-    )  # 6.50 of 16.9; 12.49 of 10.42
+    assert (lora[2], lora[4]) == (f"−62{NARROW_SPACE}%", f"+20{NARROW_SPACE}%")  # 6.50 of 16.9; 12.49 of 10.42
     assert "Freeze" not in table  # which we have not run
-    freeze_only = [run for run in paper if run.row.method == "freeze"]
-    assert page(ours, "Nothing in common", freeze_only).count("–</td>") >= 4
+    figures = [svg / f"{name}.svg" for name in ("stability-plasticity", "perplexity", "drift")]
+    assert capsys.readouterr().out.split() == [str(output), *map(str, figures)]
+    for figure in figures:
+        assert ElementTree.parse(figure).getroot().get("width") == "856"
+        assert "prefers-color-scheme: dark" in figure.read_text()
 
 
-def test_the_command_line_writes_the_page_and_the_figures(tmp_path, monkeypatch, capsys):
-    study = write_study(tmp_path / "study", rows((1,))[:3])
-    written = ["--output", tmp_path / "out" / "report.html", "--png", tmp_path / "png"]
-    call_tool(monkeypatch, "report", study, *written, "--beside", "docs/results/paper-korean")
-    check((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
-    figures = sorted((tmp_path / "png").iterdir())
-    assert [path.stem for path in figures] == ["drift", "perplexity", "stability-plasticity"]
-    assert capsys.readouterr().out.split() == [str(written[1]), str(figures[2]), str(figures[1]), str(figures[0])]
-    for path in figures:
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG")
-        assert int.from_bytes(content[16:20], "big") == 2 * (820 + 36)
-    with pytest.raises(RunFolderError, match=f"^{tmp_path}: expected"):
-        call_tool(monkeypatch, "report", tmp_path)
+def test_what_the_model_writes_is_shown_as_text(tmp_path):
+    told = {"<b>Once</b>": "upon <script>alert(1)</script>\na time"}
+    lines = [
+        {"step": step, "perplexity/korean": 100 - step, "prompts": {**told, "Who?": f"Tom {step}"}}
+        for step in range(0, 21, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    texts = check(page(read_runs([tmp_path]), "Prompts")).texts
+    assert "<b>Once</b>" in texts and "upon <script>alert(1)</script>\na time" in texts
+    at = texts.index("Who?")
+    assert texts[at + 2 : at + 6] == ["base", "Tom 0", "step 4", "Tom 4"]
+    assert texts[at + 10 : at + 12] == ["step 20", "Tom 20"]

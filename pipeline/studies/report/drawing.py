@@ -1,0 +1,260 @@
+"""Drawings as SVG without colours and fonts, which a style sheet decides: lines, marks, axes, and places for labels.
+
+This is our own code because no plotting library draws figures that need no script, follow a dark or light page, fit a
+phone and print well: docs/adr/0015. Sizes are in CSS pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from pipeline.studies.report.words import count
+
+Point = tuple[float, float]
+STYLES = 7
+_MARGIN = 18.0  # of a picture in a file of its own
+
+
+class Drawing:
+    """An SVG element under construction, with all text escaped; `name` makes its ids unique on a page.
+
+    Without a title it is decoration, which screen readers skip.
+    """
+
+    def __init__(self, width: float, height: float, name: str = "", title: str = "", description: str = "") -> None:
+        self.width, self.height = width, height
+        self._role = Markup('aria-hidden="true"')
+        self._parts: list[Markup] = []
+        if title:
+            self._role = Markup('role="img" aria-labelledby="{0}-title {0}-description"').format(name)
+            self._add('<title id="{}-title">{}</title>', name, title)
+            self._add('<desc id="{}-description">{}</desc>', name, description)
+
+    def _add(self, template: str, *values: object) -> None:
+        self._parts.append(Markup(template).format(*values))
+
+    def line(self, points: Sequence[Point], kind: str) -> None:
+        """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
+        if len(points) > 1:
+            self._add('<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
+
+    def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
+        """A text with the start, middle or end of its baseline at a point."""
+        self._add('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>', kind, anchor, *at, text)
+
+    def mark(self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = "") -> None:
+        """The mark of a style, which has its own shape and colour."""
+        shape = _SHAPES[(style + style // STYLES) % STYLES]
+        points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in shape)
+        title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
+        self._add('<polygon class="{} {}" points="{}">{}</polygon>', kind, style_class(style), points, title)
+
+    def ring(self, at: Point, radius: float, kind: str) -> None:
+        """A circle."""
+        self._add('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="{:.1f}"/>', kind, *at, radius)
+
+    def markup(self, style_sheet: str = "") -> Markup:
+        """The element; with a style sheet, a complete SVG file with a margin."""
+        margin = _MARGIN if style_sheet else 0.0
+        width, height = self.width + 2 * margin, self.height + 2 * margin
+        corner = 0 - margin
+        box = f'viewBox="{corner:g} {corner:g} {width:g} {height:g}"'
+        if not style_sheet:
+            return Markup(f'<svg {box} class="figure" {self._role}>{Markup().join(self._parts)}</svg>')
+        file = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
+        ground = f'<rect class="ground" x="{corner:g}" y="{corner:g}" width="100%" height="100%"/>'
+        head = f"<style>{escape(style_sheet)}</style>{ground}"
+        return Markup(f'<svg {file} {box} class="figure" {self._role}>{head}{Markup().join(self._parts)}</svg>')
+
+
+def style_class(style: int) -> str:
+    """The style class that gives the colour of the `style`-th group."""
+    return f"style-{style % STYLES}"
+
+
+def text_width(text: str, size: float) -> float:
+    """An estimate of the width of a text; the reader's fonts are not known."""
+    return size * sum(1.0 if ord(letter) > 0x1100 else 0.58 for letter in text)
+
+
+def shortened(text: str, size: float, width: float) -> str:
+    """`text`, cut to about `width` with an ellipsis where it is longer."""
+    if text_width(text, size) <= width:
+        return text
+    while text and text_width(text, size) > width - size:
+        text = text[:-1]
+    return f"{text.rstrip()}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _polygon(corners: int, turn: float, radius: float) -> list[Point]:
+    angles = (2 * math.pi * corner / corners + turn for corner in range(corners))
+    return [(radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
+
+
+# Sizes are balanced so that all look about equally large.
+_SHAPES = (
+    _polygon(24, 0, 5.2),
+    _polygon(4, math.pi / 4, 6.5),
+    _polygon(3, 0, 7.0),
+    _polygon(4, 0, 7.0),
+    _polygon(3, math.pi, 7.0),
+    [(x * u - y * v, x * v + y * u)  # a cross: one arm, turned
+     for u, v in ((1, 0), (0, 1), (-1, 0), (0, -1)) for x, y in ((-1.9, -5.7), (1.9, -5.7), (1.9, -1.9))],
+    _polygon(6, 0, 5.7),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to pixels from `start` to `end`; `ticks` are labelled, formatted by `words`.
+
+    `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    words: Callable[[float], str]
+    ticks: Sequence[float] = ()
+    warp: Callable[[float], float] = float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def with_ticks(self, wanted: Iterable[float], gap: float) -> Axis:
+        """The axis with as many of `wanted` as are on it and keep `gap` pixels apart, taken in order."""
+        kept: list[float] = []
+        for tick in wanted:
+            near = any(abs(self(tick) - self(other)) < gap for other in kept)
+            if self.low <= self.warp(tick) <= self.high and not near:
+                kept.append(tick)
+        return replace(self, ticks=sorted(kept))
+
+
+MakeAxis = Callable[[Sequence[float], float, float], Axis]
+"""(values, first pixel, last pixel) -> axis"""
+
+
+def linear_axis(
+    low: float, values: Iterable[float], start: float, end: float, words: Callable[[float], str], least: float = 0.0
+) -> Axis:
+    """An axis from `low`, or from lower values, with ticks at round numbers, at `least` so far apart."""
+    high = max([low + (least or 0.01), *values])
+    low = min([low, *values])
+    return Axis(low, high, start, end, words, _even(low, high, max(2, abs(end - start) / 40), least))
+
+
+def step_axis(steps: Sequence[float], start: float, end: float) -> Axis:
+    """An axis of training steps."""
+    return linear_axis(0.0, steps, start, end, count, least=1.0)
+
+
+def layer_axis(layers: Sequence[float], start: float, end: float) -> Axis:
+    """An axis of layers, from 1."""
+    return linear_axis(1.0, layers, start, end, count, least=1.0)
+
+
+def distance_axis(
+    values: Sequence[float], start: float, end: float, words: Callable[[float], str], rounds: Sequence[float]
+) -> Axis:
+    """An axis of distances from the base, which is at 0; `rounds` are taken as ticks in order while there is room."""
+    low, high = _padded([0.0, *values])
+    return Axis(low, high, start, end, words).with_ticks(rounds, 76 if start < end else 30)
+
+
+def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    """A logarithmic axis over `values`, all above 0."""
+    low, high = _padded([math.log10(value) for value in values])
+    decades = range(math.floor(low), min(math.ceil(high), 307) + 1)  # 5e307 is still a float
+    ticks = [10.0**decade * step for step in (1, 3, 2, 5) for decade in decades]
+    if high - low < 0.7:
+        ticks = _even(10**low, 10**high, 8)
+    axis = Axis(low, high, start, end, _large, warp=math.log10)
+    return axis.with_ticks(ticks, 26)
+
+
+def _large(value: float) -> str:
+    return f"{value:,.6g}" if value < 1e5 else f"{value:.4g}".replace("e+0", "e").replace("e+", "e")
+
+
+def _padded(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = 0.07 * (high - low) if high - low > 1e-4 else 0.05
+    return low - room, high + room
+
+
+def _even(low: float, high: float, room: float, least: float = 0.0) -> list[float]:
+    """About `room` ticks at most: multiples of 1, 2 or 5 times a power of ten."""
+    rough = max((high - low) / room, least)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [step * number for number in range(first, last + 1)]
+
+
+class Box(NamedTuple):
+    """A rectangle."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: Box) -> float:
+        """The area that both cover."""
+        wide = min(self.right, other.right) - max(self.left, other.left)
+        high = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(0.0, wide) * max(0.0, high)
+
+
+def around(point: Point, half: float) -> Box:
+    """The square about a point."""
+    return Box(point[0] - half, point[1] - half, point[0] + half, point[1] + half)
+
+
+# From a mark to its label: distances in pixels and directions, in order of preference.
+_DISTANCES = (11.0, 20.0, 32.0, 46.0, 64.0)
+_DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (-0.8, 0.8), (0.0, -1.0), (0.0, 1.0))
+
+
+def place_labels(
+    points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
+) -> list[Box]:
+    """A box for each point's label: near it, within `room`, and if possible not over `taken` or another label."""
+    boxes: list[Box] = []
+    marks = [around(point, 8) for point in points]
+    for (x, y), width in zip(points, widths, strict=True):
+        obstacles = [*taken, *marks, *boxes]
+        choices = []
+        for reach in _DISTANCES:
+            for order, (right, down) in enumerate(_DIRECTIONS):
+                # The distance is to the label's nearest side, or to its middle above and below the mark.
+                left = x + reach * right - (0.0 if right > 0 else width if right < 0 else width / 2)
+                top = y + reach * down - height / 2
+                box = Box(left, top, left + width, top + height)
+                outside = width * height - box.overlap(room)
+                covered = sum(box.overlap(other) for other in obstacles)
+                choices.append((reach + order + 4 * outside + covered, box))
+        boxes.append(min(choices)[1])
+    return boxes
+
+
+def moved_apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions close to `places`, at least `gap` apart, from `low` to `high` if they fit there."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    found = list(places)
+    edge = low
+    for index in order:
+        edge = found[index] = max(found[index], edge)
+        edge += gap
+    edge = high
+    for index in reversed(order):
+        edge = found[index] = min(found[index], edge)
+        edge -= gap
+    return found

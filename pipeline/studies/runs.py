@@ -1,0 +1,350 @@
+"""The runs of a study: each an ordinary run in a folder of its own; which are pending, by what those folders hold.
+
+No other state is kept. It is determined again whenever a run ends, by one process or by a chain of jobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.checks.inputs import check_fits
+from pipeline.config.data import Role
+from pipeline.config.method import FullFineTuning, Method, ScaleMethod
+from pipeline.config.run import RunConfig, load_config, parse_config
+from pipeline.config.sources import merged
+from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
+from pipeline.data.corpora import has_heldout, is_tokenized, made_by, named_inputs, unfinished_corpora
+from pipeline.data.token_corpus import SAMPLER, TOKENIZER
+from pipeline.data.units import input_files
+from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, ConfigError, StudyError
+from pipeline.files import write_text
+from pipeline.model.from_hf import read_spec
+from pipeline.run_folder.metrics import (
+    METRICS,
+    Figures,
+    ValidationRecord,
+    geometric_mean,
+    read_metrics,
+    read_validations,
+)
+from pipeline.run_folder.status import TRAINING, read_status
+from pipeline.scale.gate_folder import GATE_FOLDER, open_record
+from pipeline.sizing.matching import matched
+from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
+from pipeline.training.divergence import REPORT as DIVERGENCE
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A compared run: which method, at which learning rate, with which seed."""
+
+    method: str
+    learning_rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.method}.lr_{self.learning_rate:g}.seed_{self.seed}"
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run: its settings as they are written to `path`, and the configuration that they describe."""
+
+    settings: RunSettings
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "run.yaml"
+
+    def check_same(self) -> None:
+        """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
+        if not self.path.exists():
+            return
+        found, wanted = comparable(load_config(self.path, base="named")), comparable(self.config)
+        if changed := [key for key in wanted if found[key] != wanted[key]]:
+            raise ConfigError(
+                f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
+                f"remove the folder {self.folder}, or give the study another one"
+            )
+
+    def write(self) -> None:
+        """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
+        if (self.folder / "checkpoints").exists():
+            self.check_same()
+        if not self.path.exists() or load_config(self.path, base="named") != self.config:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the run is trained to its end. Raises as `check_same`."""
+        if not (self.folder / TRAINING).exists():
+            return False
+        self.check_same()
+        return True
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run ended because its loss diverged."""
+        return (self.folder / DIVERGENCE).exists() and not self.is_trained
+
+    @property
+    def is_converted(self) -> bool:
+        return self.is_trained and (self.folder / HF_FOLDER / VERIFICATION).exists()
+
+    @property
+    def has_its_gate(self) -> bool:
+        """Whether the run has no gate, or one of these settings: others may be given to a finished run."""
+        if self.config.gate is None:
+            return True
+        try:
+            request = open_record(self.folder / GATE_FOLDER).request
+        except CheckpointError:
+            return False
+        return request.get("settings") == self.config.gate.model_dump(mode="json")
+
+    @property
+    def training_stages(self) -> tuple[str, ...]:
+        """The stages of slurm/cpt_korean.sh that train it."""
+        upscaling = ("upscale",) if isinstance(self.config.method, ScaleMethod) else ()
+        return (*upscaling, "train", *(("gate",) if self.config.gate else ()))
+
+    def validations(self) -> list[ValidationRecord]:
+        """Every validation of a finished run, from step 0 to the last step.
+
+        Raises:
+            RunFolderError: its metrics are missing or damaged.
+        """
+        return read_validations(read_metrics(self.folder / METRICS), self.folder / METRICS)
+
+    def measured_corpora(self, role: Role) -> list[str]:
+        """The corpora of that role that have a held-out part."""
+        data = self.config.data
+        return [name for name, corpus in data.corpora.items() if corpus.role == role and has_heldout(data, name)]
+
+    def perplexity(self, role: Role, figures: Figures) -> float | None:
+        """The geometric mean over a role's held-out corpora, infinite where one is; None without any."""
+        names = self.measured_corpora(role)
+        return geometric_mean([figures[name]["perplexity"] for name in names]) if names else None
+
+
+def comparable(config: RunConfig) -> dict[str, Any]:
+    """What a run is trained with, with absolute paths of texts, so that their spelling does not count.
+
+    A gate may be added to a finished run.
+    """
+    values = config.model_dump(exclude={"gate"})
+    for corpus in values["data"]["corpora"].values():
+        for section, part in ((corpus, "input"), (corpus, "heldout_input"), (corpus["sample"] or {}, "openings")):
+            if part in section:
+                section[part] = [str(Path(path).resolve()) for path in section[part]]
+    return values
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some stages of slurm/cpt_korean.sh for one run; `ranks` is the number of processes on this machine."""
+
+    run: StudyRun
+    stages: tuple[str, ...]
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """The run's name, and the stages where training is not among them."""
+        folder = self.run.folder.name
+        return folder if "train" in self.stages else f"{folder}: {' '.join(self.stages)}"
+
+
+class StudyRuns:
+    """The runs that `study` describes; `source` is its file, for error messages.
+
+    Raises:
+        ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
+    """
+
+    def __init__(self, study: Study, source: str) -> None:
+        self.study = study
+        self.source = source
+        self.stages: list[StudyRun] = []
+        self.base = study.base or study.folder / SCRATCH
+        """of the compared runs"""
+        for name, stage in study.stages.items():
+            settings = merged({"method": {"name": "fft"}}, stage.settings)
+            self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
+            self.base = self.stages[-1].folder / HF_FOLDER
+        # The size of a matched method is not known yet, and cannot be wrong.
+        self._first = {
+            name: self._run_of(self.grid(name)[0], compared.method or FullFineTuning(name="fft"))
+            for name, compared in study.methods.items()
+        }
+        if not all(run.measured_corpora("new") for run in self._first.values()):
+            raise ConfigError(
+                f"{source}: settings.data.corpora: expected a held-out part of a corpus of role new, by which learning "
+                "rates are chosen, found none; set heldout_input or heldout_fraction"
+            )
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """The section `method` of each compared method, in the study's order; the base's architecture must be known."""
+        found: dict[str, Method] = {}
+        for name, compared in self.study.methods.items():
+            if compared.matched is None:
+                assert compared.method is not None  # one of them is given
+                found[name] = compared.method
+                continue
+            # The study was checked: `match` names a method that has a section of its own.
+            found[name] = matched(compared.matched, self._first[self.study.match or ""].config, read_spec(self.base))
+        return found
+
+    def trial(self, trial: Trial) -> StudyRun:
+        """The run of that trial."""
+        return self._run_of(trial, self.methods[trial.method])
+
+    def _run_of(self, trial: Trial, method: Method) -> StudyRun:
+        varied = {
+            "method": method.model_dump(mode="json", exclude_none=True),
+            "seed": trial.seed,
+            "schedule": {"learning_rate": trial.learning_rate},
+        }
+        settings = merged(self.study.settings, self.study.methods[trial.method].settings)
+        return self._run(str(trial), merged(settings, varied), f"settings, for {trial.method}")
+
+    def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
+        own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
+        shared = {"data": {"folder": str(self.study.folder / TOKENS)}}
+        values = merged(own, merged(shared, settings))
+        return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"))
+
+    def check_fits_base(self) -> None:
+        """Checks every method against the base, if that exists yet, before the first one trains for hours.
+
+        Raises:
+            ConfigError: the base cannot be trained by one of the methods. Those that are `matched` always fit.
+        """
+        for name, compared in self.study.methods.items():
+            if compared.method is not None and self.base.exists():
+                try:
+                    check_fits(self._first[name].config, read_spec(self.base))
+                except ConfigError as error:
+                    raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
+
+    def check_inputs(self) -> None:
+        """Looks for all texts that are yet to be tokenized, before the first is.
+
+        Raises:
+            DataError: a file is missing, empty, or of an unknown format.
+        """
+        for run in (*self.stages, *self._first.values()):
+            if not is_tokenized(run.config.data):
+                for files in named_inputs(run.config.data):
+                    input_files(files)
+
+    def grid(self, method: str) -> list[Trial]:
+        """The runs among which the learning rate of `method` is chosen."""
+        return [Trial(method, rate, self.study.seeds[0]) for rate in self.study.methods[method].learning_rates]
+
+    def chosen_rate(self, method: str) -> float | None:
+        """The learning rate at which `method` learned most, whatever it forgot, the lower one of equal ones.
+
+        None until all runs of its grid are finished.
+
+        Raises:
+            StudyError: all of them diverged.
+        """
+        trials = sorted(self.grid(method), key=lambda trial: trial.learning_rate)
+        if len(trials) == 1:
+            return trials[0].learning_rate
+        if not all(map(self.is_over, trials)):
+            return None
+        perplexities = {}
+        for trial in trials:
+            run = self.trial(trial)
+            if not run.has_diverged:
+                found = run.perplexity("new", run.validations()[-1].figures)
+                perplexities[trial.learning_rate] = math.inf if found is None else found
+        if not perplexities:
+            raise StudyError(
+                f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR
+            )
+        return min(perplexities, key=perplexities.__getitem__)
+
+    def known_trials(self) -> list[Trial]:
+        """The runs of every grid of learning rates, and those of the other seeds where the rate is chosen."""
+        trials = []
+        for name in self.study.methods:
+            trials += self.grid(name)
+            if (rate := self.chosen_rate(name)) is not None:
+                trials += [Trial(name, rate, seed) for seed in self.study.seeds[1:]]
+        return trials
+
+    def is_over(self, trial: Trial) -> bool:
+        """Whether nothing is left to do: trained and its gate fitted, or diverged at one of several learning rates."""
+        run, grid = self.trial(trial), self.grid(trial.method)
+        if run.is_trained:
+            return run.has_its_gate
+        return trial in grid and len(grid) > 1 and run.has_diverged
+
+    def pending_tasks(self) -> list[Task]:
+        """The tasks that can start now, all at the same time; empty where the study is finished.
+
+        Raises:
+            StudyError: a method diverged at every learning rate.
+        """
+        for run, stage in zip(self.stages, self.study.stages.values(), strict=True):
+            if not run.is_converted:
+                sampling = ("sample",) if any(corpus.sample for corpus in run.config.data.corpora.values()) else ()
+                return [Task(run, ("tokenize", *sampling, *run.training_stages, "convert"), stage.ranks)]
+        trials = self.known_trials()
+        first = self.trial(trials[0])
+        # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
+        corpora = first.config.data.corpora
+        unfinished = {made_by(corpora[name]) for name in unfinished_corpora(first.config.data)}
+        for tool, making in ((TOKENIZER, "tokenize"), (SAMPLER, "sample")):
+            if tool in unfinished:
+                return [Task(first, (making,), 1)]
+        pending = [self.trial(trial) for trial in trials if not self.is_over(trial)]
+        return [Task(run, run.training_stages, self.study.ranks) for run in pending]
+
+    def pending_after(self, ended: Collection[str]) -> list[Task]:
+        """The tasks that can start now that the jobs of the tasks with the names `ended` are over.
+
+        A task is not submitted twice, however its job ended: an error, `scancel`, a lost node.
+
+        Raises:
+            StudyError: some of `ended` are still pending.
+        """
+        tasks = self.pending_tasks()
+        unfinished = [task for task in tasks if task.name in ended]
+        if not unfinished:
+            return tasks
+        first, *others = unfinished
+        status = read_status(first.run.folder)
+        also = f" (nor are {', '.join(task.name for task in others)})" if others else ""
+        raise StudyError(
+            f"{first.name}: its job has ended, but the run is not finished{also}; the run is {status.state}: "
+            f"{status.why}; the output of its job says more; submit the study again to continue with what is left",
+            USER_ERROR,
+        )
+
+    def run_count(self) -> int:
+        """How many runs the study has in all, those that train the base included."""
+        methods = self.study.methods.values()
+        return len(self.stages) + sum(len(own.learning_rates) + len(self.study.seeds) - 1 for own in methods)
+
+    def finished_count(self) -> int:
+        """How many of them are finished."""
+        stages = sum(run.is_converted for run in self.stages)
+        return stages + (sum(map(self.is_over, self.known_trials())) if stages == len(self.stages) else 0)

@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all elastic faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -81,9 +81,6 @@ format: $(STAMP)  ## reformat, and fix what ruff can fix
 docs: $(STAMP)  ## build the documentation as a site in runs/site, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-elastic: $(STAMP)  ## kill a run, move it over three layouts, export it, and compare it with an undisturbed run
-	$(BIN)/python benchmarks/elastic.py --folder runs/elastic
-
 faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, and compare each with an undisturbed run (ONLY="hung node": these faults)
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
 
@@ -92,7 +89,7 @@ fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTE
 
 gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)
-	$(BIN)/python tools/gpu_check.py $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
 	$(BIN)/python benchmarks/gpu_step.py --cpu --json benchmarks/out/cpu_step.json

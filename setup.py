@@ -24,7 +24,7 @@ class BuildWithShippedFiles(build_py):
         target = Path(self.build_lib, "pipeline", "shipped")
         shutil.rmtree(target, ignore_errors=True)
         for folder in SHIPPED:
-            shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__", "gpu_check.py"))
+            shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
         for pattern in SHIPPED_DATA:
             for file in filter(Path.is_file, Path("data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What gates do where the text changes within a document.
 
-    python benchmarks/code_switching.py --config run.yaml
+    python benchmarks/code_switching.py run.yaml
 
 Held-out windows of a finished run with a section `gate` are cut from old text into new, and from new into old. For each
 kind of features, with and without splices: how many tokens after the change are open, the first eight and the later
@@ -14,7 +14,6 @@ import argparse
 import math
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -57,8 +56,9 @@ class Change:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML file")
-    config = load_config(parser.parse_args().config)
+    command_line.add_run(parser)
+    arguments = parser.parse_args()
+    config = load_config(arguments.run, arguments.set)
     if config.gate is None:
         raise ConfigError(f"{config.name}: has no section gate")
     print("\n\n".join(code_switching(config, config.gate)))

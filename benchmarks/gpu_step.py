@@ -384,39 +384,6 @@ def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     return rows
 
 
-def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the methods should reach on a GPU of the H100's class; each side by its fastest variant."""
-
-    def fastest(shape: str, *wanted: str) -> float | None:
-        """In tokens/s; `wanted` are a method and, where its base is not in bf16, the base's precision."""
-        words = [(row, row["variant"].split(" + ")) for row in rows if row["shape"] == shape]
-        own = [row for row, said in words if (said[0], *(base for base in QUANTIZATIONS if base in said)) == wanted]
-        return max((row["tokens_per_second"] for row in own if row["outcome"] == "measured"), default=None)
-
-    def ratio(shape: str, other: str) -> float | None:
-        ours, others = fastest(shape, "preserve"), fastest(shape, other)
-        return others / ours if ours and others else None
-
-    found = [
-        ("1b-8192: tokens/s of Adapt", fastest("1b-8192", "adapt"), "at least", 65_000.0),
-        ("8b-4096: tokens/s of Preserve", fastest("8b-4096", "preserve"), "at least", 19_000.0),
-        ("8b-4096: tokens/s of Preserve, base in fp8", fastest("8b-4096", "preserve", "fp8"), "at least", 24_000.0),
-    ]
-    for shape in ON_A_GPU:
-        found += [
-            (f"{shape}: step of Preserve over full fine-tuning", ratio(shape, "fft"), "at most", 0.45),
-            (f"{shape}: step of Preserve over PEFT's LoRA", ratio(shape, "peft_lora"), "at most", 0.60),
-        ]
-    return [
-        {
-            "goal": f"{goal} {direction} {bound:,g}",
-            "measured": value,
-            "holds": None if value is None else (value >= bound if direction == "at least" else value <= bound),
-        }
-        for goal, value, direction, bound in found
-    ]
-
-
 _COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
     "TFLOP/s": ("tflops", ".2f"),
@@ -450,7 +417,7 @@ def main() -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
     parser.add_argument("--threads", type=command_line.positive, help="default: all cores; 1 with --tiny")
-    parser.add_argument("--json", type=Path, help="where to write the rows and goals, after every turn")
+    parser.add_argument("--json", type=Path, help="where to write the rows, after every turn")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
@@ -467,14 +434,11 @@ def main() -> None:
     about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
     rows: list[dict[str, Any]] = []
 
-    def reached() -> list[dict[str, Any]]:
-        return goals([] if arguments.tiny or arguments.cpu else rows)  # tiny shapes say nothing about them
-
     def keep(own: list[dict[str, Any]]) -> None:
         rows[:] = [row for row in rows if row["shape"] != name] + [{"shape": name, **row} for row in own]
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows, "goals": reached()})
+            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows})
 
     shape = None
     for name in names:
@@ -484,10 +448,6 @@ def main() -> None:
         own = measure(shape, wanted, device, dtype, **limits, keep=keep)
         print_table(name, own)
         keep(own)
-    for goal in reached():
-        verdict = {True: "holds", False: "MISSED", None: "not measured"}[goal["holds"]]
-        value = "" if goal["measured"] is None else f" ({goal['measured']:,.4g})"
-        print(f"{goal['goal']}: {verdict}{value}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The parts of `tools/gpu_check.py`, which proves the project on a machine with one GPU."""
+"""The parts of `python -m benchmarks.gpu`, which proves the project on a machine with one GPU."""

@@ -1,16 +1,37 @@
-"""Runs one part, and prints each row as a line of JSON: for `tools/gpu_check.py`, in a process of its own."""
+"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how fast it is.
+
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --only parity attention
+    python -m benchmarks.gpu --cpu
+
+Each part runs in processes of its own, which end at its time limit. Results are written after every row, as JSON and
+as a Markdown table. --cpu rehearses all parts with tiny shapes. Exits with 1 if a check failed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.metadata
 import json
 import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.setting import Row, Setting
+import torch
+
+from benchmarks.gpu.setting import ROOT, Row, Setting
 from pipeline import command_line
+from pipeline.errors import ConfigError
+from pipeline.files import write_json, write_text
 
 PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("exactness", "check_parity"),
@@ -24,30 +45,158 @@ PARTS: dict[str, tuple[str, ...]] = {
     "watchdog": ("ranks", "check_watchdog"),
     "demo": ("runs", "check_demo"),
 }
-"""The module and function of each part, and what the function gets beside the setting."""
+"""The module and function of each part, and what the function gets beside the setting; docs/gpu.md describes them."""
+_COMPILING = ("kernels", "step-1b-8192", "step-1b-4096", "step-8b-4096")
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
+_OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
+_GRACE_S = 10.0
+
+
+class Results:
+    """The rows so far, written to `results.json` and `results.md` after each."""
+
+    def __init__(self, folder: Path, device: str, *, rehearsal: bool) -> None:
+        self.folder = folder
+        self.about = {"device": device, "machine": platform.platform(), "python": platform.python_version()}
+        for package in _PACKAGES:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                self.about[package] = importlib.metadata.version(package)
+        self.rehearsal = rehearsal
+        self.rows: list[dict[str, Any]] = []
+        self.seconds: dict[str, float] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write()
+
+    def add(self, part: str, row: Row) -> None:
+        """Adds a row, and prints it."""
+        self.rows.append({"part": part, **row._asdict()})
+        print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes both files."""
+        values = {"about": self.about, "rehearsal": self.rehearsal, "rows": self.rows, "seconds": self.seconds}
+        write_json(self.folder / "results.json", values)
+        kind = "A rehearsal on the CPU, with tiny shapes" if self.rehearsal else "Measured"
+        lines = [f"{kind}: {', '.join(f'{name} {value}' for name, value in self.about.items())}.", ""]
+        lines += ["| part | check | outcome | found |", "|---|---|---|---|"]
+        for row in self.rows:
+            cells = (row["part"], row["check"], _OUTCOMES[row["passed"]], row["found"])
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        write_text(self.folder / "results.md", "\n".join(lines) + "\n")
 
 
 def rows_of(part: str, setting: Setting) -> Iterator[Row]:
-    """Runs a part; what the others need is not imported."""
+    """Runs a part in this process; what the others need is not imported."""
     module, function, *arguments = PARTS[part]
     rows: Iterator[Row] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(setting, *arguments)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="where the part writes")
-    parser.add_argument("--seconds", type=float, required=True, help="when it has to end")
-    arguments = parser.parse_args()
+def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[Row]:
+    """The rows of a part, in a process of its own, as they come; one more if it fails or has to be ended."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--part-seconds", str(seconds)]
+    command += ["--output", str(folder), *(["--cpu"] if device == "cpu" else [])]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": device}
+    if device == "cpu":
+        # Threads would only wait for one another, and DeepSpeed would import the compiler in every process.
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if part in _COMPILING else "1"}
+    log = folder / f"{part}.log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        _end(process)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield Row(**json.loads(line))
+        code = process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+    if ended.is_set():
+        yield Row("ends in time", False, f"ended after {seconds:.0f} s; see {log}")
+    elif code:
+        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
+        yield Row("ends well", False, f"exit code {code}: {''.join(last)[:400]}; see {log}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the processes of a part: the demo's stages are told by their script, which has to live for that."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            process.poll()
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def _print_rows(part: str, setting: Setting) -> None:
+    """Runs a part, and prints each row as a line of JSON."""
     # Libraries print to standard output, too: the rows get it for themselves.
     rows = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(arguments.device, arguments.folder.resolve(), arguments.seconds)
-    for row in rows_of(arguments.part, setting):
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    for row in rows_of(part, setting):
         print(json.dumps(row._asdict()), file=rows, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
+    parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu")
+    parser.add_argument("--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600")
+    parser.add_argument("--minutes", type=float, default=25.0, help="of all parts; default 25")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in this process
+    arguments = parser.parse_args()
+    if not arguments.cpu and not torch.cuda.is_available():
+        raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
+    device, folder = "cpu" if arguments.cpu else "cuda", arguments.output.resolve()
+    limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
+    if arguments.part:
+        _print_rows(arguments.part, Setting(device, folder, limit))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part's processes end too
+    name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
+    results = Results(folder, name, rehearsal=arguments.cpu)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    wanted = [part for part in PARTS if not arguments.only or part in arguments.only]
+    for part in wanted:
+        started = time.monotonic()
+        left = min(limit, deadline - started)
+        if left <= 0:
+            results.add(part, Row("the whole part", None, "skipped: no time left"))
+            continue
+        for row in run_part(part, device, folder, left):
+            results.add(part, row)
+        results.seconds[part] = round(time.monotonic() - started, 1)
+        results.write()
+    failed = sum(row["passed"] is False for row in results.rows)
+    passed = sum(row["passed"] is True for row in results.rows)
+    done = f"{len(results.seconds)} of {len(wanted)} parts {'rehearsed' if arguments.cpu else 'run'}"
+    print(f"{done}: {passed} checks passed, {failed} failed; wrote {folder / 'results.md'}")
+    return 1 if failed or len(results.seconds) < len(wanted) else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _LAST_TURN_S, _TO_REPORT_S = 40.0, 5.0
 
 
 def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
-    """The speed and memory of every variant; whether the goals hold is judged on a GPU of the H100's class."""
+    """The speed and memory of every variant."""
     output = setting.folder / f"gpu_step-{shape}.json"
     options = ["--shape", shape, "--seconds", str(max(1.0, setting.seconds - _LAST_TURN_S)), "--json", str(output)]
     if not setting.on_gpu:
@@ -37,8 +37,3 @@ def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
             found += f"{row['seconds_per_step']:.4f} s a step"
             found += f", {row['peak_memory_gib']:.1f} GiB" if "peak_memory_gib" in row else ""
         yield Row(f"{shape}, {row['variant']}", None, found)
-    for goal in written["goals"]:
-        if goal["holds"] is not None:
-            yield Row(
-                f"goal: {goal['goal']}", goal["holds"] if setting.judges_speed else None, f"{goal['measured']:,.4g}"
-            )

@@ -1,6 +1,8 @@
 """Prints the tables of a finished study of biographies: how well Task 0 is still answered while Task 1 is learned.
 
-python studies/biographies/show.py runs/biography
+    python studies/biographies/show.py runs/biography
+
+`scale-cpt report` draws the course of both tasks, and has a table of every attribute.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def rates_table(study: Path) -> str:
     lines = []
     for number, run in enumerate(read_tried(study)):
         known = ["diverged", ""]
-        if not run.diverged:
+        if run.after:
             _check_asked(run.after, f"{study / LEARNING_RATES}: row {number}")
             known = [f"{mean_figure(run.after, task):.1%}" for task in TASKS]
         lines.append([run.label, f"{run.learning_rate:g}", *known])
@@ -63,18 +65,6 @@ def end_table(rows: Sequence[Row]) -> str:
     for title in TASKS.values():
         header += [f"{title}: hard", "before", "soft", "exact match", "company's city"]
     return table(header, [_end_line(own) for own in _by_label(rows).values()])
-
-
-def course_table(rows: Sequence[Row], columns: int = 10) -> str:
-    """Task 0's hard first-token accuracy at some of the steps of Task 1; means over seeds."""
-    courses = {label: [_course(row) for row in own] for label, own in _by_label(rows).items()}
-    steps = sorted(set.intersection(*(set(course) for own in courses.values() for course in own)))
-    shown = steps[:: max(1, -(-len(steps) // columns))]
-    shown = [*shown, *({steps[-1]} - set(shown))]
-    lines = [
-        [label, *(f"{mean([course[step] for course in own]):.1%}" for step in shown)] for label, own in courses.items()
-    ]
-    return table(["Task 0, hard, after step", *map(str, shown)], lines)
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
@@ -95,18 +85,6 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
     return table(header, lines)
 
 
-def attribute_table(rows: Sequence[Row], task: str) -> str:
-    """Hard first-token accuracy of each attribute at the end; means over seeds."""
-    header = [f"{TASKS[task]}, hard, after", *(attribute.replace("_", " ") for attribute in ATTRIBUTES)]
-    lines = []
-    for label, own in _by_label(rows).items():
-        figures = (
-            mean([mean_figure(row.after, task, attributes=[attribute]) for row in own]) for attribute in ATTRIBUTES
-        )
-        lines.append([label, *(f"{value:.1%}" for value in figures)])
-    return table(header, lines)
-
-
 def _check_asked(figures: Figures, place: str) -> None:
     """Raises DataError where a corpus of the biographies is missing; `place` says where the figures were read."""
     for corpus in (f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES):
@@ -120,11 +98,6 @@ def _check_asked(figures: Figures, place: str) -> None:
 def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
     labels = dict.fromkeys(row.label for row in rows)
     return {label: [row for row in rows if row.label == label] for label in labels}
-
-
-def _course(row: Row) -> dict[int, float]:
-    """Task 0's hard accuracy by step."""
-    return {validation.step: mean_figure(validation.figures, "task0") for validation in row.validations}
 
 
 def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:
@@ -157,8 +130,7 @@ def main() -> None:
     parser.add_argument("study", type=Path, help="the study's folder, the `folder` of its YAML file")
     study = parser.parse_args().study
     rows = read_summary(study)
-    tables = [end_table(rows), matched_table(rows), rates_table(study), course_table(rows)]
-    print(*tables, *(attribute_table(rows, task) for task in TASKS), sep="\n\n")
+    print(end_table(rows), matched_table(rows), rates_table(study), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.ranks import check_new_group
 from benchmarks.gpu.runs import compared, write_config
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import ROOT, Setting
 from benchmarks.gpu.trace import idle_share
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from tests import programs
-from tools import gpu_check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,14 +31,10 @@ def rows_of(part, folder):
     return {row.check: row for row in parts.rows_of(part, Setting("cpu", folder, 60.0))}
 
 
-def test_the_tool_knows_every_part():
-    assert list(parts.PARTS) == list(gpu_check.PARTS)
-
-
 def test_no_part_needs_deepspeed_to_begin():
     modules = {f"benchmarks.gpu.{module}" for module, *_ in parts.PARTS.values()}
     program = f"import sys; sys.modules['deepspeed'] = None; import {', '.join(sorted(modules))}"
-    subprocess.run([sys.executable, "-c", program], cwd=gpu_check.ROOT, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("part", ["parity", "attention"])
@@ -98,7 +92,8 @@ def test_the_configurations_are_valid(tmp_path):
 
 
 def call(monkeypatch, *arguments):
-    return programs.call(gpu_check, *arguments)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *arguments])
+    return parts.main()
 
 
 def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path, monkeypatch, capsys):

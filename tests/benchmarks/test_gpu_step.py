@@ -21,8 +21,7 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", "1", "--rounds", "1", "--steps", "1"]
     monkeypatch.setattr(sys, "argv", ["gpu_step.py", *arguments, "--json", str(output)])
     gpu_step.main()
-    written = json.loads(output.read_text())
-    rows = {row["variant"]: row for row in written["rows"]}
+    rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
     assert {"preserve + fp8", "adapt + nf4", "lora + nf4 + compile"} <= set(rows)
@@ -35,9 +34,7 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     assert rows["preserve"]["flops_per_token"] < rows["adapt"]["flops_per_token"] < rows["fft"]["flops_per_token"]
     assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]
     assert rows["fft"]["trained_parameters"] == rows["transformers_fft"]["trained_parameters"]
-    assert {goal["holds"] for goal in written["goals"]} == {None}, "tiny shapes say nothing about the goals"
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 1 + len(rows) + len(written["goals"])
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
 @pytest.mark.parametrize("variant", [Variant("adapt"), Variant("peft_lora")], ids=str)
@@ -63,14 +60,3 @@ def test_a_variant_that_does_not_fit_is_a_row(monkeypatch):
     rows = gpu_step.measure(TINY, [Variant("fft")], CPU, torch.float32, rounds=2, steps=1, seconds=60)
     assert [row["outcome"] for row in rows] == ["out of memory"]
     assert Measured(Variant("fft"), TINY, CPU, torch.float32).row()["outcome"] == "no time left"
-
-
-def test_goals_compare_the_fastest_of_each_side():
-    rates = {"fft": 30e3, "fft + compile": 36e3, "preserve": 70e3, "adapt + compile": 66e3, "preserve + fp8": 90e3}
-    rows = [
-        {"shape": "1b-8192", "variant": name, "outcome": "measured", "tokens_per_second": rate}
-        for name, rate in rates.items()
-    ]
-    rows.append({**rows[-1], "shape": "8b-4096", "variant": "preserve + fp8 + compile", "tokens_per_second": 25e3})
-    found = [(goal["measured"], goal["holds"]) for goal in gpu_step.goals(rows)][:5]
-    assert found == [(66e3, True), (None, None), (25e3, True), (36 / 70, False), (None, None)]

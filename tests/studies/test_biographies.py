@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import DataError, RunFolderError
+from pipeline.errors import DataError
 from studies.biographies import make_texts, show
 from studies.biographies.make_texts import (
     ATTRIBUTES,
@@ -29,7 +29,7 @@ from studies.biographies.make_texts import (
     question,
     write_corpora,
 )
-from studies.biographies.show import TASKS, attribute_table, course_table, end_table, matched_table, rates_table
+from studies.biographies.show import end_table, matched_table, rates_table
 from tests.data.helpers import contents
 
 
@@ -164,16 +164,8 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
 def summary(tmp_path: Path) -> Path:
     rows = [row("Full fine-tuning", 1, 0.1), row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
     (tmp_path / "summary.json").write_text(json.dumps(rows))
-    tried = [
-        {
-            "label": "LoRA",
-            "learning_rate": rate,
-            "after": figures(0.5, rate),
-            "chosen": rate == 0.5,
-            "at_the_edge": False,
-        }
-        for rate in (0.25, 0.5)
-    ]
+    chosen = {"label": "LoRA", "chosen": False, "at_the_edge": False}
+    tried = [{**chosen, "learning_rate": rate, "after": figures(0.5, rate)} for rate in (0.25, 0.5)]
     (tmp_path / "learning_rates.json").write_text(json.dumps(tried))
     return tmp_path
 
@@ -190,50 +182,24 @@ def test_the_end_is_the_mean_over_seeds_and_the_companys_city_is_separate(summar
     assert route[3:5] == ["70.0%", "90.0%"]
 
 
-def test_the_course_of_task_0_from_before_the_first_step_to_the_last(summary: Path):
-    rows = show.read_summary(summary)
-    header, _, fft, route = cells(course_table(rows))
-    assert header == ["Task 0, hard, after step", "0", "10", "20", "30", "40"]
-    assert fft[1:] == ["90.0%", "80.0%", "70.0%", "60.0%", "15.0%"]
-    assert route[-1] == "70.0%"
-    header, _, fft, _ = cells(course_table(rows, columns=2))
-    assert header[1:] == ["0", "30", "40"]
-    assert fft[1:] == ["90.0%", "60.0%", "15.0%"]
-
-
 def test_task_0_where_task_1_is_known_as_well(summary: Path):
     rows = show.read_summary(summary)
     _, _, fft, route = cells(matched_table(rows, learned=0.5))
     assert fft == ["Full fine-tuning", "10", "50.0%", "80.0%"]
     assert route[1:] == ["10", "50.0%", "80.0%"]
     assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
-
-
-def test_seeds_that_do_not_reach_it_are_counted(summary: Path):
-    rows = show.read_summary(summary)
     slower = rows[1].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
-    assert cells(matched_table([rows[0], slower], learned=0.5))[-1] == [
-        "Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"
-    ]  # fmt: skip
+    (line,) = cells(matched_table([rows[0], slower], learned=0.5))[2:]
+    assert line == ["Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"]
 
 
-def test_every_rate_and_every_attribute(summary: Path):
-    _, _, *lines = cells(rates_table(summary))
-    assert lines == [["LoRA", "0.25", "50.0%", "25.0%"], ["LoRA", "0.5", "50.0%", "50.0%"]]
-    _, _, fft, _ = cells(attribute_table(show.read_summary(summary), "task0"))
-    assert fft[1:] == ["13.0%", "14.0%", "15.0%", "16.0%", "17.0%", "100.0%"]
-
-
-def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, tmp_path, monkeypatch, capsys):
-    rows = show.read_summary(summary)
+def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, monkeypatch, capsys):
     call(monkeypatch, show, summary)
     printed = capsys.readouterr().out
-    tables = [end_table(rows), matched_table(rows), rates_table(summary), course_table(rows)]
-    assert all(text in printed for text in [*tables, *(attribute_table(rows, task) for task in TASKS)])
+    rates = rates_table(summary)
+    assert all(text in printed for text in (end_table(show.read_summary(summary)), rates))
+    assert cells(rates)[2:] == [["LoRA", "0.25", "50.0%", "25.0%"], ["LoRA", "0.5", "50.0%", "50.0%"]]
     other = {"label": "LoRA", "steps": 1, "roles": {"korean": "new"}, "before": {}, "after": {}}
-    (tmp_path / "summary.json").write_text(json.dumps([other]))
+    (summary / "summary.json").write_text(json.dumps([other]))
     with pytest.raises(DataError, match="expected the corpora of a study of biographies, found none called task0_"):
-        show.read_summary(tmp_path)
-    (tmp_path / "summary.json").unlink()
-    with pytest.raises(RunFolderError, match=r"summary\.json: no such file"):
-        show.read_summary(tmp_path)
+        show.read_summary(summary)

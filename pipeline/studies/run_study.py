@@ -67,10 +67,7 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        with log.progress_bar(str(runs.study.folder), total, " runs") as bar:
-            bar.initial = bar.n = done
-            bar.unit_scale = False  # 7 runs, not 7.00
-            bar.miniters = 0  # so that `update(0)` shows the new steps
+        with log.progress_bar(str(runs.study.folder), total, " runs", done=done, scaled=False) as bar:
             while not signals:
                 started = {process.task.name for process in running} | failed.keys()
                 waiting = [task for task in tasks if task.name not in started]
@@ -89,8 +86,7 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
                             failed[name] = process.error()
                         outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
                         _logger.info("%s: %s in %s; %d of %d runs are done", name, outcome, took, done, total)
-                bar.set_postfix_str(", ".join(process.progress() for process in running), refresh=False)
-                bar.update(done - bar.n)
+                bar.move_to(done, ", ".join(process.progress() for process in running))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

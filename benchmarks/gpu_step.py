@@ -32,6 +32,7 @@ from pipeline import command_line
 from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
+from pipeline.evaluation.table import table
 from pipeline.files import write_json
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
@@ -400,11 +401,11 @@ _COLUMNS = {
 
 def print_table(shape: str, rows: Sequence[dict[str, Any]]) -> None:
     """Prints the rows of one shape as a table."""
-    print(f"{shape:<26}" + "".join(f"{title:>13}" for title in _COLUMNS))
+    lines = []
     for row in rows:
-        figures = [f"{row[name]:{form}}" if name in row else "-" for name, form in _COLUMNS.values()]
-        end = "".join(f"{figure:>13}" for figure in figures) if row["outcome"] == "measured" else f"  {row['outcome']}"
-        print(f"{row['variant']:<26}{end}", flush=True)
+        figures = [format(row[name], form) if name in row else "-" for name, form in _COLUMNS.values()]
+        lines.append([row["variant"], *figures, "" if row["outcome"] == "measured" else row["outcome"]])
+    print(table([shape, *_COLUMNS, ""], lines), flush=True)
 
 
 def main() -> None:

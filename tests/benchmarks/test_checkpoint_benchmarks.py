@@ -1,8 +1,4 @@
-"""The benchmark of checkpoints runs, at its smallest size, and its sizes are right.
-
-`benchmarks/elastic.py` starts eleven processes of torch one after the other and is too slow for a test;
-tests/training/test_elastic.py moves a run over layouts, and tests/training/test_resume.py kills it.
-"""
+"""The benchmark of checkpoints runs, at its smallest size, and its sizes are right."""
 
 from __future__ import annotations
 

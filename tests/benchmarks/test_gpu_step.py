@@ -34,7 +34,7 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     assert rows["preserve"]["flops_per_token"] < rows["adapt"]["flops_per_token"] < rows["fft"]["flops_per_token"]
     assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]
     assert rows["fft"]["trained_parameters"] == rows["transformers_fft"]["trained_parameters"]
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
 @pytest.mark.parametrize("variant", [Variant("adapt"), Variant("peft_lora")], ids=str)

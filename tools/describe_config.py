@@ -1,6 +1,6 @@
-"""Prints every setting of a run, with type, default and meaning, as docs/configuration.md.
+"""Prints every setting of a run, with type, default and meaning: the tables of docs/configuration.md.
 
-    scale-cpt describe-config > docs/configuration.md
+    scale-cpt describe-config
 
 A test compares that page with this output.
 """
@@ -21,53 +21,6 @@ from pipeline import command_line
 from pipeline.config.reading import is_section
 from pipeline.config.run import RunConfig
 
-_INTRODUCTION = """# Configuration
-
-One YAML file describes a run. Unknown keys are refused, and all faults are reported at once with their dotted paths.
-Relative paths count from the working directory. A small example is `configs/demo.yaml`, which `make demo` runs;
-a real one `configs/cpt_korean_llama3.2_1b.yaml`.
-
-    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
-    scale-cpt config show my_run.yaml --set schedule.steps=20
-
-`init` writes a commented file with sizes that fit the base, the texts and the machine (`--gpus 8` for another one),
-and shows its dry run. `show` prints every setting with its source: the file, a file that it extends, `--set`, or the
-default.
-
-**`extends: other.yaml`** takes another file, relative to this one, as a start. Sections are merged key by key. A list
-is replaced as a whole. `null` removes a section, such as `gate: null`; a section with another `name`, such as another
-method, replaces the one before.
-
-**`--set KEY=VALUE`** changes a setting for every command that reads a run, and may be repeated:
-`--set schedule.steps=20 --set data.corpora.korean.weight=2`. Values are YAML.
-
-**`run.yaml`** in the run's folder is the resolved run, written by its first stage. Every command takes that folder in
-place of the file: `scale-cpt evaluate runs/demo`. What the command line says is what runs. A run that has begun refuses
-settings that would make it another run, such as another method; other changes, such as more steps, hold from the next
-training on, and are recorded in `attempts.jsonl`.
-
-This page is printed by `scale-cpt describe-config`. A dot leads into a section: `sample.tokens` is the key `tokens` of
-the section `sample`.
-
-## DeepSpeed's file
-
-The key `deepspeed` names one of these. They hold ZeRO and precision only; the batch, the optimizer and the
-clipping come from the run's file. [sizing.md](sizing.md#how-to-choose) says how to choose.
-
-| file | precision | what it is for |
-|---|---|---|
-{deepspeed}"""
-_DEEPSPEED = {
-    "zero1.json": (
-        "bf16",
-        "a base that fits on each GPU: the default choice, since frozen weights need no optimizer state",
-    ),
-    "zero2.json": ("bf16", "the same where memory is short: gradients are sharded too"),
-    "zero3.json": ("bf16", "a base that does not fit: its weights are sharded, and gathered in each micro-batch"),
-    "zero3_offload.json": ("bf16", "the last resort: weights and optimizer states in host memory"),
-    "zero1_fp32.json": ("fp32", "CPUs, and small models whose runs are to be compared to the last digits"),
-    "zero3_fp32.json": ("fp32", "ZeRO-3 on CPUs, as in the demo"),
-}
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
 
 
@@ -76,17 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print(as_markdown(), end="")
-
-
-def as_markdown() -> str:
-    """The whole page."""
-    root = Path(__file__).resolve().parent.parent
-    rows = [(path.name, *_DEEPSPEED[path.name]) for path in sorted((root / "ds_configs").glob("*.json"))]
-    introduction = _INTRODUCTION.format(
-        deepspeed="".join(f"| `ds_configs/{name}` | {precision} | {purpose} |\n" for name, precision, purpose in rows)
-    )
-    return introduction + "".join(_tables())
+    print("".join(_tables()), end="")
 
 
 def _tables() -> Iterator[str]:

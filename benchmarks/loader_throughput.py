@@ -1,5 +1,4 @@
-"""How fast samples are read from disk in the random order of training, how long a step waits for them, and what the
-document mask costs attention.
+"""How fast samples are read from disk in the random order of training.
 
     python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
 
@@ -15,21 +14,16 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.config.data import Data
-from pipeline.config.run import RunConfig, Schedule
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import Manifest, ShardRecord, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.files import write_json
-from pipeline.parallel.topology import Layout
-from pipeline.training.batches import TrainingBatches, collate
 
 _VOCABULARY = 128_256
 _SHARD_TOKENS = 16_000_000
@@ -39,17 +33,12 @@ _MEAN_DOCUMENT = 500
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    report: dict[str, object] = {"tokens": options.tokens, "loader": {}, "attention": {}}
     with tempfile.TemporaryDirectory(prefix="loader-", dir=options.scratch) as scratch:
         _make_corpus(Path(scratch) / "corpus", options.tokens)
-        report["loader"] = {
-            str(length): _loader(Path(scratch), length, options.seconds) for length in options.sequence_lengths
-        }
-    if not options.loader_only:
-        report["attention"] = {str(length): _attention(length) for length in options.sequence_lengths if length <= 4096}
+        figures = {str(length): _loader(Path(scratch), length, options.seconds) for length in options.sequence_lengths}
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, report)
+        write_json(options.json, {"tokens": options.tokens, "loader": figures})
 
 
 def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, float]:
@@ -65,7 +54,6 @@ def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, flo
     for path in folder.rglob("*.*"):
         path.read_bytes()
     figures["warm_tokens_per_second"] = max(_rate(samples, sequence_length, seconds) for _ in range(3))
-    figures |= _waiting(data, samples)
     for name, value in figures.items():
         print(f"S {sequence_length:5}  {name:24} {value:16,.4g}", flush=True)
     return figures
@@ -77,62 +65,6 @@ def _rate(samples: TrainingSamples, sequence_length: int, seconds: float) -> flo
         samples[count]
         count += 1
     return count * sequence_length / (time.perf_counter() - began)
-
-
-def _waiting(data: Data, samples: TrainingSamples) -> dict[str, float]:
-    """What reading ahead leaves of the time to read, beside products of matrices."""
-    steps, size = 20, 4
-    schedule = Schedule(steps=steps, global_batch_size=size, micro_batch_size=size, learning_rate=1e-4)
-    config = RunConfig.model_construct(data=data, schedule=schedule)
-    batches = TrainingBatches(samples, config, Layout(1, 1), 0, torch.device("cpu"))
-    matrix = torch.randn(512, 512)
-    clock = time.perf_counter
-    rounds = []
-    for step in range(steps):
-        marks = [clock()]
-        collate([samples[step * size + row] for row in range(size)], document_mask=True)
-        marks.append(clock())
-        _multiply(matrix)
-        marks.append(clock())
-        batch = batches.of_step(step)
-        next(batch)
-        marks.append(clock())
-        next(batch, None)  # the step is computed: the next one is read
-        _multiply(matrix)
-        marks.append(clock())
-        rounds.append(np.diff(marks))
-    batches.close()
-    reading, alone, waiting, beside = np.median(rounds, axis=0).tolist()
-    return {"reading_ms": 1e3 * reading, "waiting_ms": 1e3 * waiting, "slower_step": beside / alone}
-
-
-def _multiply(matrix: torch.Tensor) -> None:
-    for _ in range(8):
-        matrix @ matrix
-
-
-def _attention(sequence_length: int) -> dict[str, float]:
-    """Milliseconds of attention, forward and backward, over one sequence: causal, and causal within documents."""
-    heads, head_dim = 8, 64
-    shape = (1, heads, sequence_length, head_dim)
-    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
-    documents = torch.arange(sequence_length) // _MEAN_DOCUMENT
-    mask = (documents[:, None] == documents[None, :]).tril()
-
-    def timed(attend: Callable[[], torch.Tensor]) -> float:
-        runs = []
-        for _ in range(7):
-            began = time.perf_counter()
-            attend().sum().backward()
-            runs.append(time.perf_counter() - began)
-        return min(runs) * 1e3
-
-    figures = {
-        "causal_ms": timed(lambda: scaled_dot_product_attention(query, key, value, is_causal=True)),
-        "document_mask_ms": timed(lambda: scaled_dot_product_attention(query, key, value, attn_mask=mask)),
-    }
-    print(f"S {sequence_length:5}  attention of one layer: " + ", ".join(f"{k} {v:.2f}" for k, v in figures.items()))
-    return figures
 
 
 def _make_corpus(folder: Path, tokens: int) -> None:
@@ -183,7 +115,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64_000_000, help="size of the corpus (default: 64 million)")
     parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (default: 2)")
-    parser.add_argument("--loader-only", action="store_true", help="do not measure attention")
     parser.add_argument("--scratch", type=Path, help="folder for the temporary corpus")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()

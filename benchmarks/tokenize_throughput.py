@@ -3,10 +3,9 @@
     python benchmarks/tokenize_throughput.py --megatron PATH --json benchmarks/out/tokenize.json
 
 Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
-the process from start to end, `work_seconds` without its start-up (the same program with --help), `cpu_seconds` the
-processor time of all its processes, `peak_mib` the memory of the largest. The contenders take turns, and the best of
-several rounds counts; on a busy machine compare the processor times. Megatron-LM's scripts run from a checkout that you
-name; none of it is part of this project.
+the process from start to end, `cpu_seconds` the processor time of all its processes, `peak_mib` the memory of the
+largest. The contenders take turns, and the best of several rounds counts; on a busy machine compare the processor
+times. Megatron-LM's scripts run from a checkout that you name; none of it is part of this project.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.data.tokenizer_training import texts
+from pipeline.evaluation.table import table
 from pipeline.files import write_json
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -58,95 +57,65 @@ sys.exit(code)
 """
 
 
-@dataclass(frozen=True)
-class Result:
-    """One contender on one text."""
-
-    contender: str
-    text: str
-    megabytes: float
-    seconds: float
-    startup_seconds: float
-    cpu_seconds: float
-    startup_cpu_seconds: float
-    peak_mib: float
-
-    @property
-    def work_seconds(self) -> float:
-        return self.seconds - self.startup_seconds
-
-    @property
-    def megabytes_per_cpu_second(self) -> float:
-        return self.megabytes / (self.cpu_seconds - self.startup_cpu_seconds)
-
-    @property
-    def megabytes_per_second(self) -> float:
-        return self.megabytes / self.seconds
-
-    @property
-    def work_megabytes_per_second(self) -> float:
-        return self.megabytes / self.work_seconds
-
-
 def main() -> None:
     options = _options()
-    results: list[Result] = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tokenize-", dir=options.scratch) as scratch:
         folder = Path(scratch)
         tokenizer = _hugging_face_folder(options.tokenizer, folder / "tokenizer")
         for language, inputs in (("english", options.english), ("korean", options.korean)):
             source = _jsonl(inputs, folder / f"{language}.jsonl", options.mib)
             contenders = _contenders(options, source, tokenizer, folder / "out")
-            for result in _compare(contenders, language, source, folder / "out", options.rounds):
-                results.append(result)
-                print(_row(result), flush=True)
+            rows += _compare(contenders, language, source, folder / "out", options.rounds)
+    header = ["text, contender", "MB", "seconds", "MB/s", "processor s", "peak MiB"]
+    names = ("megabytes", "seconds", "megabytes_per_second", "cpu_seconds", "peak_mib")
+    lines = [[f"{row['text']}, {row['contender']}", *(f"{row[name]:.1f}" for name in names)] for row in rows]
+    print(table(header, lines))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, _report(options, results))
+        about = {"workers": options.workers, "cores": os.cpu_count(), "rounds": options.rounds}
+        write_json(options.json, {**about, "results": rows})
 
 
 def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, output: Path) -> dict[str, list[str]]:
     workers = str(options.workers)
     ours = [*OURS, "--input", str(source), "--tokenizer", str(tokenizer), "--output", str(output), "--workers", workers]
     found = {"ours, gigatoken": ours}
+    if options.ours:
+        return found
+    found["ours, tokenizers"] = [*ours, "--reference-only"]
     if options.megatron:
-        megatron = options.megatron / "tools"
-        paths = ["--input", str(source), "--output-prefix", str(output)]
         named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-        fast = [sys.executable, str(megatron / "preprocess_data_fast.py")]
-        found["Megatron-LM, preprocess_data_fast.py"] = [*fast, *paths, *named, "--use-gigatoken"]
-    if options.slow:
-        found["ours, tokenizers"] = [*ours, "--reference-only"]
-        if options.megatron:
-            slow = [sys.executable, str(megatron / "preprocess_data.py")]
-            found["Megatron-LM, preprocess_data.py"] = [*slow, *paths, *named, "--workers", workers]
-        found["datasets.map"] = [sys.executable, "-c", DATASETS_MAP, str(source), str(tokenizer), str(output), workers]
+        paths = ["--input", str(source), "--output-prefix", str(output), *named]
+        for script, own in (
+            ("preprocess_data_fast.py", ["--use-gigatoken"]),
+            ("preprocess_data.py", ["--workers", workers]),
+        ):
+            program = str(options.megatron / "tools" / script)
+            found[f"Megatron-LM, {script}"] = [sys.executable, program, *paths, *own]
+    found["datasets.map"] = [sys.executable, "-c", DATASETS_MAP, str(source), str(tokenizer), str(output), workers]
     return found
 
 
-def _compare(contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int) -> list[Result]:
+def _compare(
+    contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int
+) -> list[dict[str, Any]]:
     """The best of `rounds` runs of each."""
     runs: dict[str, list[_Run]] = {name: [] for name in contenders}
-    startups: dict[str, list[_Run]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, command in contenders.items():
             for path in output.parent.glob(output.name + "*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             runs[name].append(_run(command))
-            startups[name].append(_run([*command[: 3 if command[1] == "-c" else 2], "--help"]))
-    return [
-        Result(
-            contender=name,
-            text=language,
-            megabytes=source.stat().st_size / 1e6,
-            seconds=min(run.seconds for run in done),
-            startup_seconds=min(run.seconds for run in startups[name]),
-            cpu_seconds=min(run.cpu_seconds for run in done),
-            startup_cpu_seconds=min(run.cpu_seconds for run in startups[name]),
-            peak_mib=min(run.peak_mib for run in done),
+    megabytes = source.stat().st_size / 1e6
+    rows = []
+    for name, done in runs.items():
+        best = {figure: min(getattr(run, figure) for run in done) for figure in _Run._fields}
+        speed = megabytes / best["seconds"]
+        rows.append(
+            {"contender": name, "text": language, "megabytes": megabytes, "megabytes_per_second": speed, **best}
         )
-        for name, done in runs.items()
-    ]
+    return rows
 
 
 class _Run(NamedTuple):
@@ -196,22 +165,6 @@ def _hugging_face_folder(tokenizer: Path, folder: Path) -> Path:
     return folder
 
 
-def _row(result: Result) -> str:
-    return (
-        f"{result.text:8} {result.contender:38} {result.megabytes:6.1f} MB  {result.seconds:6.2f} s "
-        f"{result.megabytes_per_second:6.1f} MB/s   without start-up {result.work_seconds:6.2f} s "
-        f"{result.work_megabytes_per_second:6.1f} MB/s   processors {result.cpu_seconds:6.2f} s, "
-        f"without start-up {result.megabytes_per_cpu_second:6.1f} MB/s each   "
-        f"peak {result.peak_mib:6.0f} MiB"
-    )
-
-
-def _report(options: argparse.Namespace, results: Sequence[Result]) -> dict[str, object]:
-    derived = ("work_seconds", "megabytes_per_second", "work_megabytes_per_second", "megabytes_per_cpu_second")
-    rows = [asdict(result) | {name: getattr(result, name) for name in derived} for result in results]
-    return {"workers": options.workers, "cores": os.cpu_count(), "rounds": options.rounds, "results": rows}
-
-
 def _options() -> argparse.Namespace:
     english = [str(DATA / "en" / "gutenberg.jsonl.zst")]
     korean = [str(DATA / "ko" / name) for name in ("reviews.jsonl.zst", "law.jsonl.zst")]
@@ -225,7 +178,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of each contender")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
-    parser.add_argument("--fast-only", dest="slow", action="store_false", help="leave out the slow contenders")
+    parser.add_argument("--ours", action="store_true", help="only this project, with gigatoken")
     parser.add_argument("--scratch", type=Path, help="folder for temporary texts and outputs")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pad-for",
         metavar="NEEDS",
-        help="zero heads and channels for servers that split a stock export: tp=8, gguf, or tp=8,gguf",
+        help="zero heads and channels for servers of a stock export: tp=8, gguf, or tp=8,gguf",
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for model card and PEFT")

@@ -115,12 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
     add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
     add("--stride", type=int, help="tokens between two windows (default: half the context)")
-    add(
-        "--max-bytes",
-        type=int,
-        default=2**17,
-        help="score about this much of each text, of a document at most a sixteenth of it (default 131072; 0: all)",
-    )
+    add("--max-bytes", type=int, default=2**17, help="of each text, a sixteenth at most of a document (131072; 0: all)")
     add = parser.add_argument_group("benchmarks").add_argument
     add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")
     add("--few-shot", type=int, help="solved examples before each question (default: none)")

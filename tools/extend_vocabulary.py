@@ -65,40 +65,23 @@ def _ranges(extension: Extension) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--base",
-        type=folder_or_hub,
-        required=True,
-        help="a Hugging Face folder or a model on the hub, or a tokenizer.json",
-    )
+    add("--base", type=folder_or_hub, required=True, help="a base's folder, hub name, or tokenizer.json")
     add("--corpus", nargs="+", required=True, metavar="FILE", help="new texts, as for tools/preprocess_data.py")
     add(
         "--old-texts",
         nargs="+",
         required=True,
         metavar="FILE",
-        help="texts of what the base knows: their letters stay out of the new pieces",
+        help="texts that the base knows: no new piece has their letters",
     )
     add("--add", type=positive, required=True, metavar="N", help="new pieces, at most")
     add("--output", type=Path, required=True, help="the folder to write")
     add_overwrite_option(parser)
     add("--min-uses", type=positive, default=10, help="drop pieces that occur less often in the sample (default: 10)")
-    add(
-        "--max-mib",
-        type=mebibytes,
-        default="64",
-        help="read about this much of either texts, drawn at random (default: 64); a Korean sample of 12 MiB needs "
-        "1 GiB of memory",
-    )
+    add("--max-mib", type=mebibytes, default="64", help="read so much of both texts (64); 12 MiB of Korean need 1 GiB")
     add("--seed", type=int, default=0, help="of that sample (default: 0)")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add(
-        "--report-on",
-        nargs="*",
-        default=[],
-        metavar="NAME=FILE",
-        help="further texts for the table, e.g. korean=reviews.jsonl.zst",
-    )
+    add("--report-on", nargs="*", default=[], metavar="NAME=FILE", help="more texts for the table")
 
 
 if __name__ == "__main__":

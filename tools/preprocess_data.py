@@ -94,13 +94,7 @@ def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add(
-        "--input",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="files, patterns, folders saved by `datasets`, hf://org/name",
-    )
+    add("--input", nargs="+", default=[], metavar="FILE", help="files, patterns, `datasets` folders, hf://org/name")
     add(
         "--import",
         nargs="+",
@@ -112,44 +106,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add(
-        "--messages-key",
-        help="or that of a chat, a list of {role, content} or {from, value}: the assistant's messages are predicted",
-    )
+    add("--messages-key", help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's")
     add("--encoding", help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16")
-    add(
-        "--document",
-        choices=get_args(DocumentUnit),
-        default="line",
-        help="what is a document in .txt files (default: line)",
-    )
+    add("--document", choices=get_args(DocumentUnit), default="line", help="a document in .txt files (default: line)")
     add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")
-    add(
-        "--heldout-fraction",
-        type=float,
-        default=0.0,
-        help="fraction of the documents held out, chosen by hash (default: 0)",
-    )
+    add("--heldout-fraction", type=float, default=0.0, help="of the documents, chosen by hash (default: 0)")
     add("--end-of-document", metavar="TOKEN", help="the token after every document, if not the tokenizer's own eos")
-    add(
-        "--max-bad-fraction",
-        type=float,
-        default=0.01,
-        help="stop when a larger fraction of records is bad (default: 0.01)",
-    )
+    add("--max-bad-fraction", type=float, default=0.01, help="stop when more records are bad (default: 0.01)")
     add(
         "--workers",
         type=positive,
         default=len(os.sched_getaffinity(0)),
-        help="processes (default: the cores of this machine)",
+        help="processes (default: this machine's cores)",
     )
-    add(
-        "--share",
-        type=share,
-        default=(0, 1),
-        metavar="K/N",
-        help="this is the K-th of N such jobs, as in a Slurm array",
-    )
+    add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
     add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
     add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
     add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")

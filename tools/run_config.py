@@ -40,20 +40,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     show = _command(commands, "show", "print every setting, and where it comes from: a file, --set, or default", _SHOW)
     command_line.add_run(show)
     init = _command(commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT)
+    init.add_argument("--base", type=Path, required=True, help="the model that learns: a folder or org/name@revision")
     init.add_argument(
-        "--base",
-        type=Path,
-        required=True,
-        help="the model that learns: its folder, or its name on the hub (org/name@revision)",
-    )
-    init.add_argument(
-        "--new", nargs="+", required=True, metavar="FILE", help="texts to learn: files, quoted patterns, hf://org/name"
+        "--new", nargs="+", required=True, metavar="FILE", help="texts to learn: files, patterns, hf://org/name"
     )
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
     init.add_argument("--text-key", default="text", help="the key or column that holds the texts (default: text)")
-    init.add_argument(
-        "--vocabulary", type=Path, metavar="DIR", help="a tokenizer that `scale-cpt vocabulary` has extended"
-    )
+    init.add_argument("--vocabulary", type=Path, metavar="DIR", help="a tokenizer extended by `scale-cpt vocabulary`")
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
     add_cluster_options(init)
 

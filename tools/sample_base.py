@@ -95,13 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=positive, help="processes, each with the base (default: one per GPU, or as many as fit)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPUs if there are any")
     add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
-    add(
-        "--share",
-        type=share,
-        default=(0, 1),
-        metavar="K/N",
-        help="this is the K-th of N such jobs, as in a Slurm array",
-    )
+    add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
     add("--base", type=folder_or_hub, help="a Hugging Face folder")
     add("--output", type=Path, help="the corpus folder")
     add("--tokens", type=positive, help="how many are written, at least")

@@ -22,26 +22,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, help="the .model to write")
     add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe")
-    add(
-        "--character-coverage",
-        type=float,
-        default=0.9999,
-        help="fraction of the text whose characters get pieces; the others become bytes (default: 0.9999)",
-    )
-    add(
-        "--max-mib",
-        type=mebibytes,
-        default="256",
-        help="learn from about this much text, equally much of each file (default: 256)",
-    )
+    add("--character-coverage", type=float, default=0.9999, help="of the text; rarer characters become bytes (0.9999)")
+    add("--max-mib", type=mebibytes, default="256", help="learn from so much text, equally much of each file (256)")
     add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
-    add(
-        "--report-on",
-        nargs="*",
-        default=[],
-        metavar="NAME=FILE",
-        help="texts for the table, e.g. korean=reviews.jsonl.zst",
-    )
+    add("--report-on", nargs="*", default=[], metavar="NAME=FILE", help="texts for the table")
 
 
 def main(options: argparse.Namespace) -> None:

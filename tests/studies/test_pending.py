@@ -6,12 +6,11 @@ import json
 import shutil
 
 import pytest
-from pipeline.studies.pending import finished_count, pending_tasks
-from pipeline.studies.study_runs import StudyRuns, Trial
 
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, RunFolderError, StudyError
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
+from pipeline.studies.runs import StudyRuns, Trial
 from pipeline.studies.study import load_study
 from tests.studies.studies import STEPS, study_values, write_study
 
@@ -80,7 +79,7 @@ def test_a_gate_of_other_settings_is_fitted_again(tmp_path, tokens):
         return StudyRuns(load_study(path, tmp_path), str(path))
 
     def stages(runs: StudyRuns) -> list[tuple[str, ...]]:
-        return [task.stages for task in pending_tasks(runs) if task.run.config.folder == run.config.folder]
+        return [task.stages for task in runs.pending_tasks() if task.run.config.folder == run.config.folder]
 
     run = of_gate(None).trial(ADAPT)
     finish(of_gate(None), ADAPT, 40.0)
@@ -114,7 +113,7 @@ def test_a_rate_that_diverged_is_not_chosen_or_tried_again(runs):
     diverge(runs, HIGH)
     assert runs.chosen_rate("lora") == LOW.learning_rate
     assert "lora.lr_1e-05.seed_2" in names(runs) and str(HIGH) not in names(runs)
-    assert finished_count(runs) == 2
+    assert runs.finished_count() == 2
     finish(runs, HIGH, 30.0)  # somebody trained it after all
     assert runs.chosen_rate("lora") == HIGH.learning_rate
 

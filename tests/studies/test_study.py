@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pipeline.studies.study_runs import StudyRuns, Trial
 
 from pipeline.config.method import Lora
 from pipeline.errors import ConfigError
 from pipeline.model.from_hf import read_spec
 from pipeline.sizing.matching import trained_parameters
+from pipeline.studies.runs import StudyRuns, Trial
 from pipeline.studies.study import load_study
 from tests.bases import STORIES
 from tests.studies.studies import study_values, write_study

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pipeline.errors import RunFolderError
-from pipeline.files import read_object
+from pipeline.files import is_plain_name, read_object
 from pipeline.run_folder.metrics import (
     METRICS,
     TEXTS,
@@ -48,18 +48,15 @@ _MAX_CORPORA = 3  # of a role, in a figure
 class Run:
     """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
 
-    `tried` has a row for each learning rate of the method, in rising order; only the first seed has them.
+    `written` is what the model wrote after each of `validation.prompts`, by step. `tried` has a row for each learning
+    rate of the method, in rising order; only the first seed has them.
     """
 
     row: Row
     source: str
-    metrics: Sequence[Mapping[str, Any]] = ()
+    metrics: Sequence[Mapping[str, float]]
+    written: Mapping[int, Mapping[str, str]]
     tried: Sequence[Row] = ()
-
-    @property
-    def written(self) -> dict[int, dict[str, str]]:
-        """What the model wrote after each of `validation.prompts`, by step."""
-        return {line["step"]: line[TEXTS] for line in self.metrics if isinstance(line.get(TEXTS), dict)}
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -96,7 +93,7 @@ def _check_same_base(runs: Sequence[Run]) -> None:
 def _read(folder: Path, name: str) -> list[Run]:
     lines = read_metrics(folder / METRICS)
     if (folder / METRICS).is_file():
-        return [Run(_row_of_run(folder, name, lines), name, lines)]
+        return [_run(_row_of_run(folder, name, lines), name, lines)]
     if not (folder / SUMMARY).is_file():
         raise RunFolderError(
             f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
@@ -110,8 +107,14 @@ def _read(folder: Path, name: str) -> list[Run]:
             row.model_copy(update={"learning_rate": tried.learning_rate, "during": [], "after": tried.after})
             for tried in sorted(own, key=lambda tried: tried.learning_rate)
         ]
-        runs.append(Run(row, name, read_metrics(folder / (row.folder or "") / METRICS), at_rates))
+        inside = row.folder is not None and is_plain_name(row.folder)
+        runs.append(_run(row, name, read_metrics(folder / str(row.folder) / METRICS) if inside else [], at_rates))
     return runs
+
+
+def _run(row: Row, name: str, lines: Sequence[Mapping[str, Any]], tried: Sequence[Row] = ()) -> Run:
+    written = {line["step"]: line[TEXTS] for line in lines if isinstance(line.get(TEXTS), dict)}
+    return Run(row, name, [only_numbers(line) for line in lines], written, tried)
 
 
 def _row_of_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> Row:

@@ -153,7 +153,7 @@ def test_finished_runs_are_skipped(finished, tokens):
     ]
 
 
-def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
+def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
     values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
     values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "texts.jsonl")]
@@ -165,13 +165,13 @@ def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
         run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
     assert raised.value.exit_code == 1
 
+
+def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
-    values["folder"] = str(tmp_path / "other")
-    values["methods"]["broken"] = values["methods"].pop("lora") | {"label": "Broken", "learning_rates": [1e-3]}
-    values["methods"] = {"broken": values["methods"]["broken"], "adapt": values["methods"]["adapt"]}
-    values |= {"seeds": [1]}
-    runs = open_study(write_study(tmp_path, values), tmp_path)
-    (runs.study.folder / "broken.lr_0.001.seed_1" / "training.lock").mkdir(parents=True)  # no file can be written there
-    with pytest.raises(StudyError, match=r"^broken.lr_0.001.seed_1 ended with exit code "):
+    broken = {**values["methods"]["lora"], "label": "Broken", "learning_rates": [1e-3]}
+    broken["settings"] = {"deepspeed": "nowhere.json"}
+    values["methods"] = {"broken": broken, "adapt": values["methods"]["adapt"]}
+    runs = open_study(write_study(tmp_path, {**values, "seeds": [1]}), tmp_path)
+    with pytest.raises(StudyError, match=r"^broken.lr_0.001.seed_1 ended with exit code 2: .*nowhere.json"):
         run_study(runs, jobs=1)
     assert [task.name for task in runs.pending_tasks()] == ["broken.lr_0.001.seed_1"]

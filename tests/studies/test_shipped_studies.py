@@ -46,3 +46,4 @@ def test_its_runs_fit_the_ranks_they_are_made_for(runs):
         load_deepspeed_config(run.config.deepspeed, layout)
     spec = read_spec(runs.base)
     for run in trials:
+        assert trained_parameters(run.config.method, spec) > 0

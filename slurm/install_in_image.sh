@@ -20,5 +20,5 @@ DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends bui
 rm -rf /var/lib/apt/lists/*
 
 pip install --no-cache-dir --constraint constraints.txt "${torch_index[@]}" torch
-pip install --no-cache-dir --constraint constraints.txt '.[eval,report]'
+pip install --no-cache-dir --constraint constraints.txt '.[eval]'
 scale-cpt --version

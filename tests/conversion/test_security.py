@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -43,6 +44,12 @@ def checkpoint(request, checkpoints):
     return checkpoints(request.param)
 
 
+def refused(file: Path, match: str | None = None):
+    """Expects a CheckpointError, unless it is a file that conversion does not read: another ZeRO-3 rank's model."""
+    unread = file.name == "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    return contextlib.nullcontext() if unread else pytest.raises(CheckpointError, match=match)
+
+
 def test_a_pickle_bomb_in_any_file_is_not_executed(checkpoint, tmp_path):
     copied, mark = shutil.copytree(checkpoint, tmp_path / "copy"), tmp_path / "mark"
     files = sorted(copied.glob("*_states.pt"))
@@ -56,12 +63,12 @@ def test_a_pickle_bomb_in_any_file_is_not_executed(checkpoint, tmp_path):
             torch.load(file, weights_only=False)
             assert mark.exists()
             mark.unlink()
-            with pytest.raises(CheckpointError, match="nothing in it was run") as error:
+            with refused(file, match="nothing in it was run") as error:
                 open_trained(copied, STORIES)
             assert not mark.exists()
-            assert str(file) in str(error.value) and "\n" not in str(error.value)
+            assert error is None or (str(file) in str(error.value) and "\n" not in str(error.value))
         file.write_bytes(pickle.dumps(Bomb(mark)))
-        with pytest.raises(CheckpointError):
+        with refused(file):
             open_trained(copied, STORIES)
         assert not mark.exists()
         file.write_bytes(content)

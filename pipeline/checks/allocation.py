@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,10 @@ from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_a
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.scale import expansion as expansions
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
-from pipeline.sizing.estimate import Estimator
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
+
+if TYPE_CHECKING:
+    from pipeline.sizing.estimate import Estimator
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Allocation:
 
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
+        from pipeline.sizing.estimate import Estimator  # its imports take seconds, and every stage reads this module
+
         cluster = Cluster(len(self.ranks.nodes), gpus_per_node=self.ranks.count_on_node)
         return Estimator(self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster)
 

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from itertools import islice, repeat
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,10 @@ from pipeline.files import file_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings, write_openings
+
+if TYPE_CHECKING:
+    from pipeline.rehearsal.generation import BaseWriter
 
 Device = Literal["auto", "cpu", "cuda"]
 _Kind = Literal["cpu", "cuda"]
@@ -252,6 +254,8 @@ def _batches(
 @lru_cache(maxsize=1)
 def _loaded(base: Path, hashes: tuple[tuple[str, str], ...], device: str) -> tuple[BaseWriter, Tokenizer]:
     """The base and its tokenizer; `hashes` make a changed base another one."""
+    from pipeline.rehearsal.generation import BaseWriter  # its imports take seconds, and every stage reads this module
+
     tokenizer = load_tokenizer(base)
     return BaseWriter(base, tokenizer, device), tokenizer
 

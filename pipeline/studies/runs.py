@@ -18,7 +18,7 @@ from pipeline.checks.inputs import check_fits
 from pipeline.config.data import Role
 from pipeline.config.method import FullFineTuning, Method, ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
-from pipeline.config.sources import merged
+from pipeline.config.sources import RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import has_heldout, is_tokenized, made_by, named_inputs, unfinished_corpora
 from pipeline.data.token_corpus import SAMPLER, TOKENIZER
@@ -34,7 +34,7 @@ from pipeline.run_folder.metrics import (
     read_metrics,
     read_validations,
 )
-from pipeline.run_folder.status import TRAINING, read_status
+from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.matching import matched
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
@@ -66,7 +66,7 @@ class StudyRun:
 
     @property
     def path(self) -> Path:
-        return self.folder / "run.yaml"
+        return self.folder / RUN_FILE
 
     def check_same(self) -> None:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
@@ -90,7 +90,7 @@ class StudyRun:
     @property
     def is_trained(self) -> bool:
         """Whether the run is trained to its end. Raises as `check_same`."""
-        if not (self.folder / TRAINING).exists():
+        if not is_trained(self.folder):
             return False
         self.check_same()
         return True

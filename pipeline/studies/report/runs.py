@@ -25,7 +25,7 @@ from pipeline.run_folder.metrics import (
     read_metrics,
     read_validations,
 )
-from pipeline.run_folder.status import TRAINING
+from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.studies.report.words import change, points
 from pipeline.studies.results import (
     FROM_TRAINING,
@@ -119,8 +119,7 @@ def _run(row: Row, name: str, lines: Sequence[Mapping[str, Any]], tried: Sequenc
 
 def _row_of_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> Row:
     before, *during, after = read_validations(lines, folder / METRICS)
-    path = folder / TRAINING
-    trained = read_object(path, RunFolderError) if path.exists() else {}
+    trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
     metrics = [only_numbers(line) for line in lines]
     replayed = {key.partition("/")[2] for line in metrics for key in line if key.startswith("forgetting/")}
     values = {
@@ -134,7 +133,7 @@ def _row_of_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> 
         "after": after.figures,
         "steps": after.step,
     }
-    return checked_rows(Row, [values], path)[0]
+    return checked_rows(Row, [values], folder / TRAINING)[0]
 
 
 class Standing(NamedTuple):

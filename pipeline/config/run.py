@@ -327,8 +327,6 @@ class RunConfig(Section):
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
-        if self.vocabulary is not None:
-            raise ValueError("gate: at a closed token new pieces could still be chosen; remove gate, or vocabulary")
         if not isinstance(self.method, ScaleMethod):
             raise ValueError(
                 f"gate: closes what SCALE adds, and method {self.method.name} adds no such blocks; remove it"

@@ -117,7 +117,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "collaborative_modules": sorted(plan.collaborative_modules),
         "routed": plan.routed,
         "router_threshold": plan.router_threshold,
-        "router_vocab_size": model.base.spec.vocab_size,
+        "base_vocab_size": model.base.spec.vocab_size,
         "norm_statistics": plan.norm,
         **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
         "dtype": dtype_name(dtype),

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pipeline.conversion import Exported
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
+from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
@@ -134,12 +135,13 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     templates = _matching(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja"))
     kept = [(base, name) for name in ("generation_config.json", *terms_in(base))]
     kept += [(tokenizer, name) for name in _matching(tokenizer, _TOKENIZER)]
-    kept += [(tokenizer, f"{_MORE_TEMPLATES}/{name}") for name in templates]
+    kept += [(tokenizer, f"{_MORE_TEMPLATES}/{name}") for name in templates] + [(tokenizer, RECORD)]
     for source, name in kept:
         with suppress(FileNotFoundError):
             content = read_inside(source, name, BaseModelError)
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(content)
+            written = folder / (EXPORTED if name == RECORD else name)
+            written.parent.mkdir(exist_ok=True)
+            written.write_bytes(content)
     path, config = folder / "tokenizer_config.json", dict[str, Any]()
     with suppress(FileNotFoundError):
         config = read_object(path, BaseModelError)

@@ -15,7 +15,8 @@ without those blocks, and takes per token the path that the router chooses (Eq. 
 
 With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
 closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
-without those blocks, and an open one the other. With `gate_lower` some tokens are neither: they get the mean of both
+without those blocks, and an open one the other. Tokens that the base does not have (from `base_vocab_size` on) are
+open, and none follows a closed token. With `gate_lower` some tokens are neither: they get the mean of both
 probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
@@ -33,6 +34,8 @@ from transformers.utils.versions import require_version
 
 NEEDED = "5.4.0"
 """The oldest transformers that runs this file; an older one would fail at one of the imports below."""
+NEVER = -1e30
+"""A logit whose probability is 0; finite, so that logits can be subtracted."""
 require_version(f"transformers>={NEEDED}", "This model's code needs it: pip install -U transformers")
 
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
@@ -49,7 +52,7 @@ from transformers.utils import can_return_tuple  # noqa: E402
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
     `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none). The
-    router compares the logits of the first `router_vocab_size` tokens (None: all): the base's, as in training.
+    first `base_vocab_size` tokens (None: all) are the base's: the router compares their logits alone, as in training.
     """
 
     model_type = "scale"
@@ -71,7 +74,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     collaborative_modules: list[str] | tuple[str, ...] = ()
     routed: bool = False
     router_threshold: float = 0.5
-    router_vocab_size: int | None = None
+    base_vocab_size: int | None = None
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     norm_statistics: str = "separate"
@@ -512,8 +515,9 @@ class ScaleOutput(nn.Module):
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.threshold, self.compared = config.router_threshold, slice(config.router_vocab_size)
+        self.threshold, self.of_base = config.router_threshold, config.base_vocab_size or config.vocab_size
         self.softcap = config.output_softcap
+        self.only_base_after_closed = config.gate_layer is not None and self.of_base < config.vocab_size
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
@@ -522,21 +526,35 @@ class ScaleOutput(nn.Module):
 
         With `undecided` [B, S, 1] these tokens get the mean of both paths' probabilities, and the others the last path.
         """
-        z, x_up = F.linear(paths[-1].x, self.base).float(), paths[-1].x_up
+        z, x_up = self._base_logits(paths[-1].x), paths[-1].x_up
         if len(paths) == 2 and undecided is None:
-            z_p = F.linear(paths[0].x, self.base).float()
-            old_p, old = z_p[..., self.compared], z[..., self.compared]
+            z_p = self._base_logits(paths[0].x)
+            old_p, old = z_p[..., : self.of_base], z[..., : self.of_base]
             preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
                 old_p.square().sum(-1, keepdim=True) * old.square().sum(-1, keepdim=True)
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)
         z = self._capped(z + F.linear(x_up, self.expansion))
+        if self.only_base_after_closed:
+            z = self._without_new(z, (x_up == 0).all(-1, keepdim=True))  # as `streams` leaves it for closed tokens
         if undecided is None:
             return z
-        closed = self._capped(F.linear(paths[0].x, self.base).float())
+        closed = self._capped(self._base_logits(paths[0].x))
+        if self.only_base_after_closed:
+            closed = self._without_new(closed, undecided)
         mean = torch.logaddexp(z.log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
         return torch.where(undecided, mean, z)
+
+    def _base_logits(self, x: Tensor) -> Tensor:
+        """In a product of their own, the base's columns are the base's to the bit, whether others follow or not."""
+        if not self.only_base_after_closed:
+            return F.linear(x, self.base).float()
+        return torch.cat([F.linear(x, self.base[: self.of_base]), F.linear(x, self.base[self.of_base :])], -1).float()
+
+    def _without_new(self, z: Tensor, rows: Tensor) -> Tensor:
+        """z [B, S, V], where in `rows` [B, S, 1] the tokens that the base does not have are impossible."""
+        return z.masked_fill(rows & (torch.arange(z.shape[-1], device=z.device) >= self.of_base), NEVER)
 
     def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
@@ -613,8 +631,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
 
-        inputs_embeds: both streams [B, S, D + U], in place of input_ids. Hidden states are such streams of the adapted
-        path: before each layer, and after the last norm.
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its score. Hidden states
+        are such streams of the adapted path: before each layer, and after the last norm.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
@@ -625,7 +643,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             output_hidden_states = self.config.output_hidden_states
         recorded: list[Tensor] | None = [] if output_hidden_states else None
         paths, undecided = self.streams(
-            embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, **kwargs
+            embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, input_ids, **kwargs
         )
         logits = self.output(paths, undecided)
         loss = None
@@ -642,11 +660,12 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         past_key_values: Any = None,  # noqa: ANN401
         logits_to_keep: int | Tensor = 0,
         recorded: list[Tensor] | None = None,
+        tokens: Tensor | None = None,
         **options: Any,  # noqa: ANN401
     ) -> tuple[list[StreamPath], Tensor | None]:
         """What `output` reads: one path or two, after the last norm and the gate, and the undecided tokens [B, S, 1].
 
-        Arguments: `forward`. `recorded` receives the hidden states.
+        Arguments: `forward`. `recorded` receives the hidden states; `tokens` [B, S] are those embedded, if known.
         """
         config = self.config
         start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
@@ -662,7 +681,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if recorded is not None:
                 recorded.append(torch.cat(paths[-1][:2], dim=-1))
             if self.token_gate is not None and index == self.config.gate_layer:
-                levels = self._levels(paths, attention_mask, position_ids, past_key_values)
+                levels = self._levels(paths, tokens, attention_mask, position_ids, past_key_values)
                 if not self.config.routed:
                     shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
                     paths = [paths[0]._replace(masked=masked) for masked in shut]
@@ -681,7 +700,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             pairs = zip(paths, streams[::2], streams[1::2], strict=True)
             paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
         if self.token_gate is not None and levels is None:
-            levels = self._levels(paths, attention_mask, position_ids, past_key_values)
+            levels = self._levels(paths, tokens, attention_mask, position_ids, past_key_values)
         if recorded is not None:
             recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -697,6 +716,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _levels(
         self,
         paths: list[StreamPath],
+        tokens: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor,
         cache: Any,  # noqa: ANN401
@@ -712,6 +732,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             is_text = attention_mask[:, -x.shape[1] :].bool()
         levels: Tensor = self.token_gate(x, is_text, documents, cache)
+        if tokens is not None and self.output.only_base_after_closed:
+            levels = levels.masked_fill((tokens >= self.output.of_base).unsqueeze(-1).to(levels.device), 2)
         return levels
 
     def prepare_inputs_for_generation(

@@ -182,7 +182,7 @@ class TrainedModel:
         with torch.device("meta"):
             decoder = self.method.build(_whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none")
         decoder = decoder.to(dtype).eval()
-        decoder.output.router_columns = self.base.spec.vocab_size
+        decoder.output.base_columns = self.base.spec.vocab_size
         decoder.gate = self.gate
         if self.stored_scale is not None:
             for module in decoder.modules():

@@ -19,7 +19,7 @@ from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.errors import ConversionError, DataError
-from pipeline.model.output import perplexity
+from pipeline.model.output import NEVER, perplexity
 from pipeline.scale.gate import Gate
 
 # Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
@@ -266,8 +266,11 @@ def check(report: Report, granted: Difference, folder: str) -> None:
 
 
 def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) -> Comparison:
-    """The figures over all windows [S] of one text; logits are [S, V]."""
-    tokens, targets = sum(len(window) for window in windows), sum(len(window) - 1 for window in windows)
+    """The figures over all windows [S] of one text; logits are [S, V].
+
+    Perplexities leave out new pieces after a token that a gate closed, which have no probability.
+    """
+    tokens, targets = sum(len(window) for window in windows), 0
     max_abs = agreed = divergence = nll_expected = nll_found = 0.0
     for window, trained, exported in zip(windows, expected, found, strict=True):
         difference = float((trained.float() - exported.float()).abs().max())
@@ -275,13 +278,15 @@ def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) 
         agreed += float((trained.argmax(-1) == exported.argmax(-1)).sum())
         p, q = F.log_softmax(trained.double(), dim=-1), F.log_softmax(exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())
-        nll_expected += float(F.nll_loss(p[:-1], window[1:], reduction="sum"))
-        nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="sum"))
+        possible = p[:-1].gather(1, window[1:, None])[:, 0] > NEVER / 2
+        nll_expected += float(F.nll_loss(p[:-1], window[1:], reduction="none")[possible].sum())
+        nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="none")[possible].sum())
+        targets += int(possible.sum())
     return Comparison(
         tokens=tokens,
         max_abs=max_abs,
         kl=math.inf if math.isnan(divergence) else divergence / tokens,
         top1_agreement=agreed / tokens,
-        training_perplexity=perplexity(nll_expected / targets),
-        exported_perplexity=perplexity(nll_found / targets),
+        training_perplexity=perplexity(nll_expected / max(1, targets)),
+        exported_perplexity=perplexity(nll_found / max(1, targets)),
     )

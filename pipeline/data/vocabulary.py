@@ -26,6 +26,8 @@ from pipeline.files import FolderKind, published_folder, read_inside, read_objec
 from pipeline.log import progress_bar
 
 RECORD = "vocabulary.json"
+EXPORTED = "extended_vocabulary.json"
+"""The same record beside a model that was trained with the tokenizer: that folder is no extended tokenizer."""
 FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
 VOCABULARY = FolderKind("an extended tokenizer", RECORD, FORMAT)
 _TOKENIZER_FILES = (
@@ -69,6 +71,11 @@ class Vocabulary(BaseModel):
     pieces: list[AddedPiece]
     learned_from: int
 
+    @property
+    def spelling(self) -> dict[int, list[int]]:
+        """The ids of the old pieces that each new one, by its id, stands for."""
+        return {id_: piece.replaces for id_, piece in enumerate(self.pieces, self.base_rows)}
+
 
 class Cuts(NamedTuple):
     """How two tokenizers cut texts. `cut_as_before` counts the documents that both cut alike."""
@@ -91,17 +98,26 @@ class Extension:
     learned_from: int
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
-    """The record of the extended tokenizer in `folder`.
+def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
+    """The record `name` of the extended tokenizer in `folder`.
 
     Raises:
         DataError: it is missing, damaged, or of another tokenizer.
     """
     advice = "make the folder again with tools/extend_vocabulary.py"
     try:
-        return read_record(folder / RECORD, Vocabulary, DataError, advice)
+        return read_record(folder / name, Vocabulary, DataError, advice)
     except FileNotFoundError:
-        raise DataError(f"{folder}: expected an extended tokenizer with {RECORD}, found none; {advice}") from None
+        raise DataError(f"{folder}: expected an extended tokenizer with {name}, found none; {advice}") from None
+
+
+def exported_spelling(folder: Path) -> dict[int, list[int]]:
+    """`Vocabulary.spelling` of the Hugging Face folder of a model with an extended vocabulary; empty of any other.
+
+    Raises:
+        DataError: the record is damaged.
+    """
+    return read_vocabulary(folder, EXPORTED).spelling if (folder / EXPORTED).exists() else {}
 
 
 def base_rows(base: Path) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,9 +16,11 @@ from transformers import AutoTokenizer
 
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
 from pipeline.evaluation.perplexity import Prefix, prefix_of
 from pipeline.evaluation.table import table
+from pipeline.model.output import NEVER
 
 AVERAGE = "average"
 _FEW_SHOT_SEED = 1234  # lm-eval's default
@@ -174,4 +177,34 @@ def _hf_model(folder: Path, batch_size: int, prefix: Prefix, *, trust_remote_cod
         names = [(backend.id_to_token(token), token) for token in read]
         backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
     last = read[-1] if read else None
-    return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, prefix_token_id=last)
+    scored = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, prefix_token_id=last)
+    if spelling := exported_spelling(folder):
+        scored._loglikelihood_tokens = partial(_score_as_possible, scored._loglikelihood_tokens, spelling)
+    return scored
+
+
+def _score_as_possible(
+    score: Callable[..., list[tuple[float, bool]]],
+    spelling: Mapping[int, Sequence[int]],
+    requests: Sequence[tuple[Any, list[int], list[int]]],
+    **options: Any,  # noqa: ANN401
+) -> list[tuple[float, bool]]:
+    """lm-eval's scores of (names, context, continuation), where a continuation may be impossible after a closed token.
+
+    Its first new pieces, as few as it takes, are then the old ones that they stand for.
+    """
+    results = score(requests, **options)
+    left, spelled_out = [place for place, found in enumerate(results) if found[0] < NEVER / 2], 1
+    while left:
+        again = []
+        for place in left:
+            names, context, ids = requests[place]
+            new = [at for at, id_ in enumerate(ids) if id_ in spelling][:spelled_out]
+            again.append(
+                (names, context, [old for at, id_ in enumerate(ids) for old in (spelling[id_] if at in new else [id_])])
+            )
+        for place, found in zip(left, score(again, **options), strict=True):
+            results[place] = found
+        more = [place for place in left if sum(id_ in spelling for id_ in requests[place][2]) > spelled_out]
+        left, spelled_out = [place for place in more if results[place][0] < NEVER / 2], 2 * spelled_out
+    return results

@@ -21,9 +21,10 @@ from pipeline import log
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.records import Document
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError
 from pipeline.log import progress_bar
-from pipeline.model.output import perplexity
+from pipeline.model.output import NEVER, perplexity
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
@@ -37,6 +38,8 @@ DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
 _BATCH_TOKENS = 2**13
+_ROUNDS = 8
+"""How often a text with tokens that cannot follow is scored again, with these spelled out."""
 _logger = log.get_logger(__name__)
 
 
@@ -60,6 +63,13 @@ class _Sequence(NamedTuple):
     first_scored: int
     bytes: int
 
+    def spelled_out(self, scored: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
+        """The same with some of the scored tokens (bool) as the tokens of their `spelling`, where they have one."""
+        read, ids = self.ids[: self.first_scored].tolist(), self.ids[self.first_scored :].tolist()
+        pairs = zip(ids, scored.tolist(), strict=True)
+        spelled = [old for id_, wanted in pairs for old in (spelling.get(id_, [id_]) if wanted else [id_])]
+        return _Sequence(torch.tensor(read + spelled), self.first_scored, self.bytes)
+
 
 def score_folder(
     folder: Path,
@@ -75,7 +85,8 @@ def score_folder(
 
     Windows of `context` tokens (default: the model's own, up to `DEFAULT_CONTEXT`) begin every `stride` tokens (half
     of that). About `max_bytes` of each corpus are scored (0: all), of each document at most a 16th of it: as a limit of
-    text it is the same for every tokenizer.
+    text it is the same for every tokenizer. A piece of an extended vocabulary that cannot follow, because a gate closed
+    the token before, is scored as the old pieces that it stands for.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
@@ -106,16 +117,13 @@ def score_folder(
             )
         if (highest := max(int(one.ids.max()) for one in sequences)) >= vocab_size:
             raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
-        cut = [
-            (one.ids[start:stop], stop - first_scored)
-            for one in sequences
-            for start, stop, first_scored in windows(len(one.ids), context, stride, one.first_scored)
-        ]
         total = _total_nll(
             lambda tokens: model(tokens.to(device), use_cache=False).logits,
-            cut,
+            sequences,
+            lambda one: windows(len(one.ids), context, stride, one.first_scored),
             min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size),
             name,
+            exported_spelling(folder),
         )
         tokens, size = sum(len(one.ids) - one.first_scored for one in sequences), sum(one.bytes for one in sequences)
         nll = total / tokens
@@ -167,24 +175,53 @@ def _encode(
     return sequences, whole
 
 
-@torch.no_grad()
 def _total_nll(
-    logits: Callable[[Tensor], Tensor], cut: Sequence[tuple[Tensor, int]], batch_tokens: int, name: str
+    logits: Callable[[Tensor], Tensor],
+    sequences: Sequence[_Sequence],
+    windows_of: Callable[[_Sequence], Iterable[tuple[int, int, int]]],
+    batch_tokens: int,
+    name: str,
+    spelling: Mapping[int, Sequence[int]],
 ) -> float:
-    """The summed nll of the last so many tokens of each window, however they are batched.
+    """The summed nll of the scored tokens, with those of no probability as the tokens of their `spelling`.
+
+    What is spelled out changes what a gate reads. After some rounds every token that has a spelling is.
+    """
+    total, left = [], list(sequences)
+    for rounds_left in reversed(range(_ROUNDS if spelling else 1)):
+        cut = [[(one.ids[start:stop], stop - first) for start, stop, first in windows_of(one)] for one in left]
+        found = iter(_token_nll(logits, [window for windows in cut for window in windows], batch_tokens, name))
+        again = []
+        for one, windows in zip(left, cut, strict=True):
+            nll = torch.cat([next(found) for _ in windows])
+            impossible = nll > -NEVER / 2
+            if rounds_left and impossible.any():
+                again.append(one.spelled_out(impossible if rounds_left > 1 else impossible >= 0, spelling))
+            else:
+                total.append(float(nll.sum()))
+        left = again
+    return math.fsum(total)
+
+
+@torch.no_grad()
+def _token_nll(
+    logits: Callable[[Tensor], Tensor], cut: Sequence[tuple[Tensor, int]], batch_tokens: int, name: str
+) -> list[Tensor]:
+    """The nll of the last so many tokens of each window, in fp64, however they are batched.
 
     `logits`: tokens [B, S], padded on the right -> [B, S, V].
     """
-    longest_first = sorted(cut, key=lambda window: -len(window[0]))  # little padding
-    nll: list[float] = []
+    longest_first = sorted(range(len(cut)), key=lambda place: -len(cut[place][0]))  # little padding
+    nll: dict[int, Tensor] = {}
     with progress_bar(name, len(cut), " windows") as bar:
         while len(nll) < len(cut):
-            rows = max(1, batch_tokens // len(longest_first[len(nll)][0]))
+            rows = max(1, batch_tokens // len(cut[longest_first[len(nll)]][0]))
             batch = longest_first[len(nll) : len(nll) + rows]
-            found = logits(torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in batch], batch_first=True))
-            for row, (tokens, scored) in zip(found, batch, strict=True):
+            found = logits(torch.nn.utils.rnn.pad_sequence([cut[place][0] for place in batch], batch_first=True))
+            for row, place in zip(found, batch, strict=True):
+                tokens, scored = cut[place]
                 predicting = row[len(tokens) - scored - 1 : len(tokens) - 1].float()
                 losses = F.cross_entropy(predicting, tokens[-scored:].to(row.device), reduction="none")
-                nll.append(float(losses.double().sum()))
+                nll[place] = losses.double().cpu()
             bar.update(len(batch))
-    return math.fsum(nll)
+    return [nll[place] for place in range(len(cut))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.run import RunConfig
@@ -18,13 +19,15 @@ from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
-from pipeline.model.output import HiddenStates, perplexity
+from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.output import NEVER, HiddenStates, perplexity
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
 from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
 
 _MODELS = ("base", "ungated", "gated")
 _PLACES = ("first", "later")
+_ROUNDS = 8
+"""How often the gate's decisions are asked for again, after new pieces that could not follow were spelled out."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Effect:
 @dataclass
 class _Sums:
     tokens: int = 0
+    spelled_out: int = 0
     open: int = 0
     undecided: int = 0
     closed_sequences: int = 0
@@ -58,6 +62,7 @@ class _Sums:
             open_fraction=self.open / max(1, self.tokens),
             undecided_fraction=self.undecided / max(1, self.tokens),
             closed_sequences=self.closed_sequences,
+            spelled_out_fraction=self.spelled_out / max(1, predicted),
             cost_of_first_tokens=cost("first"),
             cost_of_later_tokens=cost("later"),
             **{f"{model}_perplexity": _finite(total[model], predicted) for model in _MODELS},
@@ -65,8 +70,18 @@ class _Sums:
 
 
 @torch.no_grad()
-def measure(decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig) -> Effect:
-    """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads."""
+def measure(
+    decoder: Decoder,
+    gate: Gate,
+    heldout: Mapping[str, HeldoutSamples],
+    config: RunConfig,
+    spelling: Mapping[int, Sequence[int]] | None = None,
+) -> Effect:
+    """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads.
+
+    `spelling`: the old pieces that each new one stands for. The base reads and predicts these instead. The gated model
+    does where a closed token comes before, which no new piece can follow; perplexities stay those of a token as cut.
+    """
     largest: list[float] = []
     texts = {}
     count = config.validation.max_sequences
@@ -83,28 +98,75 @@ def measure(decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples],
                 stream = decoder.base_stream(*inputs, layer=gate.layer)
                 decoder.gate = gate
                 states["gated"] = decoder.hidden_states(*inputs)
-                present = targets != IGNORED
-                is_first = (group.positions < FIRST_TOKENS).flatten().to(present.device)
+                present, is_first = group.targets != IGNORED, group.positions < FIRST_TOKENS
                 places = {"first": present & is_first, "later": present & ~is_first}
-                for model, hidden in states.items():
-                    nll = decoder.output(hidden, targets).nll.double()
-                    for place, rows in places.items():
-                        sums.nll[model, place] += float(nll[rows].sum())
+                nll = {
+                    model: decoder.output(hidden, targets).nll.double().view(present.shape).cpu()
+                    for model, hidden in states.items()
+                }
+                if spelling:
+                    is_new = group.tokens >= min(spelling), group.targets >= min(spelling)
+                    nll["base"] = _nll_spelled_out(decoder, group, config, spelling, *is_new, path="base")
+                    nll["gated"], replaced = _nll_as_possible(decoder, group, config, spelling, nll["gated"])
+                    sums.spelled_out += replaced
                 for place, rows in places.items():
                     sums.predicted[place] += int(rows.sum())
-                levels = gate.levels(stream, inputs[2].ids if inputs[2] else None).cpu()
+                    for model in _MODELS:
+                        sums.nll[model, place] += float(nll[model][rows].sum())
+                levels = decoder.gate_levels(gate, stream, inputs[0], inputs[2].ids if inputs[2] else None).cpu()
                 sums.tokens += int(group.present.sum())
                 sums.open += int((group.present & (levels == OPEN)).sum())
                 sums.undecided += int((group.present & (levels == UNDECIDED)).sum())
                 shut = ((levels == CLOSED) | ~group.present).all(dim=1)
                 sums.closed_sequences += int(shut.sum())
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
-                rows = (shut.unsqueeze(1) & group.present).flatten().to(present.device)
+                rows = (shut.unsqueeze(1) & group.present).flatten().to(targets.device)
                 if rows.any():
-                    largest.append(_largest_difference(decoder, states["gated"], states["base"], rows))
+                    base = replace(states["base"], closed=torch.ones_like(rows))
+                    largest.append(_largest_difference(decoder, states["gated"], base, rows))
                 bar.update(len(group))
             texts[name] = sums.text(config.data.corpora[name].role, len(windows))
     return Effect(texts, max(largest, default=None))
+
+
+def _nll_spelled_out(
+    decoder: Decoder,
+    group: Windows,
+    config: RunConfig,
+    spelling: Mapping[int, Sequence[int]],
+    tokens: Tensor,
+    targets: Tensor,
+    path: LogitsPath = "model",
+) -> Tensor:
+    """The nll [N, S] of each target of `group`, of which some are the old pieces that they stand for."""
+    spelled, columns = group.spelled_out(tokens, targets, spelling)
+    inputs, flat = decoder_inputs(spelled, config, decoder)
+    hidden = decoder.hidden_states(*inputs, path=path)
+    if path == "base":
+        hidden = replace(hidden, closed=torch.ones_like(flat, dtype=torch.bool))
+    nll = decoder.output(hidden, flat).nll.double().view(columns.shape).cpu()
+    return torch.zeros(group.tokens.shape, dtype=nll.dtype).scatter_add_(1, columns, nll)
+
+
+def _nll_as_possible(
+    decoder: Decoder, group: Windows, config: RunConfig, spelling: Mapping[int, Sequence[int]], nll: Tensor
+) -> tuple[Tensor, int]:
+    """The gated model's nll [N, S], given that of the text as cut, and how many new pieces had to be spelled out.
+
+    What is spelled out changes what the gate reads. After some rounds every new piece of a window is.
+    """
+    impossible = replaced = nll > -NEVER / 2
+    for left in reversed(range(_ROUNDS)):
+        if not impossible.any():
+            break
+        whole = impossible.any(1, keepdim=True) & (group.targets >= min(spelling))
+        replaced = replaced | (impossible if left else whole)
+        read = F.pad(replaced[:, :-1], (1, 0)) & (
+            group.document_ids == F.pad(group.document_ids[:, :-1], (1, 0), value=-1)
+        )
+        nll = _nll_spelled_out(decoder, group, config, spelling, read, replaced)
+        impossible = nll > -NEVER / 2
+    return nll, int(replaced.sum())
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.samples import load_heldout
 from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.vocabulary import read_vocabulary
 from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
@@ -72,7 +73,11 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
-    text = read_fitting_text(config, fingerprint)
+    vocabulary = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder)
+    text = read_fitting_text(config, fingerprint, None if vocabulary is None else vocabulary.base_tokenizer)
+    if vocabulary is not None:
+        parts = (windows.without_tokens_from(vocabulary.base_rows) for windows in (text.fit, text.unused))
+        text = FittingText(*parts)
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
@@ -81,7 +86,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     decoder = model.loaded(inference_dtype(model.base, device), device)
     fit = fit_on(BaseStream(decoder, layer), text, config.gate)
     gate, new, negatives = fit.gate, fit.new, fit.negatives
-    effect = measure(decoder, gate, heldout, config)
+    effect = measure(decoder, gate, heldout, config, None if vocabulary is None else vocabulary.spelling)
     if effect.closed_max_abs_logit_difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "

@@ -63,6 +63,33 @@ class Windows:
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.tokens, self.targets, self.positions, self.document_ids, self.is_new, self.is_own, self.present
 
+    def without_tokens_from(self, first: int) -> Windows:
+        """The same without the tokens from that id on: new pieces, on which no gate decides."""
+        return replace(self, present=self.present & (self.tokens < first))
+
+    def spelled_out(
+        self, tokens: Tensor, targets: Tensor, spelling: Mapping[int, Sequence[int]]
+    ) -> tuple[Windows, Tensor]:
+        """The same text with some new pieces as the old ones that they stand for; windows grow, and are padded.
+
+        tokens, targets: bool [N, S], which to replace. A replaced target is a replaced token in the next column.
+        Also returns the column of this window that each new column predicts a part of: [N, S'].
+        """
+        rows = [
+            _spelled_row(self, row, tokens[row].tolist(), targets[row].tolist(), spelling) for row in range(len(self))
+        ]
+        longest = max(map(len, rows))
+        pad = [(0, IGNORED, 0, -1, 0)]  # a document of its own, as the last of a row is numbered
+        filled = torch.tensor([row + pad * (longest - len(row)) for row in rows])
+        columns = filled[..., 4]
+        is_pad = filled[..., 3] < 0
+        ids = filled[..., 3].masked_fill(is_pad, 0)
+        ids = torch.where(is_pad, ids.amax(1, keepdim=True) + 1, ids)
+        kinds = (tensor.gather(1, columns) for tensor in (self.is_new, self.is_own, self.present))
+        is_new, is_own, present = kinds
+        windows = Windows(filled[..., 0], filled[..., 1], filled[..., 2], ids, is_new, is_own, present & ~is_pad)
+        return windows, columns
+
     def without_new_kind(self, is_open: Tensor) -> Windows:
         """The same without the documents of which the base wrote most in the new text's kind; is_open: bool [N, S].
 
@@ -86,8 +113,12 @@ class FittingText:
     unused: Windows
 
 
-def read_fitting_text(config: RunConfig, tokenizer_fingerprint: str) -> FittingText:
+def read_fitting_text(
+    config: RunConfig, tokenizer_fingerprint: str, sampled_fingerprint: str | None = None
+) -> FittingText:
     """The windows that the section `gate` of `config` asks for; which they are depends on the run's seed.
+
+    The fingerprints are those of `TrainingSamples`.
 
     Raises:
         DataError: a corpus is missing, damaged, or too small to be divided.
@@ -100,7 +131,8 @@ def read_fitting_text(config: RunConfig, tokenizer_fingerprint: str) -> FittingT
     for is_new, names in ((True, new), (False, config.gate_negatives)):
         weights = sum(roles[name].weight for name in names)
         for name in names:
-            packed = open_packed(config.data, name, tokenizer_fingerprint=tokenizer_fingerprint)
+            made_with = (sampled_fingerprint if roles[name].sample else None) or tokenizer_fingerprint
+            packed = open_packed(config.data, name, tokenizer_fingerprint=made_with)
             tokens = ceil(config.gate.tokens * roles[name].weight / weights)
             count = ceil(tokens / config.data.sequence_length)
             key, is_own = mix(config.seed, *name.encode()), roles[name].role == "rehearsal"
@@ -162,6 +194,29 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
         first, second = (old, new) if index % 2 == 0 else (new, old)
         made.append(_splice(first, second, index, cut))
     return _joined(made)
+
+
+def _spelled_row(
+    windows: Windows, row: int, tokens: list[bool], targets: list[bool], spelling: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int, int, int, int]]:
+    """The token, target, position, document and old column of each column of row `row`, spelled out."""
+    made: list[tuple[int, int, int, int, int]] = []
+    columns = zip(
+        *(t[row].tolist() for t in (windows.tokens, windows.targets, windows.positions, windows.document_ids)),
+        strict=True,
+    )
+    predicted = False
+    for column, (token, target, position, document) in enumerate(columns):
+        begins = not made or made[-1][3] != document
+        read = list(spelling[token]) if tokens[column] else [token]
+        if predicted and not begins:
+            read = read[-1:]  # the others were predicted, one after the other, from the column before
+        predicted = target != IGNORED
+        wanted = list(spelling[target]) if targets[column] else [target]
+        pairs = [(old, IGNORED) for old in read[:-1]] + list(zip([read[-1], *wanted[:-1]], wanted, strict=True))
+        first = position if begins else made[-1][2] + 1
+        made += [(old, next_, first + index, document, column) for index, (old, next_) in enumerate(pairs)]
+    return made
 
 
 def _splice(first: Windows, second: Windows, index: int, cut: int) -> Windows:

@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         streams = self._embedded(tokens)
         contexts = self._contexts(tokens, positions, documents, streams[0].dtype)
         if path == "model" and self.gate is not None:
-            return self._gated_states(self.gate, streams, contexts, documents)
+            return self._gated_states(self.gate, tokens, streams, contexts, documents)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         return HiddenStates(hidden.x) if path == "base" else hidden
 
     def _gated_states(
-        self, gate: Gate, streams: Streams, contexts: Contexts, documents: Documents | None
+        self, gate: Gate, tokens: Tensor, streams: Streams, contexts: Contexts, documents: Documents | None
     ) -> HiddenStates:
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
@@ -200,11 +200,12 @@ class Decoder(nn.Module):
         """
         if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
             raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
+        ids = documents.ids if documents else None
         preserved, levels = streams, None
         masks: tuple[bool | Tensor, bool | Tensor] = (False, False)
         for index, layer in enumerate(self.layers):
             if index == gate.layer:
-                levels = gate.levels(preserved[0], documents.ids if documents else None).unsqueeze(-1)
+                levels = self.gate_levels(gate, preserved[0], tokens, ids).unsqueeze(-1)
                 masks = (False, False) if self.plan.routed else (levels < OPEN, levels == CLOSED)
             if self.plan.routed and layer.collaborative:
                 masks = (True, False)
@@ -214,12 +215,17 @@ class Decoder(nn.Module):
                 preserved = self._run(layer, preserved, contexts, masks[0])
                 streams = self._run(layer, streams, contexts, masks[1])
         if levels is None:
-            levels = gate.levels(preserved[0], documents.ids if documents else None).unsqueeze(-1)
+            levels = self.gate_levels(gate, preserved[0], tokens, ids).unsqueeze(-1)
         closed = self.final_norm(*preserved)
         hidden = self._whole_rows(*choose_path(levels == CLOSED, closed, self.final_norm(*streams)))
+        hidden = replace(hidden, closed=(levels == CLOSED).flatten())
         if gate.lower is None:
             return hidden
         return replace(hidden, undecided=(levels == UNDECIDED).flatten(), closed_x=closed[0].flatten(0, 1))
+
+    def gate_levels(self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
+        """CLOSED, UNDECIDED or OPEN for each token [B, S], by the base stream x: [B, S, D]; new pieces are OPEN."""
+        return gate.levels(x, document_ids).masked_fill(tokens >= self.output.base_columns, OPEN)
 
     @torch.no_grad()
     def base_stream(

@@ -29,7 +29,7 @@ from pipeline.scale.layers import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time: 128 MiB in fp32."""
-_NEVER = -1e30
+NEVER = -1e30
 """A logit whose probability is 0. It is finite, because KL subtracts such logits."""
 
 
@@ -43,8 +43,9 @@ class HiddenStates:
     """The decoder's last hidden states, one token a row: x [N, D], x_up [N, U].
 
     Route adds those of the preserved path, `preserved_x` and `preserved_x_up`; x and x_up are the adapted path's.
-    `reference` [R, D] are the base's own of the first R tokens, for rehearsal. Where `undecided` [N] is true, a gate
-    wants the mean of the probabilities that x and x_up give and those that `closed_x` [N, D] gives.
+    `reference` [R, D] are the base's own of the first R tokens, for rehearsal. Where `closed` [N] is true, no new piece
+    may follow the token: a gate closed it. Where `undecided` [N] is true, a gate wants the mean of the probabilities
+    that x and x_up give and those that `closed_x` [N, D] gives as a closed token.
     """
 
     x: Tensor
@@ -52,13 +53,19 @@ class HiddenStates:
     preserved_x: Tensor | None = None
     preserved_x_up: Tensor | None = None
     reference: Tensor | None = None
+    closed: Tensor | None = None
     undecided: Tensor | None = None
     closed_x: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
-        streams = (None if stream is None else stream[rows] for stream in (*self, None, self.undecided, self.closed_x))
-        return HiddenStates(*streams)  # type: ignore[arg-type]
+        all_states = (*self, None, self.closed, self.undecided, self.closed_x)
+        return HiddenStates(*(None if states is None else states[rows] for states in all_states))  # type: ignore[arg-type]
+
+    def of_closed(self) -> HiddenStates:
+        """The undecided tokens' states as closed ones."""
+        assert self.closed_x is not None
+        return HiddenStates(self.closed_x, closed=self.closed_x.new_ones(len(self.closed_x), dtype=torch.bool))
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.x, self.x_up, self.preserved_x, self.preserved_x_up))
@@ -97,7 +104,8 @@ class OutputProjection(nn.Module):
 
     `new_rows`: [n, D + U] are those of tokens from `vocab_size` on, for both streams. They are split over the ranks
     like the others: the logits of a rank are its columns of the base's vocabulary, then its columns of the new one.
-    `router_columns`: of how many of this rank's columns the router compares the logits: never those of new rows.
+    `base_columns`: how many of this rank's columns are of the base's vocabulary. The router compares these alone, and
+    the token after a closed one is of these. They are fewer than the rows of `base` where new rows are part of it.
     """
 
     def __init__(
@@ -126,7 +134,7 @@ class OutputProjection(nn.Module):
         self.reference: nn.Parameter | None = None
         self.kl_coefficient = 1.0
         self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
-        self.columns = self.router_columns = max(0, min(stop, vocab_size) - self.first)
+        self.columns = self.base_columns = max(0, min(stop, vocab_size) - self.first)
         first_new, stop_new = VOCABULARY.bounds(new_rows, tp.rank, tp.size)
         self._new_columns = max(0, min(stop_new, new_rows) - first_new)
         self._widths = stop - self.first, stop_new - first_new
@@ -135,7 +143,7 @@ class OutputProjection(nn.Module):
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         z = self.route(hidden).logits
         if (rows := hidden.undecided) is not None and hidden.closed_x is not None and rows.any():
-            closed = self.route(HiddenStates(hidden.closed_x[rows])).logits
+            closed = self.route(hidden.rows(rows).of_closed()).logits
             z[rows] = torch.logaddexp(z[rows].log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
         return z
 
@@ -163,13 +171,13 @@ class OutputProjection(nn.Module):
 
     def route(self, hidden: HiddenStates) -> Routed:
         """The logits of n tokens, and which path each took."""
-        z = F.linear(hidden.x, self.base).float()
+        z = self._of_base(hidden.x)
         if hidden.x_up is None or self.expansion is None:
-            return Routed(self._with_new_columns(z, hidden.x, None), hidden.x, None, None)
+            return Routed(self._allowed(self._with_new_columns(z, hidden.x, None), hidden), hidden.x, None, None)
         x, x_up, preserved = hidden.x, hidden.x_up, None
         if hidden.preserved_x is not None and hidden.preserved_x_up is not None:
-            z_p = F.linear(hidden.preserved_x, self.base).float()
-            compared = z_p[:, : self.router_columns], z[:, : self.router_columns]
+            z_p = self._of_base(hidden.preserved_x)
+            compared = z_p[:, : self.base_columns], z[:, : self.base_columns]
             preserved = preserved_tokens(*compared, self.threshold, self.tp)
             column = preserved.unsqueeze(1)
             z = z.lerp_(z_p, column * 0.5)
@@ -177,7 +185,20 @@ class OutputProjection(nn.Module):
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
             x = torch.where(column, (x + hidden.preserved_x) / 2, x) if self.new_rows is not None else x
         z = z.add_(F.linear(x_up, self.expansion))
-        return Routed(self._with_new_columns(z, x, x_up), x, x_up, preserved)
+        return Routed(self._allowed(self._with_new_columns(z, x, x_up), hidden), x, x_up, preserved)
+
+    def _of_base(self, x: Tensor) -> Tensor:
+        """W_out x in fp32; the base's own columns are the same to the bit whether others follow them or not."""
+        if self.base_columns == self.columns:
+            return F.linear(x, self.base).float()
+        widths = [self.base_columns, len(self.base) - self.base_columns]
+        return torch.cat([F.linear(x, part) for part in self.base.split(widths)], dim=1).float()
+
+    def _allowed(self, z: Tensor, hidden: HiddenStates) -> Tensor:
+        """z: [n, columns], overwritten; new pieces are impossible after a closed token."""
+        if hidden.closed is not None:
+            z[:, self.base_columns :].masked_fill_(hidden.closed.unsqueeze(1), NEVER)
+        return z
 
     def _with_new_columns(self, z: Tensor, x: Tensor, x_up: Tensor | None) -> Tensor:
         """The logits with those of the new rows: z [n, V / tp_size] -> [n, (V + new) / tp_size], padding impossible."""
@@ -189,8 +210,8 @@ class OutputProjection(nn.Module):
         if x_up is not None:
             new += F.linear(x_up, self.new_rows[:, width:])
         new = self._capped(new)
-        z[:, self.columns :] = _NEVER
-        new[:, self._new_columns :] = _NEVER
+        z[:, self.columns :] = NEVER
+        new[:, self._new_columns :] = NEVER
         return torch.cat([z, new], dim=1)
 
     def _capped(self, z: Tensor) -> Tensor:
@@ -209,8 +230,8 @@ class OutputProjection(nn.Module):
         z = self._capped(F.linear(x, self.base if self.reference is None else self.reference).float())
         if self.new_rows is None:
             return z
-        z[:, self.columns :] = _NEVER
-        return F.pad(z, (0, self._widths[1]), value=_NEVER)
+        z[:, self.columns :] = NEVER
+        return F.pad(z, (0, self._widths[1]), value=NEVER)
 
     def places(self, tokens: Tensor) -> Tensor:
         """The column of each token [N], counted over the columns of all ranks; IGNORED stays."""
@@ -240,13 +261,13 @@ class OutputProjection(nn.Module):
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
             new_rows = None if new_rows is None else new_rows.detach()
         if hidden.undecided is not None and hidden.closed_x is not None:  # inference with a gate
-            states = replace(hidden, undecided=None), HiddenStates(hidden.closed_x)
+            states = replace(hidden, undecided=None), hidden.of_closed()
             nll, closed = (self(chosen, targets).nll for chosen in states)
             mean = math.log(2) - torch.logaddexp(-nll, -closed)
             nll = torch.where(hidden.undecided & (targets != IGNORED), mean, nll)
             return Losses(nll.sum(), nll, torch.zeros_like(nll), torch.zeros_like(hidden.undecided), None)
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
-        return Losses(*_ChunkedLoss.apply(self, targets, reference, *hidden, base, expansion, new_rows))
+        return Losses(*_ChunkedLoss.apply(self, targets, reference, hidden.closed, *hidden, base, expansion, new_rows))
 
 
 @dataclass(frozen=True)
@@ -268,6 +289,7 @@ class _ChunkedLoss(torch.autograd.Function):
         projection: OutputProjection,
         targets: Tensor,
         reference: Tensor | None,
+        closed: Tensor | None,
         x: Tensor,
         x_up: Tensor | None,
         preserved_x: Tensor | None,
@@ -276,8 +298,8 @@ class _ChunkedLoss(torch.autograd.Function):
         expansion: Tensor | None,
         new_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
-        wanted = ctx.needs_input_grad[3:]
+        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, closed=closed)
+        wanted = ctx.needs_input_grad[4:]
         # Gradients of hidden states are written once. Those of weights are summed over chunks: in fp32, since 16 bits
         # would lose small terms.
         kinds = (x.dtype,) * 4 + (torch.float32,) * 3
@@ -319,7 +341,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         gradients = (getattr(ctx.gradients, kind.name) for kind in fields(_Gradients))
         scaled = (None if gradient is None else gradient * scale for gradient in gradients)
-        return (None, None, None, *scaled)
+        return (None, None, None, None, *scaled)
 
 
 @dataclass

@@ -44,6 +44,8 @@ class HeldoutText(BaseModel):
     """of tokens that get the mean of the base's and the trained model's probabilities, and so neither exactly"""
     closed_sequences: int
     """on which every token is closed"""
+    spelled_out_fraction: float = 0.0
+    """of the predicted tokens: new pieces after a closed token, scored as the old pieces that they stand for"""
     cost_of_first_tokens: float | None = None
     """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not measured"""
     cost_of_later_tokens: float | None = None

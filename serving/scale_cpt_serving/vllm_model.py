@@ -81,7 +81,9 @@ class ScaleForVllm(nn.Module):
         embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         # Masks are vLLM's. A dict keeps the model from making its own.
         none = dict.fromkeys(self.model.config.layer_types)
-        paths, _ = self.model.streams(embedded.unsqueeze(0), attention_mask=none, position_ids=positions.unsqueeze(0))
+        row = (embedded, positions, input_ids)
+        embedded, positions, tokens = (None if tensor is None else tensor.unsqueeze(0) for tensor in row)
+        paths, _ = self.model.streams(embedded, attention_mask=none, position_ids=positions, tokens=tokens)
         return torch.cat([stream for path in paths for stream in path[:2]], dim=-1)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

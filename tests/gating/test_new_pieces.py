@@ -1,0 +1,193 @@
+"""A gate with an extended vocabulary: new pieces are open, none follows a closed token, old text is the base's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import convert, latest_conversion, run_probe
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.packing import IGNORED
+from pipeline.data.preprocess import preprocess
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_training import texts
+from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
+from pipeline.data.workers import local_workers
+from pipeline.evaluation.benchmarks import _hf_model
+from pipeline.evaluation.perplexity import score_folder
+from pipeline.gating.fit_run import fit_gate
+from pipeline.gating.windows import Windows
+from pipeline.model.output import NEVER
+from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED
+from tests.bases import STORIES, reference
+from tests.conversion.checkpoints import generate_greedily
+from tests.distributed import run_ranks
+from tests.gating.gates import random_gate
+from tests.model.test_new_rows import NEW, batch_with_new_tokens, extended, model_of
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.tolerances import assert_near, rounding_of
+from tests.training.runs import make_run, train_each, write_config
+
+OLD = 97
+"""The vocabulary of the tests' small bases; the first new id."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("undecided", [False, True])
+@pytest.mark.parametrize("method", ["preserve", "adapt", "route"])
+def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, undecided, tmp_path):
+    model = model_of(extended(base("llama")), method, tmp_path).eval()
+    tokens, targets = batch_with_new_tokens(model)
+    ungated, alone = model.logits(tokens), model.logits(tokens, path="base")
+    gate = random_gate(model, tokens, undecided=undecided)
+    levels = model.gate_levels(gate, model.base_stream(tokens, layer=gate.layer), tokens, None)
+    assert (levels[tokens >= OLD] == OPEN).all()
+    assert (gate.levels(model.base_stream(tokens, layer=gate.layer))[tokens >= OLD] == CLOSED).any()
+    model.gate = gate
+    logits, nll = model.logits(tokens), model(tokens, targets).nll
+    closed = levels == CLOSED
+    # Adapt's closed tokens attend to open ones.
+    exact = closed.cummin(1).values if method == "adapt" else closed
+    assert exact.any() or undecided
+    assert torch.equal(logits[exact][:, :OLD], alone[exact][:, :OLD])
+    assert (logits[closed][:, OLD:] == NEVER).all() and (logits[~closed][:, OLD:] > NEVER / 2).all()
+    assert method != "preserve" or torch.equal(logits[levels == OPEN], ungated[levels == OPEN])
+    if undecided:
+        of_base = F.log_softmax(alone[..., :OLD], dim=-1)
+        of_base = F.pad(of_base, (0, len(NEW)), value=-torch.inf)[levels == UNDECIDED].exp()
+        mean = logits[levels == UNDECIDED].exp()
+        torch.testing.assert_close(mean.sum(-1), torch.ones(len(mean)))
+        assert (mean[:, OLD:] > 0).all() and (method == "adapt" or (mean >= of_base / 2 - 1e-6).all())
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    torch.testing.assert_close(nll, expected)
+    assert (nll[closed & (targets >= OLD)] > -NEVER / 2).all() and (nll[~closed] < 1e3).all()
+
+
+@torch.no_grad()
+def test_text_of_old_pieces_that_stays_closed_has_the_bases_logits(base, tmp_path):
+    model = model_of(extended(base("llama tied")), "adapt", tmp_path).eval()
+    tokens, _ = batch_with_new_tokens(model)
+    tokens = tokens.clamp(max=OLD - 1)
+    alone = model.logits(tokens, path="base")
+    model.gate = random_gate(model, tokens, opens="never")
+    assert torch.equal(model.logits(tokens)[..., :OLD], alone[..., :OLD])
+
+
+@st.composite
+def documents(draw) -> tuple[list[list[int]], dict[int, list[int]], int]:
+    """Documents of old pieces (0 to 9) and new ones (10 to 14), what these stand for, and where a sample begins."""
+    spelling = {new: draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)) for new in range(10, 15)}
+    texts = draw(st.lists(st.lists(st.integers(0, 14), min_size=1, max_size=8), min_size=1, max_size=4))
+    return texts, spelling, draw(st.integers(0, 5))
+
+
+@given(documents())
+def test_spelling_out_every_new_piece_gives_the_text_that_the_base_would_read(made):
+    texts, spelling, first = made
+    windows = windows_of(texts, first)
+    spelled, columns = windows.spelled_out(windows.tokens >= 10, windows.targets >= 10, spelling)
+    old = [[piece for token in text for piece in spelling.get(token, [token])] for text in texts]
+    starts = [first] + [0] * (len(texts) - 1)
+    expected = windows_of(old, first)
+    present = spelled.present[0]
+    for name in ("tokens", "positions", "document_ids"):
+        assert getattr(spelled, name)[0, present].tolist() == getattr(expected, name)[0].tolist(), name
+    # What stood for a first token, which nothing predicts, is not predicted either.
+    skipped, at = set(), 0
+    for text, whole in zip(texts, old, strict=True):
+        skipped |= set(range(at, at + len(spelling.get(text[0], [0])) - 1))
+        at += len(whole)
+    wanted = [IGNORED if i in skipped else t for i, t in enumerate(expected.targets[0].tolist())]
+    assert spelled.targets[0, present].tolist() == wanted
+    assert not spelled.present[0, len(wanted) :].any() and starts[0] == spelled.positions[0, 0]
+    counted = torch.zeros(len(windows.tokens[0]), dtype=torch.long)
+    counted.index_add_(0, columns[0], (spelled.targets[0] != IGNORED).long())
+    targets = windows.targets[0].tolist()
+    assert counted.tolist() == [0 if t == IGNORED else len(spelling.get(t, [t])) for t in targets]
+
+
+def windows_of(texts: list[list[int]], first: int) -> Windows:
+    """One window of whole documents; the first begins at position `first`."""
+    tokens = torch.tensor([[token for text in texts for token in text]])
+    targets = torch.tensor([[token for text in texts for token in [*text[1:], IGNORED]]])
+    positions = [list(range(first * (not i), first * (not i) + len(text))) for i, text in enumerate(texts)]
+    ids = torch.tensor([[index for index, text in enumerate(texts) for _ in text]])
+    flags = torch.zeros_like(tokens, dtype=torch.bool)
+    places = torch.tensor([[place for of_text in positions for place in of_text]])
+    return Windows(tokens, targets, places, ids, flags, flags, ~flags)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run with a vocabulary and a gate, converted."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
+    extension = learn_extension(STORIES, new[:20], old, add=60, min_uses=5)
+    write_extension(extension, folder / "tokenizer", lambda _: None)
+    settings = {
+        "vocabulary": {"folder": str(folder / "tokenizer")},
+        "gate": {"tokens": 3000, "max_open_fraction": 0.01, "splices": True},
+        "validation__max_sequences": 60,
+    }
+    config = load_config(write_config(folder / "run", folder / "tokens", **settings))
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, config.tokenizer):
+            preprocess(job, workers)
+    path = make_run(folder / "run", folder / "tokens", zero=1, schedule__learning_rate=0.02, **settings)
+    assert run_ranks(train_each, 1, [path]) == [[0]]
+    return path
+
+
+@torch.no_grad()
+def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_generation(run):
+    config = load_config(run)
+    record, _ = fit_gate(config)
+    korean, english = record.heldout["korean"], record.heldout["english"]
+    assert record.closed_max_abs_logit_difference == 0.0 and english.closed_sequences > 0
+    assert english.spelled_out_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
+    assert 0 < korean.spelled_out_fraction < 0.2
+    assert korean.ungated_perplexity < korean.gated_perplexity < korean.base_perplexity
+    convert(latest_conversion(config, "auto", torch.float32), run_probe(config))
+    folder = config.folder / "hf"
+    for text in json.loads((folder / "verification.json").read_text())["texts"].values():
+        assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
+    model, base, tokenizer = load_hf_model(folder, trust_remote_code=True), reference(STORIES), load_tokenizer(folder)
+    story = "Once upon a time there was a little girl who lived in a small house."
+    tokens = torch.tensor([[*tokenizer.before_document, *tokenizer.reference.encode([story]).ids.tolist()]])
+    logits, of_base = model(tokens).logits, base(tokens).logits
+    assert_near(logits[..., :512], of_base, rounding_of(model.config))  # another class of transformers
+    assert (logits[..., 512:] == NEVER).all()
+    assert torch.equal(generate_greedily(model, tokens, new_tokens=12), generate_greedily(base, tokens, new_tokens=12))
+    review = next(texts([str(REVIEWS_HELDOUT)]))
+    ids = torch.tensor([tokenizer.reference.encode([review]).ids.tolist()])
+    assert (ids >= 512).any() and (model(ids).logits[..., 512:].amax(-1)[ids >= 512] > NEVER / 2).all()
+
+
+@torch.no_grad()
+def test_evaluation_spells_out_new_pieces_that_cannot_follow(run):
+    config = load_config(run)
+    fit_gate(config)
+    convert(latest_conversion(config, "auto", torch.float32), run_probe(config))
+    folder = config.folder / "hf"
+    corpora = {"korean": list(texts([str(REVIEWS_HELDOUT)]))[:4]}
+    scores = {one: score_folder(one, corpora, trust_remote_code=True)["korean"] for one in (folder, STORIES)}
+    assert scores[folder].bits_per_byte < scores[STORIES].bits_per_byte
+    assert scores[folder].tokens < scores[STORIES].tokens
+    ids = load_tokenizer(folder).reference.encode([corpora["korean"][0]]).ids.tolist()
+    ids = ids[next(place for place, id_ in enumerate(ids) if id_ >= 512) :][:12]
+    story = load_tokenizer(folder).reference.encode(["Once upon a time there was a"]).ids.tolist()
+    [(logprob, _), (of_story, _)] = _hf_model(folder, 2, "document", trust_remote_code=True)._loglikelihood_tokens(
+        [(("", ""), story[:4], ids), (("", ""), story[:4], story[4:])]
+    )
+    assert -1e4 < logprob < of_story < 0
+    (folder / EXPORTED).rename(folder / "elsewhere")
+    assert score_folder(folder, corpora, trust_remote_code=True)["korean"].perplexity == float("inf")
+    (folder / "elsewhere").rename(folder / EXPORTED)

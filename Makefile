@@ -32,7 +32,7 @@ $(STAMP): $(CORE)
 
 demo: $(CORE)  ## run the whole pipeline on a small model, about 3 minutes; COMPARE=1 also trains by full fine-tuning
 ifdef COMPARE
-	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert" bash slurm/cpt_korean.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert evaluate" bash slurm/cpt_korean.sh
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 

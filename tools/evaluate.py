@@ -1,12 +1,11 @@
 """Scores Hugging Face folders: perplexity on given texts, benchmarks, or the final table of a run.
 
     scale-cpt evaluate --model exported --data data/*/*.heldout.jsonl.zst
-    scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy --data folder/of/task/files
+    scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy
     scale-cpt evaluate configs/demo.yaml
 
-Several models are compared in one table. --tasks takes lm-eval's names; with --data their documents come from local
-files and nothing is downloaded, and --include-path adds your own tasks. With a run: the base and the exported model
-on the held-out texts of the run's corpora, and writes <folder>/summary.json.
+Several models are compared in one table. --tasks takes lm-eval's names; --include-path adds your own tasks. With a run:
+the base and the exported model on the held-out texts of the run's corpora, and writes <folder>/summary.json.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import add_run, folder_or_hub, run_program
+import orjson
+
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
@@ -24,75 +25,46 @@ from pipeline.run_folder.attempts import stage_of
 
 def main(options: argparse.Namespace) -> None:
     given = {name for name in ("run", "model", "tasks", "data") if getattr(options, name)}
-    # Each branch imports what it needs, so that --help needs no torch.
     if given == {"run"}:
         config = load_config(options.run, options.set)
         with stage_of(config, "evaluate"):
-            from pipeline.evaluation.summary import summarise
+            from pipeline.evaluation.summary import summarise  # --help needs no torch
 
             print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix))
-    elif {"model", "tasks"} <= given and "run" not in given and len(options.data) <= 1:
-        if options.include_path and options.data:
-            raise ConfigError("--include-path: its tasks name their own documents; leave out --data")
-        _run_benchmarks(options)
-    elif given == {"model", "data"}:
-        _score_texts(options)
-    else:
-        raise ConfigError("name a run, or --model with --data, or --model and --tasks, with --data or without")
-
-
-def _run_benchmarks(options: argparse.Namespace) -> None:
-    _check_folders(options)
-    from pipeline.evaluation.benchmarks import comparison, load_tasks, run_benchmarks
-    from pipeline.evaluation.table import as_json
-
-    tasks = load_tasks(
-        options.tasks,
-        data=Path(options.data[0]) if options.data else None,
-        include=options.include_path,
-        few_shot=options.few_shot,
-        limit=options.limit,
-    )
-    results = {
-        str(model): run_benchmarks(
-            model,
-            tasks,
-            batch_size=options.batch_size,
-            prefix=options.prefix,
-            trust_remote_code=options.trust_remote_code,
-        )
-        for model in options.model
-    }
-    print(as_json(results) if options.json else comparison(results))
-
-
-def _score_texts(options: argparse.Namespace) -> None:
-    _check_folders(options)
-    from pipeline.evaluation.perplexity import score_folder
-    from pipeline.evaluation.table import as_json, score_table
-
-    keys = Keys(options.text_key, options.prompt_key)
-    scores = {
-        str(model): score_folder(
-            model,
-            {name: good_documents([name], keys) for name in options.data},
-            context=options.context,
-            stride=options.stride,
-            max_bytes=options.max_bytes,
-            prefix=options.prefix,
-            trust_remote_code=options.trust_remote_code,
-        )
-        for model in options.model
-    }
-    print(as_json(scores) if options.json else score_table(scores))
-
-
-def _check_folders(options: argparse.Namespace) -> None:
-    """Finds a missing folder before the other models have been scored for hours."""
+        return
+    if given not in ({"model", "data"}, {"model", "tasks"}):
+        raise ConfigError("name a run, --model with --data, or --model with --tasks")
     from pipeline.conversion.hf_folder import check_hf_config
 
-    for model in options.model:
+    for model in options.model:  # before the other models have been scored for hours
         check_hf_config(model, trust_remote_code=options.trust_remote_code)
+    print(_benchmarks(options) if "tasks" in given else _scores_of_texts(options))
+
+
+def _scores_of_texts(options: argparse.Namespace) -> str:
+    from pipeline.evaluation.perplexity import score_folder
+    from pipeline.evaluation.table import score_table
+
+    keys, shared = Keys(options.text_key, options.prompt_key), ("context", "stride", "max_bytes", "prefix")
+    settings = {name: getattr(options, name) for name in (*shared, "trust_remote_code")}
+    scores = {}
+    for model in options.model:
+        texts = {name: good_documents([name], keys) for name in options.data}
+        scores[str(model)] = score_folder(model, texts, **settings)
+    return _json(scores) if options.json else score_table(scores)
+
+
+def _benchmarks(options: argparse.Namespace) -> str:
+    from pipeline.evaluation.benchmarks import comparison, load_tasks, run_benchmarks
+
+    tasks = load_tasks(options.tasks, include=options.include_path, few_shot=options.few_shot, limit=options.limit)
+    settings = {name: getattr(options, name) for name in ("batch_size", "prefix", "trust_remote_code")}
+    results = {str(model): run_benchmarks(model, tasks, **settings) for model in options.model}
+    return _json(results) if options.json else comparison(results)
+
+
+def _json(values: object) -> str:
+    return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(parser, required=False)
     add("--model", type=folder_or_hub, nargs="+", default=[], help="Hugging Face folders, or models on the hub")
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
-    add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet; or a folder of task files")
+    add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
     add(
         "--prefix",
@@ -118,9 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=int, default=2**17, help="of each text, a sixteenth at most of a document (131072; 0: all)")
     add = parser.add_argument_group("benchmarks").add_argument
     add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")
-    add("--few-shot", type=int, help="solved examples before each question (default: none)")
-    add("--limit", type=int, help="ask only the first questions of each task, at most this many")
-    add("--batch-size", type=int, default=16, help="answers scored at a time (default 16)")
+    add("--few-shot", type=int, choices=range(65), metavar="N", help="solved examples before each question")
+    add("--limit", type=positive, help="ask only the first questions of each task, at most this many")
+    add("--batch-size", type=positive, default=16, help="answers scored at a time (default 16)")
 
 
 if __name__ == "__main__":

@@ -233,8 +233,8 @@ class Validation(Section):
     """how many it writes; each is a forward pass over all prompts"""
     tasks: Texts = []
     """lm-eval's tasks of multiple choice that all ranks score: `[kobest_copa, arc_easy]`"""
-    tasks_data: Path | None = None
-    """a folder with their documents (docs/evaluation.md); default: from the hub"""
+    tasks_include: Path | None = None
+    """a folder of your own tasks, whose Python code runs (docs/evaluation.md)"""
     tasks_every: PositiveInt = 1
     """validations between two scores of the tasks; the last validation always has them"""
     tasks_limit: PositiveInt | None = None
@@ -245,8 +245,8 @@ class Validation(Section):
 
     @model_validator(mode="after")
     def _settings_of_tasks_have_tasks(self) -> Validation:
-        if not self.tasks and (self.tasks_data, self.tasks_every, self.tasks_limit) != (None, 1, None):
-            raise ValueError("tasks_data, tasks_every and tasks_limit belong to tasks; name some")
+        if not self.tasks and (self.tasks_include, self.tasks_every, self.tasks_limit) != (None, 1, None):
+            raise ValueError("tasks_include, tasks_every and tasks_limit belong to tasks; name some")
         return self
 
 

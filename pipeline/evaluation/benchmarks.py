@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
-from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
+from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library, in_one_line
 from pipeline.evaluation.perplexity import Prefix, prefix_of
 from pipeline.evaluation.table import table
 from pipeline.model.output import NEVER
@@ -47,36 +47,42 @@ class Result:
 
 
 def load_tasks(
-    names: Sequence[str],
-    *,
-    data: Path | None = None,
-    include: Path | None = None,
-    few_shot: int | None = None,
-    limit: int | None = None,
+    names: Sequence[str], *, include: Path | None = None, few_shot: int | None = None, limit: int | None = None
 ) -> Tasks:
-    """lm-eval's tasks and groups `names`.
+    """lm-eval's tasks and groups `names`, whose data sets it downloads from the Hub, or has in its cache.
 
-    With `data` every document comes from files below it; without it lm-eval downloads each task's data set from the
-    Hub. `include` is a folder of further tasks in lm-eval's format, whose Python code is run. `few_shot` is the number
-    of solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes
-    the first documents of each task.
+    `include` is a folder of further tasks in lm-eval's format, whose Python code is run. `few_shot` is the number of
+    solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes the
+    first documents of each task.
 
     Raises:
         MissingPackageError: lm-eval is not installed, or too old.
-        ConfigError: lm-eval has no such task, or `few_shot` or `limit` is too small.
+        ConfigError: lm-eval has no such task.
         DataError: the documents of a task are missing.
     """
-    for flag, value, least in (("few-shot", few_shot, 0), ("limit", limit, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"--{flag}: expected at least {least}, found {value}")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
     try:
-        from pipeline.evaluation.local_tasks import load_local_tasks
+        import datasets
+        from lm_eval.api.group import Group  # noqa: F401  # which earlier versions lack
+        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise MissingPackageError(
             f"lm-eval: 0.4.13 or newer is needed ({error}); pip install 'scale-cpt[eval]'"
         ) from None
-    loaded = _load_hub_tasks(names, include) if data is None else load_local_tasks(names, data)
+    if include is not None and not any(include.rglob("*.yaml")):
+        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
+    datasets.disable_progress_bars()
+    with faults_of_library(f"--tasks {' '.join(names)}", ConfigError):
+        manager = TaskManager(include_path=include and str(include), include_defaults=include is None)
+        if include is not None and not set(names) <= manager.task_index.keys():
+            manager = TaskManager(include_path=str(include))  # listing lm-eval's own 14,000 files takes ten seconds
+        if unknown := [name for name in names if name not in manager.task_index]:
+            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
+        try:
+            loaded = dict(manager.load(list(names)))
+        except OSError as error:
+            fault = f"{' '.join(names)}: its documents cannot be read ({in_one_line(error):.200})"
+            raise DataError(f"{fault}; download them where there is a network, with the same HF_HOME") from None
     for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
         own = task.get_config("num_fewshot")
         wanted = own if own == 0 or few_shot is None else few_shot
@@ -85,24 +91,6 @@ def load_tasks(
         task.set_config(key="num_fewshot", value=wanted or 0)
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     return Tasks(names, loaded, limit)
-
-
-def _load_hub_tasks(tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-
-    if include is not None and not any(include.rglob("*.yaml")):
-        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
-    with faults_of_library(f"--tasks {' '.join(tasks)}", ConfigError):
-        manager = TaskManager(include_path=None if include is None else str(include))
-        if unknown := [name for name in tasks if name not in manager.task_index]:
-            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
-        try:
-            return dict(manager.load(list(tasks)))
-        except OSError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{' '.join(tasks)}: cannot be downloaded ({reason}); give local files with --data"
-            ) from None
 
 
 def run_benchmarks(
@@ -118,12 +106,9 @@ def run_benchmarks(
     Every prompt follows `prefix`, as documents do in training.
 
     Raises:
-        ConfigError: `batch_size` is below 1.
         DataError: the folder has no tokenizer.
         BaseModelError: the folder holds no model that can be loaded.
     """
-    if batch_size < 1:
-        raise ConfigError(f"--batch-size: expected at least 1, found {batch_size}")
     return task_results(_hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code), tasks)
 
 

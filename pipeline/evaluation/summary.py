@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import heldout_corpora
-from pipeline.errors import CheckpointError, ConversionError
-from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
+from pipeline.errors import CheckpointError, ConversionError, UserError
+from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, score_folder
 from pipeline.evaluation.table import limit_note, readable, table
 from pipeline.files import read_object, write_json
 from pipeline.run_folder.status import TRAINING
@@ -31,95 +30,65 @@ _FROM_TRAINING = (
     "tensorboard",
 )
 
-Scores = Mapping[str, Score]
-"""By the corpus's name."""
-
 
 def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Prefix = "document") -> str:
     """Scores the base and the exported model on the run's held-out texts; writes `summary.json` into its folder.
 
-    A run in `<folder>-fft` is scored for comparison. `max_bytes` and `prefix` are those of `score_folder`. Returns a
-    table of the results, and where they are.
+    `max_bytes` and `prefix` are those of `score_folder`. Returns a table of the results, and where they are.
 
     Raises:
-        CheckpointError: the training of a run is not finished.
-        ConversionError: a run is not converted.
+        CheckpointError: the training of the run is not finished.
+        ConversionError: it is not converted.
     """
-
-    def scores(folder: Path) -> Scores:
-        context = config.data.sequence_length
-        return score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
-
-    training, verification = _read_results(config.folder)
-    compared = config.folder.with_name(f"{config.folder.name}-fft")
-    compared_training = _read_results(compared)[0] if (compared / HF_FOLDER).exists() else None
+    hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
+    training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")
+    verification = _result(hf_folder / VERIFICATION, ConversionError, "run tools/convert_checkpoint.py first")
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
-    before, after = scores(config.base), scores(config.folder / HF_FOLDER)
-
+    scores = {
+        when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
+        for when, folder in (("before", config.base), ("after", hf_folder))
+    }
+    fraction = training["trainable_parameters"] / training["total_parameters"]
     values: dict[str, Any] = {key: training[key] for key in _FROM_TRAINING if key in training}
-    values["trained_fraction"] = _trained_fraction(training)
-    values |= _flat(before, "before") | _flat(after, "after")
+    values["trained_fraction"] = fraction
+    for when, by_corpus in scores.items():
+        for corpus, score in by_corpus.items():
+            values[f"{corpus}_perplexity_{when}"] = score.perplexity
+            values[f"{corpus}_bits_per_byte_{when}"] = score.bits_per_byte
     values["rehearsal_fraction"] = config.data.fractions.get("rehearsal", 0)
     if gate is not None:
         values |= {f"gate_open_{name}": text.open_fraction for name, text in gate.heldout.items()}
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
     values["export_max_abs_logit_difference"] = verification["max_abs"]
-    values["hf_folder"] = str(config.folder / HF_FOLDER)
-    values["scores"] = {"before": before, "after": after}
+    values["hf_folder"] = str(hf_folder)
+    write_json(config.folder / SUMMARY, values | {"scores": scores})
+
     method = config.method
     name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
-    rows = [_row("base", "", before), _row(name, f"{_trained_fraction(training):.1%}", after)]
-    if compared_training is not None:
-        compared_scores = scores(compared / HF_FOLDER)
-        values["comparison"] = {
-            "method": "fft",
-            "trainable_parameters": compared_training["trainable_parameters"],
-            **_flat(compared_scores, "after"),
-            "hf_folder": str(compared / HF_FOLDER),
-        }
-        rows.append(_row("full fine-tuning", f"{_trained_fraction(compared_training):.1%}", compared_scores))
-    write_json(config.folder / SUMMARY, values)
-
-    header = ["", "trained", *(cell for corpus in before for cell in (f"{corpus}: perplexity", "bits per byte"))]
+    rows = [["base", ""], [name, f"{fraction:.1%}"]]
+    for row, by_corpus in zip(rows, scores.values(), strict=True):
+        for score in by_corpus.values():
+            row += [readable(score.perplexity), f"{score.bits_per_byte:.3f}"]
+    header = [
+        "",
+        "trained",
+        *(cell for corpus in scores["after"] for cell in (f"{corpus}: perplexity", "bits per byte")),
+    ]
     notes = ["Whole documents, in windows that overlap; the log of training scores packed sequences, which cut them."]
     if config.vocabulary is not None:
         notes.append("Two tokenizers: only bits per byte can be compared.")
+    notes += filter(None, [limit_note(scores)])
     paths = {
         "TensorBoard": training.get("tensorboard"),
         "checkpoint": training.get("checkpoint"),
-        "Hugging Face folder": config.folder / HF_FOLDER,
+        "Hugging Face folder": hf_folder,
         "this summary": config.folder / SUMMARY,
     }
-    notes += filter(None, [limit_note({"": after})])
     return "\n".join([table(header, rows), "", *notes, "", *(f"{label:<20} {path}" for label, path in paths.items())])
 
 
-def _read_results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of the run's training.json, and of its export's verification.json."""
-    path = folder / TRAINING
+def _result(path: Path, error: type[UserError], advice: str) -> dict[str, Any]:
     try:
-        training = read_object(path, CheckpointError, "train the run again")
+        return read_object(path, error)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; the run must be trained to its end first") from None
-    path = folder / HF_FOLDER / VERIFICATION
-    try:
-        return training, read_object(path, ConversionError, "convert the run again")
-    except FileNotFoundError:
-        raise ConversionError(f"{path}: no such file; run tools/convert_checkpoint.py first") from None
-
-
-def _trained_fraction(training: Mapping[str, Any]) -> float:
-    return float(training["trainable_parameters"]) / float(training["total_parameters"])
-
-
-def _row(label: str, trained: str, scores: Scores) -> list[str]:
-    figures = ((readable(score.perplexity), f"{score.bits_per_byte:.3f}") for score in scores.values())
-    return [label, trained, *(cell for pair in figures for cell in pair)]
-
-
-def _flat(scores: Scores, when: str) -> dict[str, float]:
-    flat = {}
-    for corpus, score in scores.items():
-        flat[f"{corpus}_perplexity_{when}"] = score.perplexity
-        flat[f"{corpus}_bits_per_byte_{when}"] = score.bits_per_byte
-    return flat
+        raise error(f"{path}: no such file; {advice}") from None

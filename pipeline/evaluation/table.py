@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import orjson
 
 from pipeline.evaluation.perplexity import Score
 from pipeline.run_folder.metrics import mean, spread
@@ -39,7 +36,7 @@ def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def limit_note(scores: Mapping[str, Mapping[str, Score]]) -> str:
-    """What to say of texts that were not scored whole; empty if all were."""
+    """What to say of texts that were not scored whole; empty if all were. `scores` is by model, then by corpus."""
     cut = sorted({corpus for corpora in scores.values() for corpus, score in corpora.items() if not score.whole})
     return f"Scored is a part of {', '.join(cut)}; all of it: --max-bytes 0." if cut else ""
 
@@ -53,8 +50,3 @@ def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
             sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
             rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
     return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), limit_note(scores)])
-
-
-def as_json(values: Mapping[str, Any]) -> str:
-    """The same values as JSON; dataclasses may be among them."""
-    return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()

@@ -22,7 +22,7 @@ class TaskScores(Observer):
         self.layout, self.rank, self.phases = context.inputs.layout, context.rank, context.phases
         settings = self.config.validation
         self.tasks = run_on_all_ranks(
-            lambda: load_tasks(settings.tasks, data=settings.tasks_data, limit=settings.tasks_limit)
+            lambda: load_tasks(settings.tasks, include=settings.tasks_include, limit=settings.tasks_limit)
         )
         from pipeline.evaluation.scoring_model import ScoringModel  # needs lm-eval, which `load_tasks` has found
 

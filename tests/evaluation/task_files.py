@@ -1,52 +1,65 @@
-"""Small benchmark files in the layout of `--data`: our own sentences in the fields of the real ones."""
+"""Small tasks in lm-eval's format on local files, like COPA, ARC and BLiMP."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import yaml
+
 _NAMES = ("Lily", "Tom", "Sue", "Ben", "Mia", "Tim")
 COPA = [
     {
-        "premise": f"{name} was hungry.",
-        "question": question,
-        "alternative_1": f"{name} ate a red apple.",
-        "alternative_2": f"{name} sang to the big sun.",
+        "premise": f"{name} was hungry. {connector}",
+        "alternatives": [f"{name} ate a red apple.", f"{name} sang to the big sun."],
         "label": number % 2,
     }
     for number, name in enumerate(_NAMES)
-    for question in ("원인", "결과")
+    for connector in ("왜냐하면", "그래서")
 ]
 ARC = [
     {
-        "id": name,
-        "question": f"What did {name} do in the park?",
-        "choices": {"text": ["played with a ball", "ate the sky", "was a number"], "label": ["A", "B", "C"]},
-        "answerKey": "ABC"[number % 3],
+        "question": f"What did {name} do?",
+        "choices": ["played with a ball", "ate the sky", "was a number"],
+        "answer": n % 3,
     }
-    for number, name in enumerate(_NAMES)
+    for n, name in enumerate(_NAMES)
 ]
-BOOLQ = [{"paragraph": f"{name} has a dog.", "question": "개가 있는가?", "label": 1} for name in _NAMES]
-HELLASWAG = [
-    {"context": f"{name} went out.", **{f"ending_{n}": f"{name} saw {n} birds." for n in (1, 2, 3, 4)}, "label": 2}
-    for name in _NAMES
-]
-BLIMP = [{"sentence_good": f"{name} has a cat.", "sentence_bad": f"{name} have a cat."} for name in _NAMES]
+BLIMP = [{"pair": [f"{name} has a cat.", f"{name} have a cat."]} for name in _NAMES]
+TASKS = {
+    "copa": (COPA, {"doc_to_text": "premise", "doc_to_choice": "alternatives", "doc_to_target": "label"}),
+    "arc": (
+        ARC,
+        {
+            "doc_to_text": "Question: {{question}}\nAnswer:",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+    ),
+    "passive_1": (BLIMP, {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0}),
+    "passive_2": (BLIMP[:3], {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0}),
+}
 
 
 def write_task_files(folder: Path) -> Path:
-    """One small file for each task."""
-    files = {
-        "kobest/boolq/test": BOOLQ,
-        "kobest/copa/test": COPA,
-        "kobest/copa/validation": COPA[:4],
-        "kobest/hellaswag/test": HELLASWAG,
-        "arc_easy/test": ARC,
-        "blimp/passive_1": BLIMP,
-        "blimp/passive_2": BLIMP[:3],
-    }
-    for name, records in files.items():
-        path = folder / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+    """One file and its documents for each task, and a group `passive` of two of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (records, settings) in TASKS.items():
+        documents = folder / f"{name}.jsonl"
+        documents.write_text("\n".join(json.dumps(record) for record in records))
+        files = {"test": str(documents), **({"validation": str(documents)} if name == "copa" else {})}
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
+            **{f"{split}_split": split for split in files},
+            "output_type": "multiple_choice",
+            "metric_list": [{"metric": "acc"}],
+            **settings,
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    aggregate = [{"metric": "acc", "weight_by_size": True}]
+    group = {"group": "passive", "task": ["passive_1", "passive_2"], "aggregate_metric_list": aggregate}
+    (folder / "passive.yaml").write_text(yaml.safe_dump(group))
     return folder

@@ -16,8 +16,7 @@ from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import load_tasks, run_benchmarks
 from pipeline.evaluation.summary import summarise
 from tests.bases import STORIES
-from tests.conversion.checkpoints import FFT, checkpoint_in, save_many, scale
-from tests.distributed import run_ranks
+from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -49,20 +48,16 @@ def run_config(folder: Path, **corpora) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A SCALE run and a full fine-tuning run of the same name with -fft, trained and converted."""
-    folder = tmp_path_factory.mktemp("runs")
-    methods = {"demo": scale("adapt"), "demo-fft": FFT}
-    run_ranks(save_many, 1, [(STORIES, method, folder / name / "checkpoints") for name, method in methods.items()])
-    for name in methods:
-        checkpoint = checkpoint_in(folder / name / "checkpoints")
-        convert(Conversion(checkpoint, STORIES, folder / name / "hf"), probe_maker({}))
-        (folder / name / "training.json").write_text(json.dumps(TRAINING))
+def run(models, tmp_path_factory):
+    """A SCALE run, trained and converted."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    convert(Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, folder / "hf"), probe_maker({}))
+    (folder / "training.json").write_text(json.dumps(TRAINING))
     return folder
 
 
-def test_the_summary_of_a_run_and_a_comparison(runs, tmp_path):
-    shutil.copytree(runs / "demo", tmp_path / "demo")
+def test_the_summary_of_a_run(run, tmp_path):
+    shutil.copytree(run, tmp_path / "demo")
     text = summarise(run_config(tmp_path / "demo"), max_bytes=8000)
     values = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert values.items() >= TRAINING.items()
@@ -75,13 +70,6 @@ def test_the_summary_of_a_run_and_a_comparison(runs, tmp_path):
         before, after = (values["scores"][when][language] for when in ("before", "after"))
         assert (before["tokens"], before["bytes"]) == (after["tokens"], after["bytes"])
     assert "SCALE-Adapt" in text and "25.0%" in text and str(tmp_path / "demo" / "hf") in text
-    assert "full fine-tuning" not in text and "comparison" not in values
-
-    shutil.copytree(runs / "demo-fft", tmp_path / "demo-fft")
-    assert "full fine-tuning" in summarise(run_config(tmp_path / "demo"), max_bytes=2000)
-    values = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    found = values["comparison"]["korean_perplexity_after"]
-    assert found not in (values["korean_perplexity_after"], values["korean_perplexity_before"])
 
     (tmp_path / "demo" / "hf" / "verification.json").unlink()
     with pytest.raises(ConversionError, match="convert_checkpoint"):
@@ -91,9 +79,9 @@ def test_the_summary_of_a_run_and_a_comparison(runs, tmp_path):
         summarise(run_config(tmp_path / "demo"))
 
 
-def test_an_exported_model_answers_benchmarks(runs, tmp_path):
+def test_an_exported_model_answers_benchmarks(run, tmp_path):
     """In the scale format too, whose code is not part of transformers."""
-    exported = run_benchmarks(runs / "demo" / "hf", load_tasks(["arc_easy"], data=write_task_files(tmp_path)))
+    exported = run_benchmarks(run / "hf", load_tasks(["arc"], include=write_task_files(tmp_path)))
     assert [(result.metric, result.documents) for result in exported] == [("acc", 6), ("acc_norm", 6)]
 
 

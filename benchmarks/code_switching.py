@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
-from itertools import islice
-from typing import get_args
+from itertools import islice, product
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.evaluation.table import readable, table
 from pipeline.gating.fit_run import BaseStream, fit_on, gate_layer
-from pipeline.gating.windows import Windows, as_windows, read_fitting_text, spliced
+from pipeline.gating.windows import Windows, as_windows, joined, read_fitting_text, spliced
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import Gate
 
@@ -38,20 +37,14 @@ FIRST = 8
 DIRECTIONS = {True: "new after old", False: "old after new"}
 
 
-@dataclass(frozen=True)
-class Change:
-    """Held-out windows in which the text changes; masks are bool [N, S].
-
-    Attributes:
-        second: the tokens after the change that belong to the document in which it is.
-        first_few: the first of them.
-        predicted: those whose target is of the same text.
+class Change(NamedTuple):
+    """Held-out windows in which the text changes. `second`: the tokens after the change that belong to the document in
+    which it is; `first_few`: the first of them. Both are bool [N, S].
     """
 
     windows: Windows
     second: Tensor
     first_few: Tensor
-    predicted: Tensor
 
 
 def main() -> None:
@@ -74,28 +67,24 @@ def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]
     stream = BaseStream(decoder, gate_layer(settings, model))
     header = ["features", "splices", "new text open"]
     header += [f"{name}: {part} open" for name in DIRECTIONS.values() for part in (f"first {FIRST}", "later")]
-    rows, chosen = [], None
-    for splices in (False, True):
-        varied = config.model_copy(update={"gate": settings.model_copy(update={"splices": splices})})
-        text = read_fitting_text(varied, fingerprint)
-        for features in get_args(GateFeatures):
-            fit = fit_on(stream, text, settings.model_copy(update={"features": features}))
-            gate, new = fit.gate, fit.new
-            row = [features, str(splices), f"{(new > gate.threshold).double().mean():.2%}"]
-            for change in changes.values():
-                is_open = stream.scores(change.windows, gate) > gate.threshold
-                for part in (change.first_few, change.second & ~change.first_few):
-                    row.append(f"{is_open[part].double().mean():.1%}")
-            rows.append(row)
-            if (features, splices) == (settings.features, settings.splices):
-                chosen = gate
-    assert chosen is not None
-    return table(header, rows), second_texts(decoder, stream, chosen, changes)
+    rows, gates = [], {}
+    for splices, features in product((False, True), get_args(GateFeatures)):
+        varied = settings.model_copy(update={"splices": splices, "features": features})
+        text = read_fitting_text(config, varied, fingerprint)
+        fit = fit_on(stream, text, varied)
+        gate = gates[splices, features] = fit.gate
+        row = [features, str(splices), f"{(fit.new > gate.threshold).double().mean():.2%}"]
+        for change in changes.values():
+            is_open = stream.scores(change.windows, gate) > gate.threshold
+            parts = change.first_few, change.second & ~change.first_few
+            row += [f"{is_open[part].double().mean():.1%}" for part in parts]
+        rows.append(row)
+    return table(header, rows), second_texts(stream, gates[settings.splices, settings.features], changes)
 
 
-def second_texts(decoder: Decoder, stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
+def second_texts(stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
     """Perplexities of the text after the change, and KL(base || model) of the closed tokens there."""
-    rows = []
+    decoder, rows = stream.decoder, []
     for is_new, change in changes.items():
         closed = change.second & (stream.scores(change.windows, gate) <= gate.threshold)
         base = log_probabilities(decoder, change.windows, base=True)
@@ -106,33 +95,25 @@ def second_texts(decoder: Decoder, stream: BaseStream, gate: Gate, changes: dict
             kl = (base.exp() * (base - found)).sum(-1)[closed]
             divergences.append(f"{kl.mean():.3f}" if len(kl) else "")
         rows.append(row + divergences)
-    header = ["perplexity of the second text", "base", "ungated", "gated", "closed: KL ungated", "KL gated"]
-    return table(header, rows)
+    return table(["perplexity of the second text", "base", "ungated", "gated", "closed: KL ungated", "KL gated"], rows)
 
 
 def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:
     """Windows that change into new text, and into old text, by whether the second text is new."""
-    heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     kinds: dict[bool, list[Windows]] = {True: [], False: []}
-    for name, samples in heldout.items():
+    for name, samples in load_heldout(config.data, tokenizer_fingerprint=fingerprint).items():
         is_new = config.data.corpora[name].role == "new"
         kinds[is_new].append(as_windows(list(islice(samples, config.validation.max_sequences)), is_new=is_new))
     if not all(kinds.values()):
         raise ConfigError("data.corpora: expected held-out parts of new text and of replayed text")
-    old, new = (sum(kinds[is_new][1:], kinds[is_new][0]) for is_new in (False, True))
-    made = spliced(old, new, config.seed)
-    return {is_new: _change(made, is_new) for is_new in (True, False)}
-
-
-def _change(windows: Windows, second_is_new: bool) -> Change:
-    rows = windows.is_new[:, 0] != second_is_new
-    chosen = windows.rows(rows)
-    after = chosen.is_new == second_is_new
-    at = after.int().argmax(dim=1, keepdim=True)
-    second = after & (chosen.document_ids == chosen.document_ids.gather(1, at)) & chosen.present
-    # The target of the last token before the change is of the first text.
-    predicted = second & (chosen.targets != IGNORED)
-    return Change(chosen, second, second & (after.int().cumsum(dim=1) <= FIRST), predicted)
+    made, changes = spliced(joined(kinds[False]), joined(kinds[True]), config.seed), {}
+    for second_is_new in (True, False):
+        chosen = made.rows(made.is_new[:, 0] != second_is_new)
+        after = chosen.is_new == second_is_new
+        at = after.int().argmax(dim=1, keepdim=True)
+        second = after & (chosen.document_ids == chosen.document_ids.gather(1, at)) & chosen.present
+        changes[second_is_new] = Change(chosen, second, second & (after.int().cumsum(dim=1) <= FIRST))
+    return changes
 
 
 def log_probabilities(decoder: Decoder, windows: Windows, *, base: bool = False) -> Tensor:
@@ -144,8 +125,9 @@ def log_probabilities(decoder: Decoder, windows: Windows, *, base: bool = False)
 
 def perplexity(found: Tensor, change: Change) -> str:
     """Of the targets in the second text; found: [N, S, V], log probabilities."""
-    targets = change.windows.targets[change.predicted]
-    return readable(math.exp(float(-found[change.predicted].gather(-1, targets.unsqueeze(-1)).mean())))
+    predicted = change.second & (change.windows.targets != IGNORED)
+    targets = change.windows.targets[predicted]
+    return readable(math.exp(float(-found[predicted].gather(-1, targets.unsqueeze(-1)).mean())))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import random
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -38,17 +38,20 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.table import table
 from pipeline.files import write_json
 from pipeline.gating.fit import area_under_roc
-from pipeline.gating.fit_run import BaseStream, Fit, fit_on
+from pipeline.gating.fit_run import BaseStream, fit_on
 from pipeline.gating.windows import FittingText, Windows, as_windows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
+from pipeline.scale.gate import Gate
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW, OLD = "ko/reviews", "en/gutenberg"
 PAIRS = [(NEW, OLD), ("ko/law", NEW), ("ko/book_reviews", NEW), ("en/stories", OLD), ("en/factbook", OLD)]
 """New and old text, as files of the folder of texts, without their endings; those that are missing are left out."""
 OWN_TEXT = "own text"
+SHARES = ("new_open", "old_open", "new_open_at_even_odds", "old_open_at_even_odds")
+"""Of open tokens, at the gate's threshold and at even odds."""
 _MOST_DOCUMENTS, _MADE = 20_000, 400
 logger = log.get_logger(__name__)
 
@@ -60,29 +63,12 @@ class Text(NamedTuple):
     prompt: str = ""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Texts of one kind: to fit a gate on, to set its threshold on, and to measure it on."""
 
     fit: Sequence[Text]
     unused: Sequence[Text]
     test: Sequence[Text]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a gate does to unused text of a pair: shares of open tokens, at its threshold and at even odds."""
-
-    new: str
-    old: str
-    fitted_against: str
-    layer: int
-    features: GateFeatures
-    auc: float
-    new_open: float
-    old_open: float
-    new_open_at_even_odds: float
-    old_open_at_even_odds: float
 
 
 def main() -> None:
@@ -92,60 +78,68 @@ def main() -> None:
     if outside := [layer for layer in layers if not 0 <= layer <= base.spec.num_layers]:
         raise ConfigError(f"--layers: expected 0 to {base.spec.num_layers} (after the last), found {outside[0]}")
     pairs = options.pair or PAIRS
-    files = {name: _file(options.data, name) for pair in pairs for name in pair}
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    files = {name: Path(name) if Path(name).suffix else options.data / f"{name}.jsonl.zst" for name in names}
     kinds = {name: kind_of(file, options.seed) for name, file in files.items() if file.exists()}
     for name in files.keys() - kinds.keys():
         logger.info("%s: no such file; its rows are left out", files[name])
     decoder = Decoder(base.spec).eval()
     load_base(decoder, base)
     bench = Separation(decoder, options)
-    rows = [row for pair in pairs if set(pair) <= kinds.keys() for row in bench.rows(pair[0], pair[1], kinds, layers)]
+    rows = [row for pair in pairs if set(pair) <= kinds.keys() for row in bench.rows(pair, kinds, layers)]
     header = ["new text / old text", "fitted against", "layer", "features", "AUC"]
     header += ["new open", "old open", "even odds: new", "old"]
     print(table(header, [_cells(row) for row in rows]))
     decisions = bench.decisions(kinds, layers[-1]) if {NEW, OLD} <= kinds.keys() else {}
     if decisions:
-        print("\n" + table(["kind of text", *decisions[NEW]], [_shares(name, own) for name, own in decisions.items()]))
+        lines = [[name, *(f"{share:.2%}" for share in own.values())] for name, own in decisions.items()]
+        print("\n" + table(["kind of text", *decisions[NEW]], lines))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        values = {"base": str(options.base), "rows": [asdict(row) for row in rows], "other_kinds": decisions}
-        write_json(options.json, values)
+        write_json(options.json, {"base": str(options.base), "rows": rows, "other_kinds": decisions})
 
 
 class Separation:
     """Gates of a base's stream, fitted on pairs of texts."""
 
     def __init__(self, decoder: Decoder, options: argparse.Namespace) -> None:
-        self._decoder, self._tokens, self._seed = decoder, options.tokens, options.seed
-        self._tokenizer, self._length = load_tokenizer(options.base), options.sequence_length
+        self._decoder, self._options = decoder, options
+        self._tokenizer = load_tokenizer(options.base)
         self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
         self._own = own_text(options, self._tokenizer) if options.own_text else None
 
-    def rows(self, new: str, old: str, kinds: Mapping[str, Kind], layers: Sequence[int]) -> Iterator[Row]:
-        """The pair's rows; of gates against the base's own text, those with the default features."""
+    def rows(self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """What a gate does to unused text of the pair (new, old): its AUC, and the shares of open tokens.
+
+        Of gates against the base's own text, those with the default features.
+        """
+        new, old = pair
         test = self._windows(kinds[new].test, is_new=True) + self._windows(kinds[old].test, is_new=False)
         is_new = test.is_new[test.present]
         for against, text in self._texts(kinds[new], kinds[old], old).items():
             for layer in layers:
                 stream = BaseStream(self._decoder, layer)
                 for features in get_args(GateFeatures) if against == old else [self._settings.features]:
-                    if (fit := self._fit(stream, text, features)) is None:
+                    if (gate := self._fit(stream, text, features)) is None:
                         continue
-                    scores = stream.scores(test, fit.gate)[test.present]
+                    scores = stream.scores(test, gate)[test.present]
                     parts = scores[is_new], scores[~is_new]
-                    opened = [_share(part > limit) for limit in (fit.gate.threshold, 0) for part in parts]
-                    yield Row(new, old, against, layer, features, area_under_roc(*parts), *opened)
+                    shares = (_share(part > limit) for limit in (gate.threshold, 0) for part in parts)
+                    of = {"new": new, "old": old, "fitted_against": against, "layer": layer, "features": features}
+                    yield of | {"auc": area_under_roc(*parts)} | dict(zip(SHARES, shares, strict=True))
 
     def decisions(self, kinds: Mapping[str, Kind], layer: int) -> dict[str, dict[str, float]]:
         """Of each kind of text the open shares under gates of NEW against OLD, and against the base's own text."""
         stream, found = BaseStream(self._decoder, layer), {}
         texts = self._texts(kinds[NEW], kinds[OLD], OLD).items()
-        fits = {against: self._fit(stream, text, self._settings.features) for against, text in texts}
-        for name, of_kind in other_kinds(kinds, self._tokenizer, self._seed).items():
+        gates = {against: self._fit(stream, text, self._settings.features) for against, text in texts}
+        for name, of_kind in other_kinds(kinds, self._tokenizer, self._options.seed).items():
             windows = self._windows(of_kind, is_new=False)
-            scores = {key: stream.scores(windows, fit.gate)[windows.present] for key, fit in fits.items() if fit}
-            gates = {key: fit.gate for key, fit in fits.items() if fit}
-            found[name] = {f"open, against {key}": _share(own > gates[key].threshold) for key, own in scores.items()}
+            found[name] = {
+                f"open, against {key}": _share(stream.scores(windows, gate)[windows.present] > gate.threshold)
+                for key, gate in gates.items()
+                if gate
+            }
         return found
 
     def _texts(self, new: Kind, old: Kind, name: str) -> dict[str, FittingText]:
@@ -157,10 +151,10 @@ class Separation:
             texts[OWN_TEXT] = FittingText(self._own.fit + fit, self._own.unused + unused)
         return texts
 
-    def _fit(self, stream: BaseStream, text: FittingText, features: GateFeatures) -> Fit | None:
+    def _fit(self, stream: BaseStream, text: FittingText, features: GateFeatures) -> Gate | None:
         """The gate; None if most of what the base writes looks like the new text."""
         try:
-            return fit_on(stream, text, self._settings.model_copy(update={"features": features}))
+            return fit_on(stream, text, self._settings.model_copy(update={"features": features})).gate
         except DataError as error:
             if not text.fit.is_own.any():
                 raise
@@ -168,22 +162,21 @@ class Separation:
             return None
 
     def _windows(self, texts: Iterable[Text], *, is_new: bool) -> Windows:
-        return windows_of(texts, self._tokenizer, self._length, self._tokens, is_new=is_new)
+        length, tokens = self._options.sequence_length, self._options.tokens
+        return windows_of(texts, self._tokenizer, length, tokens, is_new=is_new)
 
 
 def windows_of(texts: Iterable[Text], tokenizer: Tokenizer, length: int, tokens: int, *, is_new: bool) -> Windows:
     """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so many."""
-    samples, present, found = [], [], 0
+    samples, present, found, start = [], [], 0, tokenizer.before_document
     for text in texts:
         if found >= tokens:
             break
-        whole, prompt = tokenizer.reference.encode([text.prompt + text.text, text.prompt]).lengths.tolist()
-        start = np.array(tokenizer.before_document, dtype=np.int64)
-        ids = np.concatenate([start, tokenizer.reference.encode([text.prompt + text.text]).ids.astype(np.int64)])
-        counts = np.arange(length)
-        counts = (counts >= len(start) + min(prompt, whole)) & (counts < len(ids))
-        padding = tokenizer.document_end[-1]
-        samples.append(pack(ids[:length], np.zeros(1, dtype=np.int64), length, padding=padding))
+        whole, prompt = (tokenizer.reference.encode([of]).ids for of in (text.prompt + text.text, text.prompt))
+        ids = np.array([*start, *whole], dtype=np.int64)
+        places = np.arange(length)
+        counts = (places >= len(start) + min(len(prompt), len(whole))) & (places < len(ids))
+        samples.append(pack(ids[:length], np.zeros(1, dtype=np.int64), length, padding=tokenizer.document_end[-1]))
         present.append(counts)
         found += int(counts.sum())
     if not found:
@@ -191,24 +184,19 @@ def windows_of(texts: Iterable[Text], tokenizer: Tokenizer, length: int, tokens:
     return replace(as_windows(samples, is_new=is_new), present=torch.from_numpy(np.stack(present)))
 
 
-def _file(data: Path, name: str) -> Path:
-    return Path(name) if Path(name).suffix else data / f"{name}.jsonl.zst"
-
-
 def kind_of(file: Path, seed: int) -> Kind:
     """The documents of a file, in random order, in three parts; the last is its held-out file, if it has one."""
-    heldout = file.with_name(file.name.replace(".jsonl", ".heldout.jsonl", 1))
-    texts = _documents(file, seed)
+
+    def documents(file: Path) -> list[Text]:
+        texts = [Text(document.text) for document in islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)]
+        random.Random(seed).shuffle(texts)
+        return texts
+
+    texts, heldout = documents(file), file.with_name(file.name.replace(".jsonl", ".heldout.jsonl", 1))
     half = len(texts) // 2
     if heldout != file and heldout.exists():
-        return Kind(texts[:half], texts[half:], _documents(heldout, seed))
+        return Kind(texts[:half], texts[half:], documents(heldout))
     return Kind(texts[:half], texts[half : 3 * half // 2], texts[3 * half // 2 :])
-
-
-def _documents(file: Path, seed: int) -> list[Text]:
-    texts = [Text(document.text) for document in islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)]
-    random.Random(seed).shuffle(texts)
-    return texts
 
 
 def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
@@ -219,9 +207,8 @@ def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
         job = SamplingJob(base=options.base, output=Path(folder) / "own", sampling=sampling, max_tokens=length)
         with local_workers(1) as workers:
             sample_corpus(job, plan_of(job), workers)
-        corpus = TokenCorpus(job.output, tokenizer_fingerprint=tokenizer.fingerprint)
         packed = PackedCorpus(
-            corpus,
+            TokenCorpus(job.output, tokenizer_fingerprint=tokenizer.fingerprint),
             length,
             padding=tokenizer.document_end[-1],
             document_mask=True,
@@ -235,10 +222,15 @@ def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
 def other_kinds(kinds: Mapping[str, Kind], tokenizer: Tokenizer, seed: int) -> dict[str, list[Text]]:
     """Kinds of text on which no gate was fitted; a gate for Korean should open on those with Korean or Hangul."""
     choice = random.Random(seed)
+    forms = ("{}", "{:,}", "0.{}", "{}%", "2024-03-{:02}", "{}:30", "${}")
+
+    def numbers() -> str:
+        return " ".join(choice.choice(forms).format(choice.randrange(10 ** choice.randint(1, 5))) for _ in range(20))
+
     pieces = dict.fromkeys(tokenizer.decode([token]).strip() for token in range(tokenizer.vocab_size))
     after = list(zip(*(_sentences(kinds[name].test) for name in (NEW, OLD)), strict=False))
     found = {name: list(kind.test) for name, kind in kinds.items()}
-    found["numbers"] = [Text(_numbers(choice)) for _ in range(_MADE)]
+    found["numbers"] = [Text(numbers()) for _ in range(_MADE)]
     found["Python"] = [Text(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "pipeline").rglob("*.py"))]
     found["one token, Latin"] = [Text(piece) for piece in pieces if re.fullmatch("[A-Za-z]+", piece)]
     found["one token, Hangul"] = [Text(piece) for piece in pieces if re.fullmatch("[가-힣]+", piece)]
@@ -254,25 +246,14 @@ def _sentences(texts: Sequence[Text]) -> list[str]:
     return [parts[len(parts) // 2] for parts in fitting if parts]
 
 
-def _numbers(choice: random.Random) -> str:
-    """A line of integers, decimals, dates and times."""
-    forms = ("{}", "{:,}", "0.{}", "{}%", "2024-03-{:02}", "{}:30", "${}")
-    return " ".join(choice.choice(forms).format(choice.randrange(10 ** choice.randint(1, 5))) for _ in range(20))
-
-
 def _share(mask: Tensor) -> float:
     return float(mask.double().mean())
 
 
-def _cells(row: Row) -> list[str]:
-    against = OWN_TEXT if row.fitted_against == OWN_TEXT else "the old"
-    shares = row.new_open, row.old_open, row.new_open_at_even_odds, row.old_open_at_even_odds
-    cells = [f"{row.new} / {row.old}", against, str(row.layer), row.features, f"{row.auc:.4f}"]
-    return [*cells, *(f"{share:.2%}" for share in shares)]
-
-
-def _shares(name: str, shares: Mapping[str, float]) -> list[str]:
-    return [name, *(f"{share:.2%}" for share in shares.values())]
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    against = OWN_TEXT if row["fitted_against"] == OWN_TEXT else "the old"
+    cells = [f"{row['new']} / {row['old']}", against, str(row["layer"]), row["features"], f"{row['auc']:.4f}"]
+    return [*cells, *(f"{row[name]:.2%}" for name in SHARES)]
 
 
 def _options() -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -30,45 +30,6 @@ _ROUNDS = 8
 """How often the gate's decisions are asked for again, after new pieces that could not follow were spelled out."""
 
 
-@dataclass(frozen=True)
-class Effect:
-    """The gate's effect on each held-out corpus; the difference is None if the gate opens in every sequence."""
-
-    heldout: Mapping[str, HeldoutText]
-    closed_max_abs_logit_difference: float | None
-
-
-@dataclass
-class _Sums:
-    tokens: int = 0
-    spelled_out: int = 0
-    open: int = 0
-    undecided: int = 0
-    closed_sequences: int = 0
-    predicted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_PLACES, 0))
-    nll: dict[tuple[str, str], float] = field(default_factory=lambda: {(m, p): 0.0 for m in _MODELS for p in _PLACES})
-
-    def text(self, role: str, sequences: int) -> HeldoutText:
-        def cost(place: str) -> float | None:
-            lost = self.nll["gated", place] - self.nll["ungated", place]
-            return lost / self.predicted[place] if self.predicted[place] else None
-
-        total = {model: sum(self.nll[model, place] for place in _PLACES) for model in _MODELS}
-        predicted = sum(self.predicted.values())
-        return HeldoutText(
-            role=role,
-            sequences=sequences,
-            tokens=self.tokens,
-            open_fraction=self.open / max(1, self.tokens),
-            undecided_fraction=self.undecided / max(1, self.tokens),
-            closed_sequences=self.closed_sequences,
-            spelled_out_fraction=self.spelled_out / max(1, predicted),
-            cost_of_first_tokens=cost("first"),
-            cost_of_later_tokens=cost("later"),
-            **{f"{model}_perplexity": _finite(total[model], predicted) for model in _MODELS},
-        )
-
-
 @torch.no_grad()
 def measure(
     decoder: Decoder,
@@ -76,57 +37,68 @@ def measure(
     heldout: Mapping[str, HeldoutSamples],
     config: RunConfig,
     spelling: Mapping[int, Sequence[int]] | None = None,
-) -> Effect:
+) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads.
+
+    And the largest difference of a logit from the base's where the gate never opens; None if it opens everywhere.
 
     `spelling`: the old pieces that each new one stands for. The base reads and predicts these instead. The gated model
     does where a closed token comes before, which no new piece can follow; perplexities stay those of a token as cut.
     """
-    largest: list[float] = []
-    texts = {}
+    differences: list[float] = []
+    texts: dict[str, HeldoutText] = {}
     count = config.validation.max_sequences
     with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
         for name, samples in heldout.items():
-            windows, sums = as_windows(list(islice(samples, count)), is_new=False), _Sums()
+            windows = as_windows(list(islice(samples, count)), is_new=False)
+            levels_seen, closed_sequences, spelled_out = torch.zeros(3, dtype=torch.long), 0, 0
+            predicted = torch.zeros(len(_PLACES), dtype=torch.double)
+            lost = torch.zeros(len(_MODELS), len(_PLACES), dtype=torch.double)
             for group in windows.groups():
                 inputs, targets = decoder_inputs(group, config, decoder)
                 decoder.gate = None
-                states = {
-                    "ungated": decoder.hidden_states(*inputs),
-                    "base": decoder.hidden_states(*inputs, path="base"),
-                }
+                base, ungated = (decoder.hidden_states(*inputs, path=path) for path in ("base", "model"))
                 stream = decoder.base_stream(*inputs, layer=gate.layer)
+                levels = decoder.gate_levels(gate, stream, inputs[0], inputs[2].ids if inputs[2] else None).cpu()
                 decoder.gate = gate
-                states["gated"] = decoder.hidden_states(*inputs)
-                present, is_first = group.targets != IGNORED, group.positions < FIRST_TOKENS
-                places = {"first": present & is_first, "later": present & ~is_first}
-                nll = {
-                    model: decoder.output(hidden, targets).nll.double().view(present.shape).cpu()
-                    for model, hidden in states.items()
-                }
+                gated = decoder.hidden_states(*inputs)
+                nll = [
+                    decoder.output(hidden, targets).nll.double().view(levels.shape).cpu()
+                    for hidden in (base, ungated, gated)
+                ]
                 if spelling:
                     is_new = group.tokens >= min(spelling), group.targets >= min(spelling)
-                    nll["base"] = _nll_spelled_out(decoder, group, config, spelling, *is_new, path="base")
-                    nll["gated"], replaced = _nll_as_possible(decoder, group, config, spelling, nll["gated"])
-                    sums.spelled_out += replaced
-                for place, rows in places.items():
-                    sums.predicted[place] += int(rows.sum())
-                    for model in _MODELS:
-                        sums.nll[model, place] += float(nll[model][rows].sum())
-                levels = decoder.gate_levels(gate, stream, inputs[0], inputs[2].ids if inputs[2] else None).cpu()
-                sums.tokens += int(group.present.sum())
-                sums.open += int((group.present & (levels == OPEN)).sum())
-                sums.undecided += int((group.present & (levels == UNDECIDED)).sum())
+                    nll[0] = _nll_spelled_out(decoder, group, config, spelling, *is_new, path="base")
+                    nll[2], replaced = _nll_as_possible(decoder, group, config, spelling, nll[2])
+                    spelled_out += replaced
+                present, is_first = group.targets != IGNORED, group.positions < FIRST_TOKENS
+                for place, rows in enumerate((present & is_first, present & ~is_first)):
+                    predicted[place] += rows.sum()
+                    lost[:, place] += torch.stack([of_model[rows].sum() for of_model in nll])
+                levels_seen += levels[group.present].bincount(minlength=3)
                 shut = ((levels == CLOSED) | ~group.present).all(dim=1)
-                sums.closed_sequences += int(shut.sum())
+                closed_sequences += int(shut.sum())
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
                 rows = (shut.unsqueeze(1) & group.present).flatten().to(targets.device)
                 if rows.any():
-                    base = replace(states["base"], closed=torch.ones_like(rows))
-                    largest.append(_largest_difference(decoder, states["gated"], base, rows))
+                    base = replace(base, closed=torch.ones_like(rows))
+                    differences.append(_largest_difference(decoder, gated, base, rows))
                 bar.update(len(group))
-            texts[name] = sums.text(config.data.corpora[name].role, len(windows))
-    return Effect(texts, max(largest, default=None))
+            tokens = int(levels_seen.sum())
+            costs = (lost[2] - lost[1]) / predicted  # NaN where nothing is predicted
+            totals = (lost.sum(1) / predicted.sum()).tolist()
+            texts[name] = HeldoutText(
+                role=config.data.corpora[name].role,
+                sequences=len(windows),
+                tokens=tokens,
+                open_fraction=int(levels_seen[OPEN]) / max(1, tokens),
+                undecided_fraction=int(levels_seen[UNDECIDED]) / max(1, tokens),
+                closed_sequences=closed_sequences,
+                spelled_out_fraction=spelled_out / max(1, int(predicted.sum())),
+                **{f"cost_of_{place}_tokens": _finite(float(cost)) for place, cost in zip(_PLACES, costs, strict=True)},
+                **{f"{model}_perplexity": _finite(perplexity(own)) for model, own in zip(_MODELS, totals, strict=True)},
+            )
+    return texts, max(differences, default=None)
 
 
 def _nll_spelled_out(
@@ -220,7 +192,6 @@ def _largest_difference(decoder: Decoder, hidden: HiddenStates, base: HiddenStat
     return float(torch.nan_to_num(torch.cat(differences), nan=math.inf).max())
 
 
-def _finite(nll: float, predicted: int) -> float | None:
-    """The perplexity; None if nothing is predicted, or it is beyond any float, which JSON cannot hold."""
-    value = perplexity(nll / predicted) if predicted else math.inf
-    return None if math.isinf(value) else value
+def _finite(value: float) -> float | None:
+    """None for what JSON cannot hold: nothing was predicted, or a perplexity is beyond any float."""
+    return value if math.isfinite(value) else None

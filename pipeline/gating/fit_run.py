@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,22 +62,21 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         CheckpointError, BaseModelError, DataError: what is read is missing, damaged, too small or does not fit.
         PreservationError: a sequence on which the gate never opens does not get the base's logits.
     """
-    if config.gate is None:
-        raise ValueError("the configuration has no section gate")
+    assert config.gate is not None, "its caller has seen it"
     model = open_trained(newest_checkpoint(config), config.base)
-    request = request_of(config, model)
-    folder = config.folder / GATE_FOLDER
-    if (found := _fitted(config, request)) is not None:
-        return found, False
+    request, folder = _request(config, config.gate, model), config.folder / GATE_FOLDER
+    with suppress(CheckpointError):
+        found = open_gate(folder)[1]
+        if found.request == request:
+            return found, False
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     vocabulary = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder)
-    text = read_fitting_text(config, fingerprint, None if vocabulary is None else vocabulary.base_tokenizer)
+    text = read_fitting_text(config, config.gate, fingerprint, vocabulary and vocabulary.base_tokenizer)
     if vocabulary is not None:
-        parts = (windows.without_tokens_from(vocabulary.base_rows) for windows in (text.fit, text.unused))
-        text = FittingText(*parts)
+        text = FittingText(*(windows.without_tokens_from(vocabulary.base_rows) for windows in text))
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
@@ -86,11 +85,11 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     decoder = model.loaded(inference_dtype(model.base, device), device)
     fit = fit_on(BaseStream(decoder, layer), text, config.gate)
     gate, new, negatives = fit.gate, fit.new, fit.negatives
-    effect = measure(decoder, gate, heldout, config, None if vocabulary is None else vocabulary.spelling)
-    if effect.closed_max_abs_logit_difference not in (0.0, None):
+    texts, difference = measure(decoder, gate, heldout, config, vocabulary and vocabulary.spelling)
+    if difference not in (0.0, None):
         raise PreservationError(
-            f"{folder}: where the gate never opens, logits differ from the base's by up to "
-            f"{effect.closed_max_abs_logit_difference:.3g}, expected 0.0; nothing was written: report it"
+            f"{folder}: where the gate never opens, logits differ from the base's by up to {difference:.3g}, expected "
+            "0.0; nothing was written: report it"
         )
     record = GateRecord(
         request=request,
@@ -105,8 +104,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         left_out_of_own_text=fit.left_out,
         roc=roc_points(new, negatives),
         calibration=calibration_bins(new, negatives),
-        heldout=dict(effect.heldout),
-        closed_max_abs_logit_difference=effect.closed_max_abs_logit_difference,
+        heldout=texts,
+        closed_max_abs_logit_difference=difference,
     )
     write_gate(folder, gate, record)
     warn_of_cost(record)
@@ -149,19 +148,15 @@ class BaseStream:
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups():
-                tokens, positions = (tensor.to(self.device) for tensor in (group.tokens, group.positions))
+                tokens, positions = group.tokens.to(self.device), group.positions.to(self.device)
                 yield group, self.decoder.base_stream(tokens, positions, group.documents(self.device), layer=self.layer)
                 bar.update(group.tokens.numel())
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A fitted gate, and its scores of unused tokens.
+class Fit(NamedTuple):
+    """A fitted gate, and its scores of unused new text and of the other text.
 
-    Attributes:
-        gate: the gate, with its threshold.
-        new, negatives: the scores of new text, and of the other text.
-        left_out: the share of the base's own unused text that was left out, because it is of the new text's kind.
+    `left_out`: the share of the base's own unused text that counts as neither, because it is of the new text's kind.
     """
 
     gate: Gate
@@ -204,31 +199,18 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
     return Fit(replace(gate, threshold=threshold, lower=lower), new, negatives, left_out)
 
 
-def request_of(config: RunConfig, model: TrainedModel) -> dict[str, Any]:
+def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
     """What a gate depends on: the checkpoint, the settings, the seed, and the corpora that it reads."""
-    if config.gate is None:
-        raise ValueError("the configuration has no section gate")
     read = [train_folder(config.data, name) for name in config.data.corpora]
     read += [heldout_folder(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)]
-    manifests = {path.name: path / MANIFEST for path in read}
-    request = {
+    return {
         "checkpoint_manifest": file_hash(model.checkpoint / MANIFEST_FILE),
-        "settings": config.gate.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
         "seed": config.seed,
         "max_sequences": config.validation.max_sequences,
         "sequence_length": config.data.sequence_length,
-        "corpora": {name: file_hash(path) for name, path in manifests.items() if path.exists()},
+        "corpora": {path.name: file_hash(path / MANIFEST) for path in read if (path / MANIFEST).exists()},
     }
-    return dict(json.loads(json.dumps(request)))
-
-
-def _fitted(config: RunConfig, request: dict[str, Any]) -> GateRecord | None:
-    """The record of the run's gate, if that was fitted for an equal request and is whole."""
-    try:
-        _, record = open_gate(config.folder / GATE_FOLDER)
-    except CheckpointError:
-        return None
-    return record if record.request == request else None
 
 
 def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
@@ -255,22 +237,13 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
 def as_text(record: GateRecord) -> str:
     """How much of each held-out corpus opens, its perplexities, and how well the gate separates unused text."""
 
-    def shown(perplexity: float | None) -> str:
-        return "" if perplexity is None else readable(perplexity)
-
-    rows = [
-        [
-            f"{name} ({text.role})",
-            f"{text.open_fraction:.2%}",
-            f"{text.undecided_fraction:.2%}",
-            shown(text.base_perplexity),
-            shown(text.ungated_perplexity),
-            shown(text.gated_perplexity),
-            cell(text.cost_of_first_tokens, "+.3f"),
-            cell(text.cost_of_later_tokens, "+.4f"),
-        ]
-        for name, text in record.heldout.items()
-    ]
+    rows = []
+    for name, text in record.heldout.items():
+        perplexities = text.base_perplexity, text.ungated_perplexity, text.gated_perplexity
+        shown = ("" if own is None else readable(own) for own in perplexities)
+        costs = cell(text.cost_of_first_tokens, "+.3f"), cell(text.cost_of_later_tokens, "+.4f")
+        shares = f"{text.open_fraction:.2%}", f"{text.undecided_fraction:.2%}"
+        rows.append([f"{name} ({text.role})", *shares, *shown, *costs])
     difference = record.closed_max_abs_logit_difference
     exact = "none" if difference is None else f"{difference:g}"
     where = f"{record.features}, before layer {record.layer}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config.run import RunConfig
+from pipeline.config.run import GateSettings, RunConfig
 from pipeline.data.blend import Permutation, mix
-from pipeline.data.packing import IGNORED, PackedCorpus
+from pipeline.data.packing import IGNORED
 from pipeline.data.samples import Sample, open_packed
 from pipeline.errors import DataError
 from pipeline.model.attention import Documents
@@ -105,8 +106,7 @@ class Windows:
         return replace(self, present=self.present & ~(self.is_own & of_new_kind))
 
 
-@dataclass(frozen=True)
-class FittingText:
+class FittingText(NamedTuple):
     """What a gate is fitted on (`fit`), and other windows of the same corpora, for its threshold (`unused`)."""
 
     fit: Windows
@@ -114,50 +114,38 @@ class FittingText:
 
 
 def read_fitting_text(
-    config: RunConfig, tokenizer_fingerprint: str, sampled_fingerprint: str | None = None
+    config: RunConfig, settings: GateSettings, tokenizer_fingerprint: str, sampled_fingerprint: str | None = None
 ) -> FittingText:
-    """The windows that the section `gate` of `config` asks for; which they are depends on the run's seed.
+    """The windows that the section `gate` asks for; which they are depends on the run's seed.
 
-    The fingerprints are those of `TrainingSamples`.
+    Of a corpus that is too small, half of the windows are to fit on. The fingerprints are those of `TrainingSamples`.
 
     Raises:
         DataError: a corpus is missing, damaged, or too small to be divided.
     """
-    if config.gate is None:
-        raise ValueError("the configuration has no section gate")
-    roles = config.data.corpora
-    new = [name for name, corpus in roles.items() if corpus.role == "new"]
+    corpora, length = config.data.corpora, config.data.sequence_length
+    names = {True: [name for name, corpus in corpora.items() if corpus.role == "new"], False: config.gate_negatives}
     parts: dict[bool, list[FittingText]] = {True: [], False: []}
-    for is_new, names in ((True, new), (False, config.gate_negatives)):
-        weights = sum(roles[name].weight for name in names)
-        for name in names:
-            made_with = (sampled_fingerprint if roles[name].sample else None) or tokenizer_fingerprint
+    for is_new, of_kind in names.items():
+        weights = sum(corpora[name].weight for name in of_kind)
+        for name in of_kind:
+            made_with = (sampled_fingerprint if corpora[name].sample else None) or tokenizer_fingerprint
             packed = open_packed(config.data, name, tokenizer_fingerprint=made_with)
-            tokens = ceil(config.gate.tokens * roles[name].weight / weights)
-            count = ceil(tokens / config.data.sequence_length)
-            key, is_own = mix(config.seed, *name.encode()), roles[name].role == "rehearsal"
-            parts[is_new].append(_divided(packed, count, key, is_new=is_new, is_own=is_own))
-    old_text, new_text = (_joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
-    fit = old_text + new_text
-    if config.gate.splices:
-        fit = fit + spliced(old_text, new_text, config.seed)
-    return FittingText(fit, _joined([part.unused for is_new in (False, True) for part in parts[is_new]]))
-
-
-def _divided(packed: PackedCorpus, count: int, key: int, *, is_new: bool, is_own: bool) -> FittingText:
-    """`count` windows of a corpus to fit on, and as many others; half of its windows each if it is smaller."""
-    if len(packed) < 2:
-        raise DataError(
-            f"{packed.source.folder}: expected at least two samples of text, to fit a gate on one and test it on the "
-            "other, found one; give it more text, or leave it out of gate.negatives"
-        )
-    count = min(count, len(packed) // 2)
-    order = Permutation(len(packed), key)
-    fit, unused = (
-        as_windows([packed[order[index]] for index in range(first, first + count)], is_new=is_new, is_own=is_own)
-        for first in (0, count)
-    )
-    return FittingText(fit, unused)
+            if len(packed) < 2:
+                raise DataError(
+                    f"{packed.source.folder}: expected at least two samples of text, to fit a gate on one and test it "
+                    "on the other, found one; give it more text, or leave it out of gate.negatives"
+                )
+            wanted = ceil(ceil(settings.tokens * corpora[name].weight / weights) / length)
+            count = min(wanted, len(packed) // 2)
+            order = Permutation(len(packed), mix(config.seed, *name.encode()))
+            is_own = corpora[name].role == "rehearsal"
+            samples = [packed[order[index]] for index in range(2 * count)]
+            halves = (as_windows(half, is_new=is_new, is_own=is_own) for half in (samples[:count], samples[count:]))
+            parts[is_new].append(FittingText(*halves))
+    old, new = (joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
+    fit = [old, new, *([spliced(old, new, config.seed)] if settings.splices else [])]
+    return FittingText(joined(fit), joined([part.unused for is_new in (False, True) for part in parts[is_new]]))
 
 
 def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False) -> Windows:
@@ -185,15 +173,31 @@ def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
 def spliced(old: Windows, new: Windows, seed: int) -> Windows:
     """Windows whose text changes in the middle of a document: from old to new, and from new to old, by turns.
 
-    Window i ends where it changes with window i of the other; the place is random in its middle half.
+    Window i ends where it changes with window i of the other; the place is random in its middle half. One document goes
+    on across the change.
     """
     random = np.random.default_rng(seed)
     length, made = old.tokens.shape[1], []
     for index in range(min(len(old), len(new))):
-        cut = int(random.integers(max(1, length // 4), max(2, 3 * length // 4)))
-        first, second = (old, new) if index % 2 == 0 else (new, old)
-        made.append(_splice(first, second, index, cut))
-    return _joined(made)
+        cut, row = int(random.integers(max(1, length // 4), max(2, 3 * length // 4))), slice(index, index + 1)
+        first, second = (part.rows(row) for part in ((old, new) if index % 2 == 0 else (new, old)))
+        cats = {
+            name: torch.cat([getattr(first, name)[:, :cut], getattr(second, name)[:, cut:]], dim=1)
+            for name in ("tokens", "targets", "is_new", "present")
+        }
+        before, after = first.document_ids[:, :cut], second.document_ids[:, cut:]
+        positions = second.positions[:, cut:].clone()
+        # The second text's first document continues the first text's last one.
+        positions[after == after[:, :1]] += first.positions[0, cut - 1] + 1 - positions[0, 0]
+        made.append(
+            Windows(
+                **cats,
+                is_own=torch.zeros_like(cats["is_new"]),  # such a document is of both kinds, and none is left out
+                positions=torch.cat([first.positions[:, :cut], positions], dim=1),
+                document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
+            )
+        )
+    return joined(made)
 
 
 def _spelled_row(
@@ -219,28 +223,7 @@ def _spelled_row(
     return made
 
 
-def _splice(first: Windows, second: Windows, index: int, cut: int) -> Windows:
-    """Window `index` of `first` up to `cut`, and that of `second` from there: one document goes on across the cut."""
-    row = slice(index, index + 1)
-    joined = {
-        name: torch.cat([getattr(first, name)[row, :cut], getattr(second, name)[row, cut:]], dim=1)
-        for name in ("tokens", "targets", "is_new", "present")
-    }
-    before, after = first.document_ids[row, :cut], second.document_ids[row, cut:]
-    positions = second.positions[row, cut:].clone()
-    continued = after == after[:, :1]
-    # The second text's first document continues the first text's last one.
-    positions[continued] += first.positions[index, cut - 1] + 1 - positions[0, 0]
-    return Windows(
-        **joined,
-        is_own=torch.zeros_like(joined["is_new"]),  # such a document is of both kinds, and none is left out
-        positions=torch.cat([first.positions[row, :cut], positions], dim=1),
-        document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
-    )
-
-
-def _joined(parts: Sequence[Windows]) -> Windows:
+def joined(parts: Sequence[Windows]) -> Windows:
+    """The windows of all `parts`, in order."""
     first, *others = parts
-    for other in others:
-        first = first + other
-    return first
+    return sum(others, first)

@@ -117,7 +117,7 @@ def with_new_text_among_the_old(windows, *, is_own: bool, share: int = 5):
 def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(runs):
     config = load_config(runs["adapt"])
     model = open_trained(newest_checkpoint(config), config.base)
-    text = read_fitting_text(config, load_tokenizer(config.base).fingerprint)
+    text = read_fitting_text(config, config.gate, load_tokenizer(config.base).fingerprint)
     stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
 
     def fitted_on(*, is_own: bool):
@@ -149,7 +149,7 @@ def test_where_it_is_undecided_the_mean_bounds_what_the_gate_costs(runs, tmp_pat
     assert mean.cost_of_later_tokens < min(closed.cost_of_later_tokens, math.log(2))
     assert mean.cost_of_first_tokens <= closed.cost_of_first_tokens
     assert record.closed_max_abs_logit_difference in (0.0, None)
-    assert convert(latest_conversion(config, "auto", None), run_probe(config))
+    assert convert(latest_conversion(config), run_probe(config))
     assert mean.cost == pytest.approx(mean.gated_perplexity / mean.ungated_perplexity - 1)
     caplog.clear()
     for costly in (mean.model_copy(update={"gated_perplexity": 1.03 * mean.ungated_perplexity}), mean):
@@ -161,7 +161,7 @@ def test_where_it_is_undecided_the_mean_bounds_what_the_gate_costs(runs, tmp_pat
 def test_the_export_is_gated_and_verified(fitted):
     runs, _ = fitted
     config = load_config(runs["adapt"])
-    conversion = latest_conversion(config, "auto", None)
+    conversion = latest_conversion(config)
     assert convert(conversion, run_probe(config))
     assert not convert(conversion, run_probe(config))
     report = json.loads((conversion.output / "verification.json").read_text())
@@ -185,7 +185,7 @@ def test_the_export_is_gated_and_verified(fitted):
 def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
     runs, _ = fitted
     config = load_config(runs["adapt"])
-    conversion = latest_conversion(config, "auto", None, tmp_path / "hf")
+    conversion = replace(latest_conversion(config), output=tmp_path / "hf")
 
     def disturb(model):
         (partial,) = tmp_path.iterdir()
@@ -196,17 +196,6 @@ def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
     with pytest.raises(ConversionError, match="the exported gate decides otherwise"):
         convert(conversion, disturb)
     assert not list(tmp_path.iterdir())
-
-
-def test_formats_without_a_gate(fitted, tmp_path, caplog):
-    caplog.set_level("INFO", "pipeline")
-    runs, _ = fitted
-    config = load_config(runs["preserve"])
-    with pytest.raises(ConversionError, match="--without-gate"):
-        convert(latest_conversion(config, "stock", None, tmp_path / "stock"), run_probe(config))
-    assert not (tmp_path / "stock").exists()
-    assert convert(latest_conversion(config, "expansion", None, tmp_path / "expansion"), run_probe(config))
-    assert "without the gate" in caplog.text
 
 
 def run_tool(monkeypatch, tool: Path, *arguments: object) -> int:
@@ -221,7 +210,7 @@ def test_where_the_text_changes(runs, monkeypatch, capsys):
     values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
     path = runs["preserve"].with_name("switching.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_tool(monkeypatch, ROOT / "benchmarks" / "code_switching.py", "--config", path) == 0
+    assert run_tool(monkeypatch, ROOT / "benchmarks" / "code_switching.py", path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:6]] == [
         [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
@@ -229,11 +218,13 @@ def test_where_the_text_changes(runs, monkeypatch, capsys):
     assert lines[-1].startswith("old after new") and lines[-1].endswith("0.000")  # Preserve's closed tokens
 
 
-def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path):
+def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
+    caplog.set_level("INFO", "pipeline")
     runs, _ = fitted
     config = copied(runs["adapt"], tmp_path)
-    conversion = latest_conversion(config, "auto", None)
+    conversion = latest_conversion(config)
     assert convert(replace(conversion, format="expansion", output=tmp_path / "expansion"), run_probe(config))
+    assert "without the gate" in caplog.text
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
         convert(conversion, run_probe(config))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")

@@ -155,7 +155,7 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
     assert english.spelled_out_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
     assert 0 < korean.spelled_out_fraction < 0.2
     assert korean.ungated_perplexity < korean.gated_perplexity < korean.base_perplexity
-    convert(latest_conversion(config, "auto", torch.float32), run_probe(config))
+    convert(latest_conversion(config), run_probe(config))
     folder = config.folder / "hf"
     for text in json.loads((folder / "verification.json").read_text())["texts"].values():
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
@@ -175,7 +175,7 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
 def test_evaluation_spells_out_new_pieces_that_cannot_follow(run):
     config = load_config(run)
     fit_gate(config)
-    convert(latest_conversion(config, "auto", torch.float32), run_probe(config))
+    convert(latest_conversion(config), run_probe(config))
     folder = config.folder / "hf"
     corpora = {"korean": list(texts([str(REVIEWS_HELDOUT)]))[:4]}
     scores = {one: score_folder(one, corpora, trust_remote_code=True)["korean"] for one in (folder, STORIES)}

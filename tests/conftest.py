@@ -15,6 +15,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
 from tests import threads
 from tests.bases import STORIES, save_base
+from tests.conversion.exports import Exports, Models
 from tests.disks import SmallDisk
 from tests.slurm.cluster import Cluster, guarded_cluster
 from tests.slurm.daemons import why_not
@@ -46,7 +47,6 @@ FULL = (
     "conversion/test_generate.py",
     "conversion/test_convert.py",
     "gating/test_fit_run.py",
-    "gating/test_export.py",
     "model/test_compile.py",
     "sizing/test_against_runs.py",
     "sizing/test_recommendation.py",
@@ -100,6 +100,18 @@ def tokens(tmp_path_factory) -> Path:
     from tests.training.runs import make_tokens
 
     return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="session")
+def models(base, tmp_path_factory) -> Models:
+    """Models trained a few steps, by the names of their base and of their method in `exports.METHODS`."""
+    return Models(base, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def exports(models, tmp_path_factory) -> Exports:
+    """Their exports in the scale format."""
+    return Exports(models, tmp_path_factory.mktemp("exports"))
 
 
 @pytest.fixture

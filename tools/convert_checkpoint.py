@@ -64,10 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     named = (arguments.checkpoint, arguments.base)
-    if arguments.run and arguments.gate:
-        raise ConfigError("--gate belongs to --checkpoint; of a run its own gate is taken")
-    if any(named) if arguments.run else not all((*named, arguments.output)):
-        raise ConfigError("name a run, or --checkpoint with --base and --output")
+    if any((*named, arguments.gate)) if arguments.run else not all((*named, arguments.output)):
+        raise ConfigError("name a run, or --checkpoint with --base, --output and, for a gate, --gate")
     if arguments.without_gate and not arguments.run:
         raise ConfigError("--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate")
     if arguments.private and not arguments.push:
@@ -91,20 +89,19 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         publish.check_name(arguments.base_name, "--base-name")
     if arguments.push:
         publish.check_can_push(arguments.push)
-    dtype = TYPES[arguments.dtype] if arguments.dtype else None
     if config is not None:
-        conversion = latest_conversion(config, arguments.format, dtype, arguments.output)
-        if arguments.without_gate:
-            conversion = replace(conversion, gate=None)
-        make_probe = run_probe(config)
+        conversion, make_probe = latest_conversion(config), run_probe(config)
     else:
-        named = (arguments.checkpoint, arguments.base, arguments.output)
-        conversion = Conversion(*named, format=arguments.format, dtype=dtype, gate=arguments.gate)
+        conversion = Conversion(arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate)
         make_probe = probe_maker({})
     if arguments.text:
         make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
     conversion = replace(
         conversion,
+        output=arguments.output or conversion.output,
+        format=arguments.format,
+        dtype=TYPES[arguments.dtype] if arguments.dtype else None,
+        gate=None if arguments.without_gate else conversion.gate,
         precisions=tuple(arguments.precisions),
         padding=Padding.parse(arguments.pad_for) if arguments.pad_for else UNPADDED,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
@@ -112,10 +109,8 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         command=_command(),
         overwrite=arguments.overwrite,
     )
-    if convert(conversion, make_probe):
-        logger.info("wrote %s", conversion.output)
-    else:
-        logger.info("%s: already converted", conversion.output)
+    is_new = convert(conversion, make_probe)
+    logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
     if arguments.push:
         logger.info("pushed to %s", publish.push(conversion.output, arguments.push, private=arguments.private))
 

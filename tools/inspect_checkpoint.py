@@ -1,4 +1,4 @@
-"""Prints a checkpoint's method, widths, base, step, trained share, and the norms of its blocks.
+"""Prints a checkpoint's method, widths, base, step and trained share, as YAML.
 
     scale-cpt inspect runs/demo
     scale-cpt inspect runs/demo/checkpoints/step_00000200
@@ -12,6 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
+import yaml
+
 from pipeline import command_line
 from pipeline.run_folder.checkpoint_names import checkpoint_at
 
@@ -19,14 +21,15 @@ from pipeline.run_folder.checkpoint_names import checkpoint_at
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="its folder; for the newest a run's, or checkpoints/latest")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.conversion.trained_model import as_text, describe_checkpoint  # after --help: it loads torch
+    from pipeline.conversion.trained_model import describe_checkpoint  # after --help: it loads torch
 
     facts = describe_checkpoint(checkpoint_at(arguments.checkpoint), arguments.base)
-    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
+    text = json.dumps(facts, indent=2) if arguments.json else yaml.safe_dump(facts, sort_keys=False)
+    print(text.rstrip("\n"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import MakeProbe, Report, probe_maker, verify
+from pipeline.conversion.verify import MakeProbe, probe_maker, verify
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.unit_work import keys_of
 from pipeline.data.units import is_text
@@ -49,6 +48,7 @@ HF_FOLDER = "hf"
 RECORD = "conversion.json"
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1", ("checkpoint_manifest", "written_format"))
 VERIFICATION = "verification.json"
+_ASKED = ("format", "dtype", "precisions", "padding", "base_name")
 _logger = log.get_logger(__name__)
 
 
@@ -77,22 +77,16 @@ class Conversion:
     overwrite: bool = False
 
 
-def latest_conversion(
-    config: RunConfig, format: Format, dtype: torch.dtype | None, output: Path | None = None
-) -> Conversion:
-    """The conversion of a run's newest checkpoint into `output`, by default the run's own `hf` folder.
-
-    A run whose configuration has a section `gate` is converted with its gate.
+def latest_conversion(config: RunConfig) -> Conversion:
+    """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its own `hf` folder.
 
     Raises:
         CheckpointError: the run has saved none, or `latest` names none.
     """
-    output = output or config.folder / HF_FOLDER
     gate = config.folder / GATE_FOLDER if config.gate is not None else None
     vocabulary = None if config.vocabulary is None else config.vocabulary.folder
-    return Conversion(
-        newest_checkpoint(config), config.base, output, format=format, dtype=dtype, gate=gate, vocabulary=vocabulary
-    )
+    checkpoint = newest_checkpoint(config)
+    return Conversion(checkpoint, config.base, config.folder / HF_FOLDER, gate=gate, vocabulary=vocabulary)
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
@@ -109,12 +103,9 @@ def run_probe(config: RunConfig) -> MakeProbe:
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
-    corpora = {name: corpus for name, corpus in config.data.corpora.items() if corpus.sample is None}
-    texts = {name: corpus.heldout_input or corpus.input for name, corpus in corpora.items()}
-    return probe_maker(
-        {name: files for name, files in texts.items() if is_text(files)},
-        {name: keys_of(corpus, config.tokenizer) for name, corpus in corpora.items()},
-    )
+    files = {name: corpus.heldout_input or corpus.input for name, corpus in config.data.corpora.items()}
+    texts = {name: of for name, of in files.items() if config.data.corpora[name].sample is None and is_text(of)}
+    return probe_maker(texts, {name: keys_of(config.data.corpora[name], config.tokenizer) for name in texts})
 
 
 def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
@@ -129,17 +120,17 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         ConversionError: the format cannot express the model, or what was written differs from it.
     """
     output, is_expansion = conversion.output, conversion.format == "expansion"
-    if is_expansion and (conversion.precisions or conversion.padding != UNPADDED):
-        raise ConversionError(f"{output}: --format expansion is not served; leave --precisions and --pad-for out")
-    model = _open(conversion, with_gate=not is_expansion)
+    if is_expansion:
+        if conversion.precisions or conversion.padding != UNPADDED:
+            raise ConversionError(f"{output}: --format expansion is not served; leave --precisions and --pad-for out")
+        if conversion.gate is not None:
+            _logger.info("%s: without the gate; a run that trains this expansion further fits its own", output)
+            conversion = replace(conversion, gate=None)
+    model = _open(conversion)
     request = {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
-        "gate": None if conversion.gate is None or is_expansion else file_hash(conversion.gate / GATE_RECORD),
-        "asked_format": conversion.format,
-        "asked_dtype": None if conversion.dtype is None else dtype_name(conversion.dtype),
-        "asked_precisions": list(conversion.precisions),
-        "asked_padding": asdict(conversion.padding),
-        "asked_base_name": conversion.base_name,
+        "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
+        **{f"asked_{name}": str(getattr(conversion, name)) for name in _ASKED},
         "code": file_hash(Path(modeling_scale.__file__)),
     }
     kind = EXPANSION if is_expansion else EXPORT
@@ -149,33 +140,37 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     check_replaceable(output, kind, overwrite=conversion.overwrite)
     for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
         pass
+    run = model.manifest.run
     record = {
         **request,
         "checkpoint": str(model.checkpoint),
         "base": str(model.base.path),
         "position": model.manifest.position.model_dump(),
-        "method": model.manifest.run.method,
-        "base_precision": model.manifest.run.base_precision,
+        "method": run.method,
+        "base_precision": run.base_precision,
     }
-    if is_expansion:
-        _write_expansion(conversion, model, record)
-    else:
-        report = _write_export(conversion, model, make_probe, record)
-        _logger.info(
-            "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
-            report.max_abs, report.kl, 100 * report.top1_agreement,
-        )  # fmt: skip
+    if not is_expansion:
+        _write_export(conversion, model, make_probe, record)
+        return True
+    check_format(model, "expansion")
+    assert isinstance(model.settings, ScaleMethod), "checked"
+    # The origin that `upscale` would write: a run can start from this folder.
+    origin = {"base_hashes": model.base.hashes(), "method": origin_of(model.settings), "seed": run.seed}
+    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
+    tensors = ((name, model.read_stored(name)) for name in names)
+    origin = {**record, **origin, TOKENIZER: run.tokenizer_fingerprint}
+    write_expansion(output, tensors, origin, overwrite=conversion.overwrite)
     return True
 
 
-def _open(conversion: Conversion, *, with_gate: bool) -> TrainedModel:
+def _open(conversion: Conversion) -> TrainedModel:
     """The model to be converted, with its vocabulary and gate."""
     model = open_trained(conversion.checkpoint, conversion.base)
     if conversion.vocabulary is not None:
         if model.manifest.run.vocabulary is None:
             raise ConversionError(f"{model.checkpoint}: trained with the base's own vocabulary; leave --vocabulary out")
         model = model.with_tokenizer(conversion.vocabulary)
-    if conversion.gate is None or not with_gate:
+    if conversion.gate is None:
         return model
     gate, record = open_gate(conversion.gate)
     fitted_for = record.request.get("checkpoint_manifest")
@@ -188,8 +183,8 @@ def _open(conversion: Conversion, *, with_gate: bool) -> TrainedModel:
     return replace(model, gate=gate)
 
 
-def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeProbe, record: dict[str, Any]) -> Report:
-    """Publishes the export, and returns how it compares with the trained model."""
+def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeProbe, record: dict[str, Any]) -> None:
+    """Publishes the export, with its verification and model card."""
     run, output = model.manifest.run, conversion.output
     if run.vocabulary is not None and load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
@@ -200,42 +195,25 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
     base_name = conversion.base_name or (source and source.partition("@")[0])
     dtype = conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
-    _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(export.dtype))
+    _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
         probe, residual = make_probe(model), export.config.get(RESIDUAL_KEY)
-        report = verify(model, folder, probe, export.dtype, residual["scale"] if residual else None)
+        report = verify(model, folder, probe, dtype, residual["scale"] if residual else None)
         base_probe = make_probe(model.with_tokenizer(None)) if run.vocabulary else probe
-        own = {text: math.log(found.exported_perplexity) for text, found in report.texts.items()}
-        costs = precisions.losses(
-            (folder, probe), (conversion.base, base_probe), own, export.dtype, ("bf16", "fp16", *conversion.precisions)
-        )
+        wanted: tuple[ServedPrecision, ...] = ("bf16", "fp16", *conversion.precisions)
+        costs = precisions.losses((folder, probe), (conversion.base, base_probe), dtype, wanted)
         for name, loss in costs.items():
             if not loss.is_acceptable and name in conversion.precisions:
-                advice = f"leave {name} out" + (", or try --dtype bf16" if export.dtype == torch.float32 else "")
+                advice = f"leave {name} out" + (", or try --dtype bf16" if dtype == torch.float32 else "")
                 raise ConversionError(f"{output}: in {name} {loss}; not kept: {advice}")
             if not loss.is_acceptable:
                 _logger.warning("%s: in %s %s; do not serve it so", output, name, loss)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
         write_text(folder / CARD, model_card(model, export, report, costs, conversion.command, base_name))
-        written = {"written_format": export.format, "written_dtype": dtype_name(export.dtype)}
+        written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
-    return report
-
-
-def _write_expansion(conversion: Conversion, model: TrainedModel, record: dict[str, Any]) -> None:
-    """Publishes the expansion with the origin that `tools/upscale.py` would write: a run can start from this folder."""
-    check_format(model, "expansion")
-    assert isinstance(model.settings, ScaleMethod), "checked"
-    origin = {
-        **record,
-        "base_hashes": model.base.hashes(),
-        "method": origin_of(model.settings),
-        "seed": model.manifest.run.seed,
-        TOKENIZER: model.manifest.run.tokenizer_fingerprint,
-    }
-    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
-    tensors = ((name, model.read_stored(name)) for name in names)
-    write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)
-    if conversion.gate is not None:
-        _logger.info("%s: without the gate; a run that trains this expansion further fits its own", conversion.output)
+    _logger.info(
+        "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
+        *(report.max_abs, report.kl, 100 * report.top1_agreement),
+    )

@@ -135,15 +135,12 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     return Export("scale", config, tensors, dtype, code={"modeling_scale.py": inspect.getsource(modeling_scale)})
 
 
-# PEFT's format of LoRA. If several of our maps are one in the base's folder (GPT-NeoX, Phi-3), our adapters of rank r
-# for k of them become one adapter of rank k r, and its alpha grows with it. Its A is theirs stacked; in its B, the rows
-# of each map are zero except in the columns that belong to its own A.
-PeftMaps = dict[str, dict[FusedPart | None, str]]
-"""The linear maps of the base's folder: the paths of our adapters for each, by their fused part (None: not fused)."""
-
-
 def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None = None) -> Export:
     """The adapters, and the configuration that PEFT reads.
+
+    If several of our maps are one in the base's folder (GPT-NeoX, Phi-3), our adapters of rank r for k of them become
+    one adapter of rank k r, and its alpha grows with it. Its A is theirs stacked; in its B, the rows of each map are
+    zero except in the columns that belong to its own A.
 
     Raises:
         ConversionError: PEFT is not installed to verify what is written.
@@ -152,7 +149,7 @@ def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None =
     assert isinstance(settings, Lora), "checked before"
     if find_spec("peft") is None:
         raise ConversionError("--format peft: its result is verified with the package peft: pip install peft")
-    maps: PeftMaps = {}
+    maps: dict[str, dict[FusedPart | None, str]] = {}  # by map of the base's folder, and its part where fused
     for path in model.adapters:
         target = hf_tensor(path.removesuffix("adapter") + "base.weight", model.spec)
         maps.setdefault(target.name.removesuffix(".weight"), {})[target.part] = path
@@ -174,19 +171,8 @@ def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None =
         "rank_pattern": {leaf: count * settings.rank for leaf, count in several.items()},
         "alpha_pattern": {leaf: count * alpha for leaf, count in several.items()},
     }
-    tensors = [tensor for name, paths in maps.items() for tensor in _peft_tensors(model, name, paths)]
-    return Export("peft", config, tensors, dtype)
 
-
-def _peft_tensors(model: TrainedModel, name: str, paths: Mapping[FusedPart | None, str]) -> list[PlannedTensor]:
-    part, first = next(iter(paths.items()))
-    (rank, columns), (rows, _) = model.shapes[f"{first}.a"], model.shapes[f"{first}.b"]
-    rows = rows if part is None else part.groups * part.group_rows
-
-    def make_a() -> Tensor:
-        return torch.cat([model.read(f"{path}.a") for path in paths.values()])
-
-    def make_b() -> Tensor:
+    def fused_b(paths: Mapping[FusedPart | None, str], rows: int, rank: int) -> Tensor:
         fused = torch.zeros(rows, rank * len(paths))
         for index, (part, path) in enumerate(paths.items()):
             block = model.read(f"{path}.b")
@@ -196,7 +182,15 @@ def _peft_tensors(model: TrainedModel, name: str, paths: Mapping[FusedPart | Non
             groups[..., index * rank : (index + 1) * rank] = block.unflatten(0, (part.groups, part.rows))
         return fused
 
-    return [
-        PlannedTensor(f"base_model.model.{name}.lora_A.weight", (rank * len(paths), columns), make_a),
-        PlannedTensor(f"base_model.model.{name}.lora_B.weight", (rows, rank * len(paths)), make_b),
-    ]
+    def stacked_a(paths: Mapping[FusedPart | None, str]) -> Tensor:
+        return torch.cat([model.read(f"{path}.a") for path in paths.values()])
+
+    tensors = []
+    for name, paths in maps.items():
+        part, first = next(iter(paths.items()))
+        (rank, columns), (rows, _) = model.shapes[f"{first}.a"], model.shapes[f"{first}.b"]
+        rows = rows if part is None else part.groups * part.group_rows
+        a, b = (f"base_model.model.{name}.lora_{which}.weight" for which in "AB")
+        tensors.append(PlannedTensor(a, (rank * len(paths), columns), partial(stacked_a, paths)))
+        tensors.append(PlannedTensor(b, (rows, rank * len(paths)), partial(fused_b, paths, rows, rank)))
+    return Export("peft", config, tensors, dtype)

@@ -23,7 +23,6 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of
 from pipeline.model.from_hf import check_weights, loading_options
-from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 
 LARGEST_BYTES = 8 * 2**30
@@ -51,11 +50,20 @@ def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BY
     if layers <= 0:
         _logger.info("%s: not compared with transformers: one layer takes over %d bytes", base.path, largest_bytes)
         return
-    spec = replace(base.spec, layers=base.spec.layers[:layers])
-    tokenizer, length = load_tokenizer(base.path), min(TOKENS, base.spec.max_position_embeddings)
+    spec, fewer = base.spec, dict[str, Any]()
+    if layers < whole:
+        spec = replace(spec, layers=spec.layers[:layers])
+        fewer = {"num_hidden_layers": layers, **family_of(spec).layer_entries(spec)}
+        with torch.device("meta"):
+            decoder = Decoder(spec)
+    tokenizer, length = load_tokenizer(base.path), min(TOKENS, spec.max_position_embeddings)
     encoded = (tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
     windows = [torch.tensor([*tokenizer.before_document, *ids][:length]).unsqueeze(0) for ids in encoded]
-    expected, found = _their_logits(base, spec, windows), _our_logits(base, spec, windows)
+    expected = _their_logits(base, windows, fewer)
+    fill_output = stream_weights(decoder, base.read, torch.float32)
+    hidden = [decoder.hidden_states(window) for window in windows]
+    fill_output()
+    found = map(decoder.output.logits, hidden)
     difference = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
     allowed = TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
     if not difference <= allowed:  # written so that a NaN fails
@@ -73,19 +81,7 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
 
 
-def _our_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    fill_output = stream_weights(decoder, base.read, torch.float32)
-    hidden = [decoder.hidden_states(window) for window in windows]
-    fill_output()
-    return [decoder.output.logits(states) for states in hidden]
-
-
-def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
-    fewer: dict[str, Any] = {}
-    if spec.num_layers < base.spec.num_layers:
-        fewer = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
+def _their_logits(base: BaseFolder, windows: list[Tensor], fewer: dict[str, Any]) -> list[Tensor]:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the layers that are left out
     transformers_logging.disable_progress_bar()

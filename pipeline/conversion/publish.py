@@ -12,8 +12,11 @@ from pipeline.conversion.hf_folder import ADAPTER_CONFIG
 from pipeline.errors import ConversionError, faults_of_library
 from pipeline.files import read_object
 
-_KEPT_BACK = ["conversion.json"]
-"""What names paths of this machine."""
+
+def check_name(name: str, option: str) -> None:
+    """Raises ConversionError if `name` can be no model on the hub."""
+    with faults_of_library(f"{option} {name!r}: expected a name such as organisation/model", ConversionError):
+        validate_repo_id(name)
 
 
 def check_can_push(name: str) -> None:
@@ -25,23 +28,15 @@ def check_can_push(name: str) -> None:
         raise ConversionError("--push: no token; log in with `hf auth login`, or set HF_TOKEN to one that may write")
 
 
-def check_name(name: str, option: str) -> None:
-    """Raises ConversionError if `name` can be no model on the hub."""
-    with faults_of_library(f"{option} {name!r}: expected a name such as organisation/model", ConversionError):
-        validate_repo_id(name)
-
-
 def push(folder: Path, name: str, *, private: bool) -> str:
     """Uploads the export in `folder` to the model `name`, which is made if there is none; returns its address.
 
     Raises:
         ConversionError: it is refused or fails, or the folder holds adapters of a base that only this machine has.
     """
-    try:
-        base = read_object(folder / ADAPTER_CONFIG, ConversionError).get("base_model_name_or_path")
-    except FileNotFoundError:
-        base = None
-    if base is not None and Path(base).is_absolute():
+    adapters = folder / ADAPTER_CONFIG
+    base = read_object(adapters, ConversionError)["base_model_name_or_path"] if adapters.exists() else ""
+    if Path(base).is_absolute():
         raise ConversionError(
             f"{folder}: adapters whose base is {base}, which others do not have; convert again with --base-name "
             "organisation/model"
@@ -49,7 +44,6 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     with faults_of_library(f"--push {name}", ConversionError):
         hub = huggingface_hub.HfApi()
         address = hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(
-            repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}", ignore_patterns=_KEPT_BACK
-        )
+        message, local = f"Upload {folder.name}", ["conversion.json"]  # it names paths of this machine
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=local)
     return str(address)

@@ -22,8 +22,8 @@ scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -33,18 +33,18 @@ from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
+from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of, hf_tensor
-from pipeline.model.family import FusedPart, fuse, map_rows
+from pipeline.model.family import FusedPart, fuse
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
 from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
-from pipeline.scale.plan import Widths
 
 _logger = log.get_logger(__name__)
-_NORMS_OF_HEADS = ("attention.query_norm", "attention.key_norm")
-# Row and column of each added block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and
-# the output's.
+_HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
+# Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and the output's.
 _BLOCK_POSITIONS = {
+    "base": (0, 0),
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
     "expansion_to_expansion": (1, 1),
@@ -64,25 +64,49 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
         if padding != UNPADDED:
             raise ConversionError(f"{model.checkpoint}: --pad-for: nothing was added to the widths; leave it out")
         return _unwidened_export(model, dtype)
-    widths, wider = model.spec.widths, stock_widths(model.plan.expansion, model.spec, padding)
+    spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec, padding)
     if padding != UNPADDED:
-        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan.expansion, model.spec))
-    hidden_size = wider.hidden_size
-    new = StoredResidual(widths.hidden_size, scale_in(dtype), model.spec.norm_placement == "after")
-    residual = _kept(model.spec.residual, dtype) or new
+        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan.expansion, spec))
+    normed = spec.widths.hidden_size / wider.hidden_size
+    new = StoredResidual(spec.widths.hidden_size, scale_in(dtype), spec.norm_placement == "after")
+    residual = _kept(spec.residual, dtype) or new
     config = base_config(model.base.path) | {
-        "vocab_size": model.spec.vocab_size,
+        "vocab_size": spec.vocab_size,
         **asdict(wider),
-        "head_dim": model.spec.head_dim,
-        "rms_norm_eps": model.spec.norm_eps * widths.hidden_size / hidden_size,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps * normed,
         # The embedding's new columns are scaled and the output's are not: they cannot be tied.
         "tie_word_embeddings": False,
         "dtype": dtype_name(dtype),
         RESIDUAL_KEY: asdict(residual),
     }
-    fusion = _Fusion(model, wider, residual, dtype)
-    names = dict.fromkeys([*filter(is_base, model.shapes), "output.base"])
-    return Export("stock", config, _stored(model, [(name, fusion.tensor(name)) for name in names]), dtype)
+    with torch.device("meta"):
+        ordinary = Decoder(replace(spec, widths=wider, tie_word_embeddings=False))
+
+    def fused(name: str, shape: torch.Size) -> Tensor:
+        """Zeros of `shape`, in which the base parameter `name` and each block beside it have a corner."""
+        stem, _, kind = name.partition(".base")
+        values, base = torch.zeros(shape, dtype=dtype), model.read(name)
+        takes_root = stem.endswith("norm") and not stem.endswith(_HEADS_NORMS)
+        if spec.query_key_norm == "head" and stem.endswith(("attention.query", "attention.key")):
+            takes_root = dtype == torch.float32
+        for block, position in _BLOCK_POSITIONS.items():
+            path = f"{stem}.{block}{kind}"
+            if block != "base" and path not in model.shapes:
+                continue
+            part = base if block == "base" else model.read(path)
+            # In a bias or gain, what is added comes second.
+            offsets = position if base.dim() == 2 else (int(block != "base"),)
+            corner = [size * offset for size, offset in zip(base.shape, offsets, strict=True)]
+            place = tuple(slice(start, start + size) for start, size in zip(corner, part.shape, strict=True))
+            values[place] = part.float() * math.sqrt(normed) if takes_root else part
+        return residual.store(name, values)
+
+    tensors = [
+        (name, PlannedTensor(name, tuple(parameter.shape), partial(fused, name, parameter.shape)))
+        for name, parameter in ordinary.named_parameters()
+    ]
+    return Export("stock", config, _stored(model, tensors), dtype)
 
 
 def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -> list[PlannedTensor]:
@@ -101,59 +125,6 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
         return PlannedTensor(target, shape, lambda: fuse([planned.make() for planned in in_order], part.groups))
 
     return [stored_as(target, parts) for target, parts in held.items()]
-
-
-@dataclass(frozen=True)
-class _Fusion:
-    """Plans each tensor of the ordinary model from the blocks that it is made of."""
-
-    model: TrainedModel
-    widths: Widths
-    residual: StoredResidual
-    dtype: torch.dtype
-
-    def tensor(self, name: str) -> PlannedTensor:
-        """The base parameter `name` with its expansion blocks."""
-        stem, _, kind = name.partition(".base")
-        shapes = self.model.shapes
-        # A tied output projection has no shape of its own.
-        base_shape = shapes.get(name, shapes["embedding.base.weight"])
-        corners = {name: (0,) * len(base_shape)}
-        for block, position in _BLOCK_POSITIONS.items():
-            block_name = f"{stem}.{block}{kind}"
-            if block_name in shapes:
-                offsets = position if len(base_shape) == 2 else (1,)  # in a bias or gain, what is added comes second
-                corner = tuple(size * offset for size, offset in zip(base_shape, offsets, strict=True))
-                corners[block_name] = corner
-        shape = self._shape(stem.rpartition("layers.")[2].partition(".")[2] or stem, base_shape)
-        return PlannedTensor(name, shape, partial(self._fuse, name, shape, corners))
-
-    def _shape(self, module: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a parameter of `module` in the ordinary model."""
-        if module.endswith(_NORMS_OF_HEADS):
-            return base_shape
-        widths = self.widths
-        rows = map_rows(widths, self.model.spec.head_dim)
-        columns = {"attention.output": rows["attention.query"], "ffn.down": widths.intermediate_size}
-        vocabulary = base_shape[0] if module in ("embedding", "output") else widths.hidden_size
-        shape = (rows.get(module, vocabulary), columns.get(module, widths.hidden_size))
-        return shape[: len(base_shape)]
-
-    def _fuse(self, name: str, shape: Sequence[int], corners: dict[str, tuple[int, ...]]) -> Tensor:
-        """Zeros of `shape` with each block at its corner, scaled as it is stored."""
-        fused, stem = torch.zeros(*shape, dtype=self.dtype), name.partition(".base")[0]
-        for block_name, corner in corners.items():
-            block = self.model.read(block_name)
-            if self._takes_root(stem):
-                block = block.float() * math.sqrt(self.model.spec.widths.hidden_size / self.widths.hidden_size)
-            fused[tuple(slice(start, start + size) for start, size in zip(corner, block.shape, strict=True))] = block
-        return self.residual.store(name, fused)
-
-    def _takes_root(self, stem: str) -> bool:
-        """Whether the weights of `stem` are times √(D / D')."""
-        if self.model.spec.query_key_norm == "head" and stem.endswith(("attention.query", "attention.key")):
-            return self.dtype == torch.float32
-        return stem.endswith("norm") and not stem.endswith(_NORMS_OF_HEADS)
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:

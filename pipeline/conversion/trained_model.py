@@ -21,7 +21,7 @@ from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import is_base, open_base
+from pipeline.model.from_hf import open_base
 from pipeline.model.new_rows import EMBEDDING, OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
@@ -30,7 +30,7 @@ from pipeline.parallel.quantized import rounded
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.layers import WidenedNorm, base_maps, block_kind, block_norms
+from pipeline.scale.layers import WidenedNorm, base_maps
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -39,15 +39,10 @@ class TrainedModel:
     """A checkpoint and its base.
 
     Attributes:
-        checkpoint: the checkpoint's folder.
-        base: the base's folder.
-        manifest: the checkpoint's manifest.
-        settings: the section `method` that it was trained with.
-        method: what those settings make of the base.
+        settings: the section `method` that it was trained with; `method` is what they make of the base.
         structure: the decoder on the meta device: names and shapes. The rows of an extended vocabulary follow those of
             the base, in one matrix, so that this is a model with a larger vocabulary and an output that is not tied.
         stored: the decoder on the meta device as it was trained, and as the checkpoint holds it.
-        reader: reads the checkpoint.
         gate: the gate that was fitted for it, if it is to have one.
         base_as_trained: whether the base is rounded as it was stored in training, or as published.
         stored_scale: the scale of added channels in a stock export, if the norms are to count them as there.
@@ -146,19 +141,8 @@ class TrainedModel:
         hidden = decoder.hidden_states(tokens)
         fill_output()
         starts = range(0, tokens.numel(), tokens.shape[1])
-        return [
-            decoder.output.logits(hidden.rows(slice(start, start + len(window))))
-            for start, window in zip(starts, windows, strict=True)
-        ]
-
-    @torch.no_grad()
-    def gate_scores(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The gate's score of each token [S] of each window of tokens [S], computed in `dtype`; it has a gate."""
-        assert self.gate is not None
-        decoder, _ = self.streamed(dtype)
-        tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
-        scores = self.gate.scores(decoder.base_stream(tokens, layer=self.gate.layer))
-        return [score[: len(window)] for score, window in zip(scores, windows, strict=True)]
+        rows = [slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)]
+        return [decoder.output.logits(hidden.rows(own)) for own in rows]
 
     def streamed(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Decoder, Callable[[], None]]:
         """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
@@ -241,45 +225,12 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
         "base": manifest.run.base.path,
         "method": manifest.run.method,
         "expansion": manifest.run.expansion,
-        **manifest.position.model_dump(),
+        **manifest.position.model_dump(mode="json"),
         "layout": manifest.layout.model_dump(),
         "trainable_parameters": trained,
         "total_parameters": total,
         "trained_fraction": trained / total,
-        "norms": _norms(model),
     }
-
-
-def as_text(facts: dict[str, Any]) -> str:
-    """The facts that `describe_checkpoint` found, as text."""
-
-    def shown(value: object) -> str:
-        return ", ".join(f"{key} {own}" for key, own in value.items()) if isinstance(value, dict) else str(value)
-
-    lines = [f"{name:<22} {shown(value)}" for name, value in facts.items() if name != "norms"]
-    lines += ["", "layer  " + "  ".join(f"{kind:>22}" for kind in facts["norms"])]
-    for layer, norms in enumerate(zip(*facts["norms"].values(), strict=True)):
-        lines.append(f"{layer:>5}  " + "  ".join(f"{norm:>22.4f}" for norm in norms))
-    return "\n".join(lines)
-
-
-def _norms(model: TrainedModel) -> dict[str, list[float]]:
-    """The Frobenius norm of each kind of block in every layer; base weights of an added layer are a kind of their own.
-
-    Biases are left out; 0 where a layer has no block of a kind.
-    """
-
-    def kind_of(name: str) -> str | None:
-        if not name.startswith("layers.") or name.endswith(".bias"):
-            return None
-        if not is_base(name):
-            return block_kind(name)
-        return "added layer" if int(name.split(".")[1]) in model.structure.added_layers else "base"
-
-    names = filter(kind_of, model.shapes)
-    norms = block_norms({name: float(model.read(name).detach().float().square().sum()) for name in names}, kind_of)
-    layers = range(model.spec.num_layers)
-    return {kind: [by_layer.get(layer, 0.0) for layer in layers] for kind, by_layer in norms.items()}
 
 
 def _whole_vocabulary(spec: DecoderSpec, manifest: Manifest) -> DecoderSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents
-from pipeline.errors import ConversionError, DataError
+from pipeline.errors import ConversionError
 from pipeline.model.output import NEVER, perplexity
 from pipeline.scale.gate import Gate
 
@@ -55,10 +55,6 @@ class Difference:
     max_abs: float = 0.0
     kl: float = 0.0
 
-    def worse(self, other: Difference) -> Difference:
-        """The larger of each figure."""
-        return Difference(max(self.max_abs, other.max_abs), max(self.kl, other.kl))
-
 
 # Both models are correct and still round differently, because they multiply in another order. How far that moves a
 # logit depends on the model, so what rounding does to the training model itself is measured, and the export may differ
@@ -74,36 +70,32 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Difference):
     """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first.
 
     `quantized_base_perplexity` is the training model's with its base in 8 or 4 bits, if it trained so.
     """
 
-    tokens: int
-    max_abs: float
-    kl: float
-    top1_agreement: float
-    training_perplexity: float
-    exported_perplexity: float
+    tokens: int = 0
+    top1_agreement: float = 1.0
+    training_perplexity: float = math.nan
+    exported_perplexity: float = math.nan
     quantized_base_perplexity: float | None = None
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Difference):
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
     `rounding` is the difference between the training model in `dtype` and in twice the precision, `scaling` between it
     and the model whose norms count added channels as the folder's do.
     """
 
-    dtype: str
-    max_abs: float
-    kl: float
-    top1_agreement: float
-    rounding: Difference
+    dtype: str = ""
+    top1_agreement: float = 1.0
+    rounding: Difference = Difference()
     scaling: Difference = Difference()
-    texts: dict[str, Comparison] = field(default_factory=dict)
+    texts: Mapping[str, Comparison] = field(default_factory=dict)
 
 
 def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None) -> MakeProbe:
@@ -112,7 +104,6 @@ def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] |
     Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
     prompts. The function returned raises DataError if a source holds no document.
     """
-    keys = keys or {}
 
     def make(model: TrainedModel) -> Probe:
         tokenizer = load_tokenizer(model.tokenizer)
@@ -120,18 +111,14 @@ def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] |
         count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))
         texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
-            texts = {
-                name: (document.whole_text for document in islice(good_documents(files, keys.get(name, Keys())), count))
-                for name, files in sources.items()
-            }
-        start = list(tokenizer.before_document)
-        probe = {}
-        for name, documents in texts.items():
-            encoded = (start + tokenizer.reference.encode([text]).ids.tolist() for text in documents)
-            probe[name] = [torch.tensor(ids[:length]) for ids in encoded if len(ids) > 1]
-            if not probe[name]:
-                raise DataError(f"{name}: holds no document to verify on; name other files with --text")
-        return probe
+            documents = {name: good_documents(files, (keys or {}).get(name, Keys())) for name, files in sources.items()}
+            texts = {name: (one.whole_text for one in islice(found, count)) for name, found in documents.items()}
+
+        def window(text: str) -> Tensor:
+            ids = tokenizer.reference.encode([text]).ids.tolist()
+            return torch.tensor([*tokenizer.before_document, *ids][:length])
+
+        return {name: list(map(window, of_source)) for name, of_source in texts.items()}
 
     return make
 
@@ -150,40 +137,30 @@ def verify(
         ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
     windows = [window for of_text in probe.values() for window in of_text]
-    decisions = None if model.gate is None else _GateDecisions(model, model.gate, windows, dtype)
-    if decisions is not None:
-        model = decisions.fixed_in(model)
-    compared: dict[str, list[Tensor]] = {}
-    if model.manifest.run.base_precision != "bf16":
-        compared["quantized"] = replace(model, base_as_trained=True).logits(windows, dtype)
-    if stored_scale is not None:
-        compared["unscaled"] = model.logits(windows, dtype)
-        model = replace(model, stored_scale=stored_scale)
-    compared["finer"] = model.logits(windows, _FINER[dtype])
-    expected = model.logits(windows, dtype)
-    found = _exported_logits(folder, model, windows, dtype, decisions)
+    gate = None if model.gate is None else _FixedGate(**vars(model.gate))
+    model = replace(model, gate=gate)
+    scaled = replace(model, stored_scale=stored_scale)
+    expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
+    unscaled = expected if stored_scale is None else model.logits(windows, dtype)
+    exported = load_exported(folder, model.base.path, dtype)
+    if gate is not None:
+        gate.fix_in(exported.token_gate, windows, str(folder))
+    found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
 
-    texts, rounding, scaling, start = {}, Difference(), Difference(), 0
-    for name, of_text in probe.items():
-        rows = slice(start, start := start + len(of_text))
-        text = compare(of_text, expected[rows], found[rows])
-        against = {other: compare(of_text, logits[rows], expected[rows]) for other, logits in compared.items()}
-        rounding = rounding.worse(Difference(against["finer"].max_abs, against["finer"].kl))
-        if "unscaled" in against:
-            scaling = scaling.worse(Difference(against["unscaled"].max_abs, against["unscaled"].kl))
-            text = replace(text, training_perplexity=against["unscaled"].training_perplexity)
-        if "quantized" in against:
-            text = replace(text, quantized_base_perplexity=against["quantized"].training_perplexity)
-        texts[name] = text
-    report = Report(
-        dtype=dtype_name(dtype),
-        max_abs=max(text.max_abs for text in texts.values()),
-        kl=max(text.kl for text in texts.values()),
-        top1_agreement=min(text.top1_agreement for text in texts.values()),
-        rounding=rounding,
-        scaling=scaling,
-        texts=texts,
-    )
+    def by_text(expected: list[Tensor], found: list[Tensor]) -> dict[str, Comparison]:
+        pairs = iter(zip(expected, found, strict=True))
+        return {name: compare(of_text, [next(pairs) for _ in of_text]) for name, of_text in probe.items()}
+
+    trained, texts = by_text(unscaled, expected), by_text(expected, found)
+    rounding, scaling, worst = map(_worst, (by_text(finer, expected), trained, texts))
+    for name, text in texts.items():
+        texts[name] = replace(text, training_perplexity=trained[name].training_perplexity)
+    if model.manifest.run.base_precision != "bf16":
+        quantized = by_text(replace(model, base_as_trained=True).logits(windows, dtype), expected)
+        for name, text in texts.items():
+            texts[name] = replace(text, quantized_base_perplexity=quantized[name].training_perplexity)
+    agreement = min(text.top1_agreement for text in texts.values())
+    report = Report(worst.max_abs, worst.kl, dtype_name(dtype), agreement, rounding, scaling, texts)
     check(report, GRANTED[dtype], str(folder))
     if not scaling.kl <= max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl):
         raise ConversionError(
@@ -194,46 +171,33 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _DecidedGate(Gate):
-    """A gate whose decisions for one batch are taken already: the levels [B, S]."""
-
-    decisions: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        return self.decisions.to(x.device)
-
-
-class _GateDecisions:
-    """The decisions of a gate on windows of tokens [S], in `dtype`: the same in all models that are compared.
+class _FixedGate(Gate):
+    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps each pass's scores.
 
     Rounding may change the decision at a token whose score is near the threshold. Then two correct models differ by as
     much as the base from the trained model, there and at later tokens.
     """
 
-    def __init__(self, model: TrainedModel, gate: Gate, windows: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.gate = gate
-        self.scores = model.gate_scores(windows, dtype)
-        finer = model.gate_scores(windows, _FINER[dtype])
-        self.rounding = max(float((a - b).abs().max()) for a, b in zip(self.scores, finer, strict=True))
-        self.levels = [gate.levels_of(score) for score in self.scores]
+    passes: list[Tensor] = field(default_factory=list)
 
-    def fixed_in(self, model: TrainedModel) -> TrainedModel:
-        """The model with these decisions, for all windows as one batch."""
-        decisions = nn.utils.rnn.pad_sequence(self.levels, batch_first=True)
-        values = {part.name: getattr(self.gate, part.name) for part in fields(Gate)}
-        return replace(model, gate=_DecidedGate(**values, decisions=decisions))
+    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        self.passes.append(self.scores(x, document_ids))
+        return self.levels_of(self.passes[0])
 
-    def fix_in_export(self, exported: nn.Module, folder: Path) -> None:
-        """Makes the exported model take these decisions in its next forward passes, one for each window.
+    def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
+        """Makes the gate of an exported model take the same decisions in its next passes, one for each window [S].
 
         Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
         """
-        turns = iter(zip(self.levels, self.scores, strict=True))
-        limits = [limit for limit in (self.gate.threshold, self.gate.lower) if limit is not None]
+        first, finer = self.passes[:2]
+        rounding = (first - finer).abs().max()
+        limits = [limit for limit in (self.threshold, self.lower) if limit is not None]
+        turns = iter(scores[: len(window)] for scores, window in zip(first, windows, strict=True))
 
         def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:  # noqa: ANN401
-            levels, scores = (tensor.to(found.device) for tensor in next(turns))
-            far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > self.rounding
+            scores = next(turns)
+            levels = self.levels_of(scores)
+            far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > rounding
             if wrong := int((far & (levels != found[0, :, 0])).sum()):
                 raise ConversionError(
                     f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
@@ -241,38 +205,28 @@ class _GateDecisions:
                 )
             return levels.view(1, -1, 1)
 
-        exported.get_submodule("token_gate").register_forward_hook(replaced)
-
-
-def _exported_logits(
-    folder: Path, model: TrainedModel, windows: Sequence[Tensor], dtype: torch.dtype, decisions: _GateDecisions | None
-) -> list[Tensor]:
-    """The logits [S, V] that the exported model gives to each window [S]."""
-    exported = load_exported(folder, model.base.path, dtype)
-    if decisions is not None:
-        decisions.fix_in_export(exported, folder)
-    return [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
+        exported.register_forward_hook(replaced)
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:
     """Raises ConversionError if the two models differ by more than `granted` and by more than rounding explains."""
-    allowed = granted.worse(Difference(ROUNDINGS * report.rounding.max_abs, ROUNDINGS * report.rounding.kl))
-    # Written so that a NaN fails.
-    if not (report.max_abs <= allowed.max_abs and report.kl <= allowed.kl):
+    max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
+    kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
+    if not (report.max_abs <= max_abs and report.kl <= kl):  # written so that a NaN fails
         raise ConversionError(
             f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in a logit (at most "
-            f"{allowed.max_abs:.3g}) and {report.kl:.3g} nats a token (at most {allowed.kl:.3g}); not kept"
+            f"{max_abs:.3g}) and {report.kl:.3g} nats a token (at most {kl:.3g}); not kept"
         )
 
 
-def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) -> Comparison:
-    """The figures over all windows [S] of one text; logits are [S, V].
+def compare(windows: list[Tensor], logits: list[tuple[Tensor, Tensor]]) -> Comparison:
+    """The figures over all windows [S] of one text; the logits of the training and the exported model are [S, V].
 
     Perplexities leave out new pieces after a token that a gate closed, which have no probability.
     """
-    tokens, targets = sum(len(window) for window in windows), 0
+    tokens, targets = sum(map(len, windows)), 0
     max_abs = agreed = divergence = nll_expected = nll_found = 0.0
-    for window, trained, exported in zip(windows, expected, found, strict=True):
+    for window, (trained, exported) in zip(windows, logits, strict=True):
         difference = float((trained.float() - exported.float()).abs().max())
         max_abs = max(max_abs, math.inf if math.isnan(difference) else difference)
         agreed += float((trained.argmax(-1) == exported.argmax(-1)).sum())
@@ -283,10 +237,14 @@ def compare(windows: list[Tensor], expected: list[Tensor], found: list[Tensor]) 
         nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="none")[possible].sum())
         targets += int(possible.sum())
     return Comparison(
-        tokens=tokens,
-        max_abs=max_abs,
-        kl=math.inf if math.isnan(divergence) else divergence / tokens,
-        top1_agreement=agreed / tokens,
+        max_abs,
+        math.inf if math.isnan(divergence) else divergence / tokens,
+        tokens,
+        agreed / tokens,
         training_perplexity=perplexity(nll_expected / max(1, targets)),
         exported_perplexity=perplexity(nll_found / max(1, targets)),
     )
+
+
+def _worst(texts: Mapping[str, Comparison]) -> Difference:
+    return Difference(max(text.max_abs for text in texts.values()), max(text.kl for text in texts.values()))

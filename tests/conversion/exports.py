@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,18 +14,37 @@ from transformers import PreTrainedModel
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.trained_model import TrainedModel
+from pipeline.model.decoder import Decoder
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import some_tokens
+from tests.widened import balance_router, some_tokens
 
-METHODS = {
-    "scale": scale("route", collaborative_modules="both"),
-    "stock": scale("adapt", collaborative_modules="both", norm="base"),
+_BOTH = {"collaborative_modules": "both"}
+METHODS: dict[str, dict[str, Any]] = {
+    "scale": scale("route", **_BOTH),
+    "stock": scale("adapt", **_BOTH, norm="base"),
     "fft": FFT,
     "freeze": {"name": "freeze", "frozen_layers": 2},
     "lora": {"name": "lora", "rank": 4, "alpha": 6},
     "llama_pro": {"name": "llama_pro", "added_layers": 3},
+}
+"""Each as the format that it can leave in, or by its name."""
+MORE_METHODS: dict[str, dict[str, Any]] = {
+    "preserve": scale("preserve", norm="base"),
+    "preserve separate": scale("preserve"),
+    "adapt": scale("adapt", **_BOTH),
+    "adapt separate": scale("adapt"),
+    "adapt norm base": scale("adapt", norm="base"),
+    "route stories": scale("route", l_fp=2, router_threshold=0.9),
+    "adapt stories": scale("adapt", **_BOTH, l_fp=2),
+    "whole heads": METHODS["stock"]
+    | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
+    # Adapters on a part of GPT-NeoX's fused query, key and value.
+    "lora query": METHODS["lora"] | {"target_modules": ["query"]},
+    "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},
+    "lora query, value, output": METHODS["lora"] | {"target_modules": ["query", "value", "output"]},
 }
 NOT_STOCK = {
     "neox": "LayerNorm takes one mean",
@@ -30,17 +52,60 @@ NOT_STOCK = {
     "gemma": "multiplies its embedding",
 }
 """Why no ordinary wider model of a family exists, by the beginning of the base's name."""
-Models = Callable[[str, str], TrainedModel]
 
 
-def train_models(base: Callable, folder: Path, wanted: dict[tuple[str, str], dict]) -> Models:
-    """A trained model by family and method, all saved by one process.
+class Models:
+    """Trained models by the names of their base and their method; each is trained once a session."""
 
-    Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads every stage.
+    def __init__(self, base: Callable, folder: Path) -> None:
+        self._base, self._folder = base, folder
+        self._made: dict[tuple[str, str], Path] = {}
+
+    def train(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Trains those that are missing, in one process.
+
+        Under ZeRO-1, whose steps take a tenth of ZeRO-3's: tests/checkpoint reads every stage.
+        """
+        wanted = [pair for pair in dict.fromkeys(pairs) if pair not in self._made]
+        places = {pair: self._folder / str(len(self._made) + at) for at, pair in enumerate(wanted)}
+        methods = METHODS | MORE_METHODS
+        jobs = [(self._base(name).path, methods[key], place) for (name, key), place in places.items()]
+        if jobs:
+            run_ranks(save_many, 1, jobs)
+        self._made |= places
+
+    def __call__(self, name: str, method: str) -> TrainedModel:
+        self.train([(name, method)])
+        return trained(self._base(name).path, self._made[name, method])
+
+
+class Exports:
+    """Folders of the scale format in fp32, by base, method and gate; each is written once a session, to be read only.
+
+    A router's threshold is set so that some tokens take either path. `gate` is what `random_gate` takes.
     """
-    places = {pair: folder / "-".join(pair).replace(" ", "_") for pair in wanted}
-    run_ranks(save_many, 1, [(base(name).path, method, places[name, key]) for (name, key), method in wanted.items()])
-    return lambda name, key: trained(base(name).path, places[name, key])
+
+    def __init__(self, models: Models, folder: Path) -> None:
+        self._models, self._folder = models, folder
+        self._made: dict[str, tuple[Path, Decoder]] = {}
+
+    def __call__(self, name: str, method: str, **gate: Any) -> tuple[Path, Decoder]:
+        """The folder, and the training model itself."""
+        key = f"{name} {method} {gate}"
+        if key not in self._made:
+            model, folder = self._models(name, method), self._folder / str(len(self._made))
+            decoder = training_decoder(model)
+            tokens = some_tokens(model.spec, 4, 24)
+            if gate:
+                decoder.gate = random_gate(decoder, tokens, **gate)
+            exported(replace(model, gate=decoder.gate), "scale", folder)
+            if model.plan is not None and model.plan.routed and not gate:
+                balance_router(decoder, tokens)
+                config = folder / "config.json"
+                threshold = {"router_threshold": decoder.output.threshold}
+                config.write_text(json.dumps(json.loads(config.read_text()) | threshold))
+            self._made[key] = folder, decoder
+        return self._made[key]
 
 
 def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:

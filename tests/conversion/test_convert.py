@@ -24,45 +24,31 @@ from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from pipeline.methods.scale import origin_of
 from pipeline.scale.expansion import open_expansion
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import run_main
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-TEXTS = {
-    "english": [str(STORIES_HELDOUT)],
-    "korean": [str(REVIEWS_HELDOUT)],
-}
+TEXTS = {"english": [str(STORIES_HELDOUT)], "korean": [str(REVIEWS_HELDOUT)]}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    jobs = [
-        (STORIES, scale("adapt"), folder / "separate"),
-        (STORIES, scale("adapt", norm="base"), folder / "base"),
-        (STORIES, scale("adapt"), folder / "calm", 1, None, 2, 0.0),  # no noise: the expansion hardly matters
-    ]
-    run_ranks(save_many, 1, jobs)
-    return {name: checkpoint_in(folder / name) for name in ("separate", "base", "calm")}
-
-
-@pytest.fixture(scope="module")
-def published(checkpoints, tmp_path_factory):
+def published(models, tmp_path_factory):
     """A verified conversion, for tests that change copies of it."""
-    done = Conversion(checkpoints["separate"], STORIES, tmp_path_factory.mktemp("published") / "hf")
+    checkpoint = models("stories260K", "adapt separate").checkpoint
+    done = Conversion(checkpoint, STORIES, tmp_path_factory.mktemp("published") / "hf")
     assert convert(done, probe_maker(TEXTS))
     return done
 
 
 @pytest.fixture
-def conversion(checkpoints, tmp_path):
-    return Conversion(checkpoints["separate"], STORIES, tmp_path / "made" / "hf")
+def conversion(models, tmp_path):
+    return Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, tmp_path / "made" / "hf")
 
 
-@pytest.mark.parametrize(("norm", "written"), [("separate", "scale"), ("base", "stock")])
-def test_a_published_folder_is_verified_on_both_languages(norm, written, checkpoints, conversion):
-    assert convert(replace(conversion, checkpoint=checkpoints[norm]), probe_maker(TEXTS))
+@pytest.mark.parametrize(("method", "written"), [("adapt separate", "scale"), ("adapt norm base", "stock")])
+def test_a_published_folder_is_verified_on_both_languages(method, written, models, conversion):
+    assert convert(replace(conversion, checkpoint=models("stories260K", method).checkpoint), probe_maker(TEXTS))
     report = json.loads((conversion.output / "verification.json").read_text())
     assert set(report["texts"]) == {"english", "korean"}
     assert report["max_abs"] <= max(1e-4, 4 * report["rounding"]["max_abs"]) < 1e-2
@@ -100,13 +86,21 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     assert load_hf_model(again.output).dtype == torch.bfloat16
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """A checkpoint without noise: the expansion hardly matters."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    run_ranks(save, 1, STORIES, scale("adapt"), folder, 1, None, 2, 0.0)
+    return checkpoint_in(folder)
+
+
 @pytest.mark.parametrize(
     ("dtype", "accepted", "refused"),
     [(torch.float32, 1 + 2e-6, 1 + 1e-4), (torch.bfloat16, 1.02, 1.1), (torch.float16, 1.003, 1.03)],
 )
-def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, accepted, refused, checkpoints, conversion):
+def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, accepted, refused, calm, conversion):
     """Every logit times a factor: hardly any token changes its rank, and few their probability by much."""
-    conversion = replace(conversion, checkpoint=checkpoints["calm"], dtype=dtype)
+    conversion = replace(conversion, checkpoint=calm, dtype=dtype)
 
     def disturbed(factor: float, model):
         (partial_folder,) = conversion.output.parent.iterdir()
@@ -128,7 +122,7 @@ def test_the_bound_is_what_is_granted_or_a_multiple_of_the_rounding(dtype, round
     granted = GRANTED[dtype]
     max_abs = max(granted.max_abs, ROUNDINGS * rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * rounding.kl)
-    report = Report("test", max_abs=max_abs, kl=kl, top1_agreement=1.0, rounding=rounding)
+    report = Report(max_abs=max_abs, kl=kl, top1_agreement=1.0, rounding=rounding)
     check(report, granted, "folder")
     for worse in ({"kl": 1.001 * kl}, {"kl": math.nan}, {"max_abs": math.nan}):
         with pytest.raises(ConversionError, match="folder: the exported model differs"):
@@ -147,8 +141,8 @@ def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
         load_hf_model(folder)
 
 
-def test_the_folder_of_another_model_is_refused(checkpoints, published):
-    other = open_trained(checkpoints["base"], STORIES)
+def test_the_folder_of_another_model_is_refused(models, published):
+    other = models("stories260K", "adapt norm base")
     with pytest.raises(ConversionError, match="not kept"):
         verify(other, published.output, probe_maker(TEXTS)(other), torch.float32)
 
@@ -182,8 +176,9 @@ def test_the_expansion_alone_starts_a_run_on_its_base(conversion):
     assert not convert(replace(conversion, format="expansion"), probe_maker({}))
 
 
-def test_the_command_line(checkpoints, tmp_path):
-    named = ["--checkpoint", checkpoints["base"], "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
+def test_the_command_line(models, tmp_path):
+    checkpoint = models("stories260K", "adapt norm base").checkpoint
+    named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
     done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and "verified" in done.stderr, done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"

@@ -6,22 +6,16 @@ import pytest
 
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
-from tests.conversion.exports import METHODS, assert_exported, exported, loaded_with_base, pairs, train_models
+from tests.conversion.exports import assert_exported, exported, loaded_with_base, pairs
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
-FAMILIES = [name for name in CONFIGS if "eight" not in name]
-PAIRS = pairs(FAMILIES, ("scale", "stock", "fft"))
-
-
-@pytest.fixture(scope="module")
-def models(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    return train_models(base, folder, {(name, key): METHODS[key] for name, key in PAIRS})
+PAIRS = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "stock", "fft"))
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_every_family_is_exported(name, method, models, tmp_path):
+    models.train(PAIRS)
     model, folder = models(name, method), tmp_path / "hf"
     if method == "scale":
         exported(model, "scale", folder)

@@ -12,15 +12,14 @@ from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
 from pipeline.conversion.modeling_scale import ScaleForCausalLM
 from pipeline.errors import ConversionError
-from tests.conversion.checkpoints import scale
 from tests.conversion.exports import (
     METHODS,
+    MORE_METHODS,
     NOT_STOCK,
     assert_exported,
     exported,
     loaded_with_base,
     pairs,
-    train_models,
 )
 from tests.tolerances import rounding
 from tests.widened import some_tokens
@@ -28,26 +27,16 @@ from tests.widened import some_tokens
 # Tied; layers without rotary embedding; fused maps; norms after attention; both, with an embedding that is scaled;
 # LayerNorm and biases.
 KINDS = ["llama tied", "smollm3", "phi3", "exaone4", "gemma3", "neox"]
-PAIRS = pairs(KINDS, METHODS)
-# Adapters on a part of GPT-NeoX's fused query, key and value.
-PARTIAL_LORA = {
-    "-".join(targets): {**METHODS["lora"], "target_modules": targets}
-    for targets in (["query"], ["key", "value", "down"], ["query", "value", "output"])
-}
+PAIRS = [*pairs(KINDS, METHODS), ("phi3", "whole heads")]
+PARTIAL_LORA = [method for method in MORE_METHODS if method.startswith("lora ")]
 
 
-@pytest.fixture(scope="module")
-def models(base, tmp_path_factory):
-    wanted = {(name, key): METHODS[key] for name, key in PAIRS}
-    wanted |= {("neox", key): method for key, method in PARTIAL_LORA.items()}
-    wanted |= {(name, "stock"): METHODS["stock"] for name in ("neox", "gemma3", "olmo2")}
-    wanted["llama tied", "separate"] = scale("preserve")
-    whole_heads = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}
-    wanted["phi3", "whole heads"] = {**METHODS["stock"], "expansion": whole_heads}
-    return train_models(base, tmp_path_factory.mktemp("trained"), wanted)
+@pytest.fixture(scope="module", autouse=True)
+def trained_together(models):
+    models.train([*PAIRS, *(("neox", method) for method in PARTIAL_LORA)])
 
 
-@pytest.mark.parametrize(("name", "method"), [*PAIRS, ("phi3", "whole heads")])
+@pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_what_transformers_loads_is_the_model_that_trained(name, method, models, tmp_path):
     model = models(name, method)
     folder = exported(model, "auto", tmp_path / "hf")
@@ -71,7 +60,7 @@ def test_lora_is_exported_as_adapters_for_peft(name, models, tmp_path):
 
 @pytest.mark.parametrize("key", PARTIAL_LORA)
 def test_adapters_of_a_part_of_a_fused_map(key, models, tmp_path):
-    model, targets = models("neox", key), PARTIAL_LORA[key]["target_modules"]
+    model, targets = models("neox", key), MORE_METHODS[key]["target_modules"]
     for format in ("peft", "stock"):
         assert_exported(model, exported(model, format, tmp_path / format))
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -112,7 +101,7 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeypatch):
     refused = [("llama tied", method, "peft", f"method {method}") for method in ("fft", "scale", "llama_pro")]
     refused += [("llama tied", method, "scale", f"method {method}") for method in ("lora", "freeze")]
-    refused += [("llama tied", "scale", "stock", "route"), ("llama tied", "separate", "stock", "separate")]
+    refused += [("llama tied", "scale", "stock", "route"), ("llama tied", "preserve separate", "stock", "separate")]
     refused += [("llama tied", "fft", "scale", "but as stock;")]
     refused += [
         (name, "stock", "stock", NOT_STOCK[start])
@@ -123,7 +112,7 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeyp
     for name, method, format, reason in refused:
         with pytest.raises(ConversionError, match=reason):
             choose_export(models(name, method), format, torch.float32)
-    assert choose_export(models("llama tied", "separate"), "auto", torch.float32).format == "scale"
+    assert choose_export(models("llama tied", "preserve separate"), "auto", torch.float32).format == "scale"
 
 
 def test_many_files_are_one_model(models, tmp_path, monkeypatch):

@@ -1,56 +1,73 @@
-"""The shipped modelling file: with and without a cache, padded on the left, and without this package installed."""
+"""The shipped modelling file, with and without a gate: caches, padding, packed documents, several devices."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import AutoModelForCausalLM
 
 from pipeline.conversion.hf_folder import load_hf_model
-from tests.bases import STORIES
-from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
-from tests.conversion.clean_environment import clean_environment, run_in
-from tests.conversion.exports import exported
-from tests.distributed import run_ranks
+from tests.bases import reference
+from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import balance_router, some_tokens
+from tests.widened import some_tokens
 
-MODELS = {"route": ("llama tied", "route"), "adapt": ("llama", "adapt"), "neox": ("neox", "route")}
-NEW_TOKENS = 12
+GATE = {"features": "token+running_mean"}
+PLAIN = {
+    "route": ("llama tied", "scale", {}),
+    "adapt": ("llama", "adapt", {}),
+    "neox": ("neox", "scale", {}),
+}
+GATED = {
+    "gated preserve": ("llama", "preserve", GATE),
+    "gated adapt": ("llama tied", "stock", GATE),
+    "gated neox": ("neox", "scale", GATE),
+    "gated, undecided": ("llama tied", "stock", GATE | {"undecided": True}),
+    "gated adapt, token": ("llama tied", "stock", {"features": "token"}),
+    "gated neox, token": ("neox", "scale", {"features": "token"}),
+}
+MODELS = PLAIN | GATED
+LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def folders(base, tmp_path_factory):
-    """Exported models; Route's thresholds are set so that some tokens take either path."""
-    folder = tmp_path_factory.mktemp("generate")
-    jobs = [
-        (base(name).path, scale(variant, collaborative_modules="both"), folder / key)
-        for key, (name, variant) in MODELS.items()
-    ]
-    jobs.append((STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "stories"))
-    run_ranks(save_many, 1, jobs)
-    made = {}
-    for path, _, place in jobs:
-        model = trained(path, place)
-        made[place.name] = exported(model, "scale", place.with_name(f"{place.name}-hf"))
-        if model.plan.routed and place.name != "stories":
-            decoder = training_decoder(model)
-            balance_router(decoder, some_tokens(model.spec, 4, 24))
-            config = made[place.name] / "config.json"
-            config.write_text(
-                json.dumps(json.loads(config.read_text()) | {"router_threshold": decoder.output.threshold})
-            )
-    return made
+@pytest.fixture
+def load(exports):
+    def loaded(key, **options):
+        name, method, gate = MODELS.get(key, (key, "scale" if key in ("exaone4", "gemma3") else "adapt", {}))
+        return AutoModelForCausalLM.from_pretrained(exports(name, method, **gate)[0], **options).eval()
+
+    return loaded
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("key", MODELS)
-def test_logits_token_by_token_equal_logits_at_once(key, folders):
-    model = load_hf_model(folders[key])
+def test_logits_are_those_of_the_trained_model(key, exports, load):
+    name, method, gate = MODELS[key]
+    decoder, model = exports(name, method, **gate)[1], load(key)
+    tokens = some_tokens(decoder.spec, 3, LENGTH, seed=5)
+    expected = decoder.logits(tokens)
+    assert_near(model(tokens).logits, expected, rounding_of(model.config))
+    if gate:
+        fitted, decoder.gate = decoder.gate, None
+        assert (decoder.logits(tokens) - expected).abs().max() > 0.1, "the gate closes nothing"
+        assert (decoder.logits(tokens, path="base") - expected).abs().max() > 0.1, "the gate opens nothing"
+        decoder.gate = fitted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", MODELS)
+def test_logits_token_by_token_equal_logits_at_once(key, load):
+    """Also after the cache was cropped, as in assisted generation, and beyond the running mean's window."""
+    model = load(key)
+    near = partial(assert_near, bound=rounding_of(model.config))
     tokens = some_tokens(model.config, 2, 14)
     expected = model(tokens, use_cache=False).logits
     cache, steps = None, []
@@ -58,13 +75,70 @@ def test_logits_token_by_token_equal_logits_at_once(key, folders):
         out = model(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         steps.append(out.logits)
-    assert_near(torch.cat(steps, dim=1), expected, rounding_of(model.config))
-    assert_near(model(tokens, logits_to_keep=2).logits, expected[:, -2:], rounding_of(model.config))
+    near(torch.cat(steps, dim=1), expected)
+    cache.crop(-6)
+    near(model(tokens[:, 8:], past_key_values=cache).logits, expected[:, 8:])
+    near(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
+    long = some_tokens(model.config, 1, 150)
+    first = model(long[:, :140], use_cache=True)
+    near(model(long[:, 140:], past_key_values=first.past_key_values).logits, model(long).logits[:, 140:])
+
+
+STATIC = {"cache_implementation": "static"}
+
+
+# Bases by their names: windows and original contexts shorter than the text; layers of two kinds.
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        *((key, options) for key in GATED for options in ({}, STATIC)),
+        *((key, {"num_beams": 3}) for key in ("gated neox", "gated adapt", "gated, undecided", "exaone4")),
+        ("gemma3", STATIC),
+        ("phi3", STATIC),
+        ("mistral window", {}),
+        ("route", {}),
+    ],
+)
+def test_generation_with_every_cache_equals_generation_without(key, options, load):
+    """Beam search reorders the cache."""
+    model = load(key)
+    tokens = some_tokens(model.config, 2, LENGTH)
+    expected = generate(model, tokens, use_cache=False, num_beams=options.get("num_beams", 1))
+    assert torch.equal(generate(model, tokens, **options), expected)
 
 
 @torch.no_grad()
-def test_both_paths_of_the_router_are_taken(folders):
-    model = load_hf_model(folders["route"])
+@pytest.mark.parametrize(
+    ("key", "implementation", "cache"),
+    [*((key, "sdpa", {}) for key in GATED), ("gemma3", "sdpa", {}), ("exaone4", "eager", STATIC), ("phi3", "sdpa", {})],
+)
+def test_padding_on_the_left_changes_nothing(key, implementation, cache, load):
+    model = load(key, attn_implementation=implementation)
+    prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH, 8)]
+    padded = torch.stack([torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts])
+    together, direct = generate(model, padded, attention_mask=mask, **cache), model(padded, attention_mask=mask).logits
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
+        alone = model(prompt.unsqueeze(0)).logits[0]
+        assert_near(direct[row, LENGTH - len(prompt) :], alone, rounding_of(model.config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", GATED)
+def test_documents_packed_in_one_row_do_not_see_each_other(key, load):
+    """transformers knows them by positions that begin again."""
+    model = load(key)
+    documents = [some_tokens(model.config, 1, length, seed=length) for length in (9, 14)]
+    positions = torch.cat([torch.arange(9), torch.arange(14)]).unsqueeze(0)
+    packed = model(torch.cat(documents, dim=1), position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    assert_near(packed, alone, rounding_of(model.config))
+
+
+@torch.no_grad()
+def test_both_paths_of_the_router_are_taken(load):
+    model = load("route")
     tokens = some_tokens(model.config, 4, 24)
     routed = model(tokens).logits
     others = []
@@ -76,10 +150,12 @@ def test_both_paths_of_the_router_are_taken(folders):
 
 
 @torch.no_grad()
-def test_layers_may_be_on_several_devices(folders):
-    model = load_hf_model(folders["route"])
+@pytest.mark.parametrize("key", ["route", *GATED])
+def test_layers_may_be_on_several_devices(key, load):
+    model = load(key)
     elsewhere = torch.device("meta")  # it computes nothing, and refuses tensors of another device as a GPU does
-    for module in (*model.layers[1:], model.final_norm, model.output):
+    gate = [] if model.token_gate is None else [model.token_gate]
+    for module in (*model.layers[1:], model.final_norm, *gate, model.output):
         add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))  # as device_map does
     tokens = some_tokens(model.config, 2, 9)
     out = model(tokens, attention_mask=torch.ones_like(tokens))
@@ -87,19 +163,25 @@ def test_layers_may_be_on_several_devices(folders):
     model(tokens[:, :1], past_key_values=out.past_key_values)
 
 
-_CLEAN_SCRIPT = """
+@torch.no_grad()
+@pytest.mark.parametrize("key", GATED)
+def test_a_gate_that_never_opens_generates_what_the_base_does(key, exports, load, base):
+    name, method, gate = MODELS[key]
+    model = load_hf_model(exports(name, method, features=gate["features"], opens="never")[0])
+    original, tokens = reference(base(name).path), some_tokens(model.config, 3, 9)
+    assert_near(model(tokens).logits, original(tokens).logits, rounding_of(model.config))
+    generated = generate(model, tokens)
+    assert torch.equal(generated, generate(original, tokens))
+    assert not torch.equal(generated, generate(load(key), tokens))
+
+
+_SCRIPT = """
 import sys
-from pathlib import Path
+for name in ("pipeline", "deepspeed", "orjson", "pydantic", "zstandard", "lm_eval", "datasets"):
+    sys.modules[name] = None  # importing it is an error
 from transformers import AutoModelForCausalLM, AutoTokenizer
-for absent in ("pipeline", "deepspeed", "zstandard"):
-    try:
-        __import__(absent)
-    except ModuleNotFoundError:
-        continue
-    raise SystemExit(f"{absent} can be imported: the environment is not clean")
-folder = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 prompt = tokenizer("Once upon a time", return_tensors="pt")
 tokens = model.generate(prompt.input_ids, attention_mask=prompt.attention_mask, max_new_tokens=20, do_sample=False)
 print(tokens[0].tolist())
@@ -107,12 +189,14 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 """
 
 
-def test_it_generates_where_only_torch_and_transformers_are_installed(folders, tmp_path):
-    environment = clean_environment(tmp_path / "site")
-    tokens, text = (
-        run_in(environment, _CLEAN_SCRIPT, str(folders["stories"]), home=tmp_path / "home").strip().split("\n", 1)
-    )
-    here = load_hf_model(folders["stories"])
+def test_it_generates_without_this_project_and_its_dependencies(exports, tmp_path):
+    folder, _ = exports("stories260K", "route stories")
+    command = [sys.executable, "-c", _SCRIPT, str(folder)]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens, text = done.stdout.strip().split("\n", 1)
+    here = load_hf_model(folder)
     prompt = torch.tensor([json.loads(tokens)[:-20]])
     assert generate(here, prompt)[0].tolist() == json.loads(tokens)[: prompt.shape[1] + NEW_TOKENS]
     assert text.strip().startswith("Once upon a time")

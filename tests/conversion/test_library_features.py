@@ -20,39 +20,22 @@ from transformers import (
 )
 
 from pipeline.conversion.hf_folder import load_hf_model
-from tests.bases import STORIES
-from tests.conversion.checkpoints import generate_greedily, save_many, scale, trained, training_decoder
-from tests.conversion.exports import exported
-from tests.distributed import run_ranks
+from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
 # rotary embeddings; capped scores.
-MODELS = {"mistral window": "adapt", "exaone4": "route", "gemma2": "adapt", "gemma3": "route", "phi3": "adapt"}
+MODELS = {"mistral window": "adapt", "exaone4": "scale", "gemma2": "adapt", "gemma3": "scale", "phi3": "adapt"}
 LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def folders(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("library")
-    jobs = {
-        name: (base(name).path, scale(variant, collaborative_modules="both"), folder / name.replace(" ", "_"))
-        for name, variant in MODELS.items()
-    }
-    jobs["stories"] = (STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "stories")
-    run_ranks(save_many, 1, list(jobs.values()))
-    made = {
-        name: exported(trained(path, place), "scale", place.with_name(f"{place.name}-hf"))
-        for name, (path, _, place) in jobs.items()
-    }
-    return made, {name: place for name, (_, _, place) in jobs.items()}
-
-
-@pytest.fixture(scope="module")
-def load(folders):
-    return lambda name, **options: AutoModelForCausalLM.from_pretrained(folders[0][name], **options).eval()
+@pytest.fixture
+def load(exports):
+    return lambda name, **options: AutoModelForCausalLM.from_pretrained(
+        exports(name, MODELS[name])[0], **options
+    ).eval()
 
 
 @torch.no_grad()
@@ -60,45 +43,15 @@ def load(folders):
     ("name", "implementation"),
     [("exaone4", "sdpa"), ("gemma3", "eager"), ("gemma2", "eager"), ("gemma3", "flex_attention")],
 )
-def test_every_attention_implementation_gives_the_training_models_logits(name, implementation, load, folders, base):
+def test_every_attention_implementation_gives_the_training_models_logits(name, implementation, load, exports):
     model = load(name, attn_implementation=implementation)
     tokens = some_tokens(model.config, 2, 40)
-    expected = training_decoder(trained(base(name).path, folders[1][name])).logits(tokens)
+    expected = exports(name, MODELS[name])[1].logits(tokens)
     assert_near(model(tokens, use_cache=False).logits, expected, rounding_of(model.config))
     if name == "gemma2":
         assert load(name).config._attn_implementation == "eager"  # sdpa caps no scores
         with pytest.raises(ValueError, match="does not support"):
             load(name, attn_implementation="sdpa")
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gemma3", {"cache_implementation": "static"}),
-        ("phi3", {"cache_implementation": "static"}),
-        ("exaone4", {"num_beams": 3}),  # the cache is reordered
-        ("mistral window", {}),
-    ],
-)
-def test_generation_with_every_cache_equals_generation_without(name, options, load):
-    model = load(name)
-    tokens = some_tokens(model.config, 2, LENGTH)
-    expected = generate(model, tokens, use_cache=False, num_beams=options.get("num_beams", 1))
-    assert torch.equal(generate(model, tokens, **options), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation", "cache"),
-    [("gemma3", "sdpa", {}), ("exaone4", "eager", {"cache_implementation": "static"}), ("phi3", "sdpa", {})],
-)
-def test_padding_on_the_left_changes_nothing(name, implementation, cache, load):
-    model = load(name, attn_implementation=implementation)
-    prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH)]
-    padded = torch.stack([torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts])
-    together = generate(model, padded, attention_mask=mask, **cache)
-    for row, prompt in enumerate(prompts):
-        assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -203,8 +156,8 @@ def test_the_trainer_trains_it_and_saves_what_can_be_loaded(load, tmp_path):
     assert torch.equal(again(tokens.unsqueeze(0)).logits, model(tokens.unsqueeze(0)).logits)
 
 
-def test_the_pipeline_continues_texts(folders):
-    folder = folders[0]["stories"]
+def test_the_pipeline_continues_texts(exports):
+    folder, _ = exports("stories260K", "route stories")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or "<unk>"
     say = pipeline("text-generation", model=load_hf_model(folder), tokenizer=tokenizer)
@@ -216,14 +169,12 @@ def test_the_pipeline_continues_texts(folders):
 
 
 @torch.no_grad()
-def test_device_map_puts_layers_elsewhere(folders, tmp_path):
+def test_device_map_puts_layers_elsewhere(load, tmp_path):
     """Half of the layers lie on the disk, and are read when they run."""
-    plain = load_hf_model(folders[0]["gemma3"])
+    plain = load("gemma3")
     places = {"embedding": "cpu", "final_norm": "cpu", "output": "cpu"}
     places |= {f"layers.{index}": "disk" if index else "cpu" for index in range(len(plain.layers))}
-    split = AutoModelForCausalLM.from_pretrained(
-        folders[0]["gemma3"], device_map=places, offload_folder=str(tmp_path / "disk")
-    )
+    split = load("gemma3", device_map=places, offload_folder=str(tmp_path / "disk"))
     tokens = some_tokens(plain.config, 2, 24)
     assert torch.equal(split(tokens).logits, plain(tokens).logits)
     assert torch.equal(generate(split, tokens), generate(plain, tokens))

@@ -18,8 +18,7 @@ from pipeline.model.from_hf import read_spec
 from pipeline.model.stock_model import Padding, describe_serving, padded_widths
 from pipeline.scale.plan import Widths
 from tests.bases import STORIES
-from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
-from tests.distributed import run_ranks
+from tests.conversion.checkpoints import training_decoder
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
@@ -71,14 +70,9 @@ def test_what_servers_make_of_widths_is_told():
     assert describe_serving(Widths(512, 1024, 32, 8), spec) == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
 
 
-def test_a_padded_export_computes_the_same(tmp_path):
+def test_a_padded_export_computes_the_same(models, tmp_path):
     """stories260K with 8 + 4 heads, of which 4 + 2 hold keys and values, for 8 ranks and rows of 256."""
-    jobs = [
-        (STORIES, scale("adapt", norm="base", collaborative_modules="both"), tmp_path / "run"),
-        (STORIES, FFT, tmp_path / "fft"),
-    ]
-    run_ranks(save_many, 1, jobs)
-    model = trained(STORIES, tmp_path / "run")
+    model = models("stories260K", "stock")
     folders = {}
     for name, padding in (("plain", Padding()), ("padded", Padding(8, 256))):
         folders[name] = tmp_path / name
@@ -92,6 +86,8 @@ def test_a_padded_export_computes_the_same(tmp_path):
             assert_near(loaded(tokens).logits, expected, rounding_of(loaded.config))
     assert plain.config.num_key_value_heads == 6 and plain.config.intermediate_size == 180
     assert padded.config.num_key_value_heads % 8 == 0 and padded.config.hidden_size % 256 == 0
+    rows = (folders["padded"] / "README.md").read_text().splitlines()
+    assert f"| hidden_size | 64 + 12, here {padded.config.hidden_size} |" in rows
     assert padded.config.intermediate_size == 256 and padded.num_parameters() > plain.num_parameters()
 
     asked = Conversion(model.checkpoint, STORIES, tmp_path / "no", padding=Padding(8))
@@ -99,6 +95,6 @@ def test_a_padded_export_computes_the_same(tmp_path):
         with pytest.raises(ConversionError, match=r"leave (it|--precisions and --pad-for) out|not peft"):
             convert(refused, probe_maker({}))
 
-    unwidened = trained(STORIES, tmp_path / "fft")
+    unwidened = models("stories260K", "fft")
     with pytest.raises(ConversionError, match="--pad-for: nothing was added"):
         convert(Conversion(unwidened.checkpoint, STORIES, tmp_path / "no", padding=Padding(8)), probe_maker({}))

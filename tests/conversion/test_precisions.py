@@ -13,29 +13,31 @@ from torch import Tensor
 from pipeline.conversion import ServedPrecision, stock
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.precisions import Loss, losses, nll_in, served_in, stored_as
+from pipeline.conversion.precisions import Loss, losses, nll_in, stored_as
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
 from tests.bases import STORIES
-from tests.conversion.checkpoints import checkpoint_in, save_many, scale
+from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.distributed import run_ranks
+from tests.texts import STORIES_HELDOUT
 
 ALL = get_args(ServedPrecision)
-PROBE = probe_maker({"stories": ["data/en/stories.heldout.jsonl.zst"]})
+PROBE = probe_maker({"stories": [str(STORIES_HELDOUT)]})
 # The largest error, as a share of the largest weight of a row: half a step of the format at its largest.
-STEPS = {"bf16": 2**-8, "fp16": 2**-11, "int8": 0.5 / 127, "q8_0": 0.6 / 127, "fp8": 2**-4, "fp8_tensor": 2**-4}
-STEPS |= {"q4_k": 0.1, "nf4": 0.16}
+STEPS = {"bf16": 2**-8, "fp16": 2**-11, "q8_0": 0.6 / 127, "fp8": 2**-4, "nf4": 0.16}
 
 
 @pytest.mark.parametrize("precision", STEPS)
 def test_a_weight_is_rounded_by_less_than_a_step(precision):
     weight = torch.randn(24, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 1, 24).unsqueeze(1)
     found = stored_as(weight, precision).float()
-    largest = weight.abs().max() if precision == "fp8_tensor" else weight.abs().amax(1, keepdim=True)
     assert not torch.equal(found, weight)
-    assert ((found - weight).abs() <= STEPS[precision] * largest).all()
-    assert torch.equal(stored_as(found, precision).float(), found) or precision == "q4_k"  # its minima move
+    assert ((found - weight).abs() <= STEPS[precision] * weight.abs().amax(1, keepdim=True)).all()
+    assert torch.equal(stored_as(found, precision).float(), found)
+    assert torch.equal(stored_as(torch.zeros(3, 256), precision).float(), torch.zeros(3, 256))
+    if precision == "q8_0":  # rows that do not divide
+        assert torch.equal(stored_as(weight[:, :37], precision), weight[:, :37].half().float())
 
 
 def test_the_quantised_blocks_are_those_of_gguf():
@@ -47,29 +49,17 @@ def test_the_quantised_blocks_are_those_of_gguf():
     assert (stored_as(weight, "q8_0") - weight).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("precision", ALL)
-def test_zeros_stay_zeros_and_odd_rows_are_left_in_16_bits(precision):
-    assert torch.equal(stored_as(torch.zeros(3, 256), precision).float(), torch.zeros(3, 256))
-    odd = torch.randn(2, 37)
-    found = stored_as(odd, precision).float()
-    assert found.shape == odd.shape and (found - odd).abs().max() < 1
-    if precision in ("q8_0", "q4_k"):
-        assert torch.equal(found, odd.half().float())
-
-
 def a_probe() -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return {"a": [torch.randint(0, 512, (24,), generator=generator) for _ in range(2)]}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "q8_0", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "q8_0", "nf4"])
 def test_a_model_computes_with_the_rounded_weights_and_is_left_as_it_was(precision):
     """stories260K has a tied output projection. Rounding everything beforehand gives the same."""
     model, rounded = load_hf_model(STORIES, torch.float32), load_hf_model(STORIES, torch.float32)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     found = nll_in(model, precision, a_probe())
-    with pytest.raises(IndexError), served_in(model, precision):
-        model(torch.tensor([[9999]]))
     assert model.state_dict().keys() == rounded.state_dict().keys()
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     embedding = rounded.get_input_embeddings().weight
@@ -102,51 +92,32 @@ def test_an_export_may_lose_little_more_than_its_base():
 
 
 @pytest.fixture(scope="module")
-def widened(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     widths = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4}  # in all 96, 192 and 12
-    method = scale("adapt", norm="base", expansion=widths)
-    run_ranks(save_many, 1, [(STORIES, method, folder / "run", 1, None, 12, 0.0)])
-    return open_trained(checkpoint_in(folder / "run", 12), STORIES)
+    run_ranks(save, 1, STORIES, scale("adapt", norm="base", expansion=widths), folder / "run", 1, None, 12, 0.0)
+    return checkpoint_in(folder / "run", 12)
 
 
-def test_a_stock_export_survives_every_precision(widened, tmp_path):
-    asked = Conversion(
-        widened.checkpoint, widened.base.path, tmp_path / "hf", "stock", torch.bfloat16, precisions=("q8_0", "fp8")
-    )
-    assert convert(asked, PROBE) and not convert(asked, PROBE)
+def asked(checkpoint, folder, *precisions):
+    return Conversion(checkpoint, STORIES, folder / "hf", "stock", torch.bfloat16, precisions=precisions)
+
+
+def test_a_stock_export_survives_every_precision_and_is_fine_tuned_by_other_tools(checkpoint, tmp_path):
+    """AdamW moves a weight by the learning rate, however small it is: 2^-20 made the loss explode in a step."""
+    assert convert(asked(checkpoint, tmp_path, "q8_0"), PROBE)
+    assert not convert(asked(checkpoint, tmp_path, "q8_0"), PROBE)
     report = json.loads((tmp_path / "hf" / "verification.json").read_text())
     rows, plain = report["precisions"], report["texts"]["stories"]["exported_perplexity"]
-    assert set(rows) == {"bf16", "fp16", "q8_0", "fp8"} and rows["bf16"]["export_factor"] == 1.0
-    # What verification has measured is not measured again, and is the same.
-    assert rows["bf16"]["perplexities"] == {"stories": pytest.approx(plain, rel=1e-12)}
-    probe = PROBE(widened)
-    exported = load_hf_model(tmp_path / "hf", torch.bfloat16)
-    assert nll_in(exported, "bf16", probe)["stories"] == pytest.approx(math.log(plain), rel=1e-3)
-    found = losses((tmp_path / "hf", probe), (STORIES, probe), {"stories": math.log(plain)}, torch.bfloat16, ALL)
-    # A model of a few steps predicts hardly anything: eight bits for a whole matrix move it by some percent.
-    assert {name for name, loss in found.items() if not loss.is_acceptable} <= {"fp8_tensor"}
-    assert found["fp8_tensor"].export_factor < 1.1
+    assert set(rows) == {"bf16", "fp16", "q8_0"} and rows["bf16"]["export_factor"] == 1.0
+    assert rows["bf16"]["perplexities"] == {"stories": pytest.approx(plain, rel=1e-3)}
+    probe = PROBE(open_trained(checkpoint, STORIES))
+    found = losses((tmp_path / "hf", probe), (STORIES, probe), torch.bfloat16, ALL)
+    assert all(loss.is_acceptable for loss in found.values())
 
-
-def test_a_scale_that_does_not_survive_is_refused(widened, tmp_path, monkeypatch):
-    """What exports did before: 2^-20 is exact in bf16, and vanishes in fp16 and in blocks with fp16 scales."""
-    monkeypatch.setattr(stock, "scale_in", lambda dtype: 2.0**-20)
-    asked = Conversion(
-        widened.checkpoint, widened.base.path, tmp_path / "hf", "stock", torch.bfloat16, precisions=("q8_0",)
-    )
-    with pytest.raises(ConversionError, match=r"in q8_0 its perplexity grows .* the base's .*leave q8_0 out"):
-        convert(asked, PROBE)
-    assert not (tmp_path / "hf").exists()
-
-
-def test_other_tools_can_fine_tune_a_16_bit_folder(widened, tmp_path):
-    """AdamW moves a weight by the learning rate, however small it is: 2^-20 made the loss explode in a step."""
-    asked = Conversion(widened.checkpoint, widened.base.path, tmp_path / "hf", "stock", torch.bfloat16)
-    assert convert(asked, PROBE)
     model = load_hf_model(tmp_path / "hf", torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.stack([window[:128] for window in PROBE(widened)["stories"]])
+    tokens = torch.stack([window[:128] for window in probe["stories"]])
     losses_of_steps = []
     for _ in range(8):
         loss = model(tokens, labels=tokens).loss
@@ -156,3 +127,11 @@ def test_other_tools_can_fine_tune_a_16_bit_folder(widened, tmp_path):
         losses_of_steps.append(loss.item())
     assert losses_of_steps == sorted(losses_of_steps, reverse=True)
     assert losses_of_steps[-1] < 0.95 * losses_of_steps[0]
+
+
+def test_a_scale_that_does_not_survive_is_refused(checkpoint, tmp_path, monkeypatch):
+    """What exports did before: 2^-20 is exact in bf16, and vanishes in fp16 and in blocks with fp16 scales."""
+    monkeypatch.setattr(stock, "scale_in", lambda dtype: 2.0**-20)
+    with pytest.raises(ConversionError, match=r"in q8_0 its perplexity grows .* the base's .*leave q8_0 out"):
+        convert(asked(checkpoint, tmp_path, "q8_0"), PROBE)
+    assert not (tmp_path / "hf").exists()

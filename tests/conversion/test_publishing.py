@@ -26,7 +26,6 @@ from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError, ConversionError, in_one_line
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
-from pipeline.model.stock_model import Padding
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.conversion.hub_server import hub
@@ -127,15 +126,6 @@ def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base,
     adapters = json.loads((tmp_path / "my hf" / "adapter_config.json").read_text())
     assert adapters["base_model_name_or_path"] == "someone/stories"
     assert f"`scale-cpt convert {shlex.join(map(str, arguments))}`" in (tmp_path / "my hf" / "README.md").read_text()
-
-
-def test_the_widths_of_a_padded_export_are_its_own(base, checkpoints, tmp_path):
-    output = tmp_path / "hf"
-    padding = Padding.parse("tp=8,gguf")
-    convert(Conversion(checkpoints["stock"], base, output, format="stock", padding=padding), probe_maker({}))
-    config = json.loads((output / "config.json").read_text())
-    row = next(line for line in (output / "README.md").read_text().splitlines() if line.startswith("| hidden_size"))
-    assert row.endswith(f", here {config['hidden_size']} |") and config["hidden_size"] % 256 == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
     assert run_ranks(train, 2, path) == [0, 0]
     config = load_config(path)
     for output, format in (("hf", "stock"), ("expansion", "expansion")):
-        convert(latest_conversion(config, format, None, run / output), probe_maker({}))
+        convert(replace(latest_conversion(config), format=format, output=run / output), probe_maker({}))
     return config
 
 

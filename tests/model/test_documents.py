@@ -1,4 +1,4 @@
-"""Padded batches and packed documents: what a token's logits may depend on."""
+"""Packed documents: what a token's logits may depend on."""
 
 from __future__ import annotations
 
@@ -36,23 +36,3 @@ def test_packed_documents_equal_documents_alone(base, name):
         assert_near(together, alone, rounding_of(model.spec))
         crossing = model.logits(tokens)
         assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_padded_batch_equals_each_sequence_alone(base, name):
-    tokens = some_tokens(base(name).spec, len(LENGTHS), max(LENGTHS))
-    for model in models(base(name)):
-        batch = model.logits(tokens)
-        for row, length in enumerate(LENGTHS):
-            alone = model.logits(tokens[row : row + 1, :length])
-            assert_near(batch[row : row + 1, :length], alone, rounding_of(model.spec))
-
-
-def test_the_loss_of_packed_documents_is_that_of_documents_alone(base):
-    spec = base("llama").spec
-    tokens, targets = some_tokens(spec, 1, sum(LENGTHS)), some_tokens(spec, 1, sum(LENGTHS), seed=1)
-    for model in models(base("llama")):
-        _, together, *_ = model(tokens, targets, *packed(LENGTHS))
-        pairs = zip(tokens.split(LENGTHS, dim=1), targets.split(LENGTHS, dim=1), strict=True)
-        alone = torch.cat([model(*pair)[1] for pair in pairs], dim=1)
-        assert_near(together, alone, rounding_of(model.spec))

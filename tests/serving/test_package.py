@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,10 +14,6 @@ import torch
 
 from pipeline.conversion import modeling_scale
 from pipeline.conversion.hf_folder import load_hf_model
-from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained
-from tests.conversion.exports import exported
-from tests.distributed import run_ranks
 from tests.widened import some_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +28,11 @@ torch.save(model(torch.load(sys.argv[2])).logits.detach(), sys.argv[3])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(exports, tmp_path_factory) -> Path:
     """A routed export, whose own code would end the process."""
-    folder = tmp_path_factory.mktemp("served")
-    run_ranks(save_many, 1, [(STORIES, scale("route", l_fp=2, router_threshold=0.9), folder / "run")])
-    exported(trained(STORIES, folder / "run"), "scale", folder / "hf")
-    (folder / "hf" / "modeling_scale.py").write_text("raise SystemExit('the code in the folder ran')\n")
-    return folder / "hf"
+    folder = shutil.copytree(exports("stories260K", "route stories")[0], tmp_path_factory.mktemp("served") / "hf")
+    (folder / "modeling_scale.py").write_text("raise SystemExit('the code in the folder ran')\n")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -18,26 +18,12 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm", reason="vLLM is not tested: pip install vllm, in an environment of its own")
 
 from pipeline.conversion.hf_folder import load_hf_model
-from tests.bases import STORIES
-from tests.conversion.checkpoints import save_many, scale, trained
-from tests.conversion.exports import exported
-from tests.distributed import run_ranks
 from tests.serving.test_vllm_model import ExactAttention
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 SERVING = Path(__file__).parents[2] / "serving"
-MODELS = {
-    "adapt": scale("adapt", collaborative_modules="both", l_fp=2),
-    "route": scale("route", l_fp=2, router_threshold=0.9),
-}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vllm")
-    run_ranks(save_many, 1, [(STORIES, method, folder / name) for name, method in MODELS.items()])
-    return {name: exported(trained(STORIES, folder / name), "scale", folder / f"{name}-hf") for name in MODELS}
+MODELS = {"adapt": "adapt stories", "route": "route stories"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +37,7 @@ def registered():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_vllm_builds_fills_and_runs_it(name, folders, registered):
+def test_vllm_builds_fills_and_runs_it(name, exports, registered):
     from vllm import ModelRegistry
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
@@ -63,8 +49,9 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    folder, _ = exports("stories260K", MODELS[name])
     assert "ScaleForCausalLM" in ModelRegistry.get_supported_archs()
-    settings = EngineArgs(model=str(folders[name]), dtype="float32", enforce_eager=True, max_model_len=64)
+    settings = EngineArgs(model=str(folder), dtype="float32", enforce_eager=True, max_model_len=64)
     config = settings.create_engine_config()
     assert config.model_config.architecture == "ScaleForCausalLM" and not config.model_config.trust_remote_code
     assert (
@@ -73,7 +60,7 @@ def test_vllm_builds_fills_and_runs_it(name, folders, registered):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    expected_model = load_hf_model(folders[name])
+    expected_model = load_hf_model(folder)
     tokens = some_tokens(expected_model.config, 20)
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, address, 0, "gloo")

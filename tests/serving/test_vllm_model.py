@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from pipeline.conversion.hf_folder import load_hf_model
-from tests.bases import STORIES
-from tests.conversion.checkpoints import save, scale, trained, training_decoder
+from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
-from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.widened import some_tokens
 
@@ -65,9 +63,8 @@ def vllm_model(monkeypatch):
 
 
 @torch.no_grad()
-def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, tmp_path):
-    run_ranks(save, 1, STORIES, scale("adapt"), tmp_path / "run")
-    model = trained(STORIES, tmp_path / "run")
+def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models, tmp_path):
+    model = models("stories260K", "adapt separate")
     decoder = training_decoder(model)
     gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
     loaded = load_hf_model(exported(replace(model, gate=gate), "scale", tmp_path / "hf", torch.bfloat16))

@@ -8,7 +8,6 @@ A test compares that page with this output.
 from __future__ import annotations
 
 import argparse
-import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +33,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _tables() -> Iterator[str]:
     """A table of the keys outside of sections, then one for each section."""
-    fields = RunConfig.model_fields.items()
+    fields = RunConfig.model_fields
     yield _heading("Top level", "Settings of a run outside of its sections.")
-    yield from (_row(name, field) for name, field in fields if not _sections(field.annotation))
-    for name, field in fields:
-        alternatives = _sections(field.annotation)
-        required = " Required." if field.is_required() else ""
+    yield from (_row(name, field) for name, field in fields.items() if not _sections(field.annotation))
+    for name, field in fields.items():
+        alternatives, required = _sections(field.annotation), " Required." if field.is_required() else ""
         if len(alternatives) == 1:
             yield from _table(name, alternatives[0], required)
         elif alternatives:
@@ -63,7 +61,7 @@ def _heading(title: str, summary: str) -> str:
 
 
 def _summary(section: type[BaseModel]) -> str:
-    return re.sub(r"\s+", " ", (section.__doc__ or "").split("\n\n")[0].strip())
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
 
 
 def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -79,7 +77,15 @@ def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _row(key: str, field: FieldInfo, summary: str = "") -> str:
     meaning = " ".join((field.description or summary).split()).replace("|", r"\|")
-    return f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {meaning} |\n"
+    default = field.default
+    if field.is_required():
+        shown = "required"
+    elif default is None or isinstance(default, BaseModel):
+        shown = ""
+    else:
+        value = str(default).lower() if isinstance(default, bool) else default
+        shown = f"`{list(value) if isinstance(value, tuple) else value}`"
+    return f"| `{key}` | {_type(field.annotation)} | {shown} | {meaning} |\n"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
@@ -101,17 +107,6 @@ def _type(annotation: Any) -> str:  # noqa: ANN401
     if is_section(annotation):
         return "section"
     return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    default = field.default
-    if default is None or isinstance(default, BaseModel):
-        return ""
-    return f"`{list(default) if isinstance(default, tuple) else default}`".replace("True", "true").replace(
-        "False", "false"
-    )
 
 
 if __name__ == "__main__":

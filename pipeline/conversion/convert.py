@@ -210,7 +210,7 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
             if not loss.is_acceptable:
                 _logger.warning("%s: in %s %s; do not serve it so", output, name, loss)
         write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
-        write_text(folder / CARD, model_card(model, export, report, costs, conversion.command, base_name))
+        write_text(folder / CARD, model_card(model, export, report, conversion.command, base_name))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
     _logger.info(

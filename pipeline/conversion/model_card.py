@@ -16,9 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
 from pipeline.config.method import title_of
-from pipeline.conversion import ServedPrecision
 from pipeline.conversion.hf_folder import Export, dtype_name, terms_in
-from pipeline.conversion.precisions import Loss
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, faults_of_library
@@ -36,14 +34,7 @@ _LOADED_BY = {
 _logger = log.get_logger(__name__)
 
 
-def model_card(
-    model: TrainedModel,
-    export: Export,
-    report: Report,
-    costs: Mapping[ServedPrecision, Loss],
-    command: str,
-    base_name: str | None,
-) -> str:
+def model_card(model: TrainedModel, export: Export, report: Report, command: str, base_name: str | None) -> str:
     """The text of the card. `command` makes the folder again; `base_name` is the base's on the hub, if it is known."""
     run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
     kind = str(run.method.get("variant") or model.settings.name)
@@ -78,10 +69,6 @@ def model_card(
         (name, one.tokens, one.training_perplexity, one.exported_perplexity, f"{one.top1_agreement:.2%}")
         for name, one in report.texts.items()
     ]
-    rounded = [
-        (name, *(loss.perplexities[text] for text in report.texts), loss.export_factor, loss.base_factor)
-        for name, loss in costs.items()
-    ]
     paragraphs = [
         f"---\n{front_matter.to_yaml()}\n---",
         f"# {run.name}",
@@ -100,9 +87,7 @@ def model_card(
         "The first held-out documents, by the model that trained and by this one as "
         f"{library} loads it. Made by `{command}`:",
         _table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
-        "The same with weights rounded as a server stores them; last, by what perplexity grows here and in the base:",
-        _table(("type", *report.texts, "factor", "the base's"), rounded),
-        "Nothing else was measured: no benchmark, and nothing on safety.\n",
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
     ]
     return "\n\n".join(paragraphs)
 
@@ -124,12 +109,13 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
 def _card_of(base: Path) -> dict[str, Any]:
     """The front matter of the base's card; empty if there is none, or none that can be read."""
     path = base / CARD
+    if not path.exists():
+        return {}
     try:
         with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
             return dict(ModelCard(read_text(path, BaseModelError)).data.to_dict())
     except BaseModelError as error:
-        if path.exists():
-            _logger.warning("%s; the model card does not name the base's licence", error)
+        _logger.warning("%s; the model card does not name the base's licence", error)
         return {}
 
 
@@ -137,15 +123,13 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
     """A row for each corpus that trained, and what the run's configuration says of its source."""
     rows, sources = [], []
     for name, corpus in data["corpora"].items():
-        source = {key: value for key, value in dict(corpus.get("source") or {}).items() if isinstance(value, str)}
-        role = corpus["role"]
+        role, source = corpus["role"], {key: value for key, value in (corpus.get("source") or {}).items() if value}
         share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
-        if not share:
-            continue
-        what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
-        stated = [source.get(key, "not stated") for key in ("dataset", "license")]
-        rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
-        sources.append(source)
+        if share:
+            what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
+            stated = [source.get(key, "not stated") for key in ("dataset", "license")]
+            rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
+            sources.append(source)
     return rows, sources
 
 

@@ -144,14 +144,14 @@ class TrainedModel:
         rows = [slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)]
         return [decoder.output.logits(hidden.rows(own)) for own in rows]
 
-    def streamed(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Decoder, Callable[[], None]]:
+    def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
         """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
 
         `OutputProjection.logits` is no forward pass: the function that comes with the decoder reads the weights of the
         output projection, to keep.
         """
         decoder = self._without_values(dtype)
-        return decoder, stream_weights(decoder, self.read, dtype, device)
+        return decoder, stream_weights(decoder, self.read, dtype)
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The decoder in `dtype`, whole on `device`, with its gate if it has one."""

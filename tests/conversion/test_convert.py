@@ -37,7 +37,7 @@ def published(models, tmp_path_factory):
     """A verified conversion, for tests that change copies of it."""
     checkpoint = models("stories260K", "adapt separate").checkpoint
     done = Conversion(checkpoint, STORIES, tmp_path_factory.mktemp("published") / "hf")
-    assert convert(done, probe_maker(TEXTS))
+    assert convert(done, probe_maker({}))
     return done
 
 
@@ -73,7 +73,7 @@ def test_answers_are_compared_after_their_prompts(conversion, tmp_path):
 
 
 def test_the_same_conversion_is_not_done_twice(published, tmp_path):
-    probe = probe_maker(TEXTS)
+    probe = probe_maker({})
     again = replace(published, output=shutil.copytree(published.output, tmp_path / "hf"))
     before = (again.output / "model.safetensors").stat().st_mtime_ns
     assert not convert(again, probe)
@@ -108,7 +108,7 @@ def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, acce
         for name in ("final_norm.base.weight", "final_norm.expansion.weight"):
             tensors[name] = (tensors[name].double() * factor).to(dtype)
         save_file(tensors, partial_folder / "model.safetensors", {"format": "pt"})
-        return probe_maker(TEXTS)(model)
+        return probe_maker({})(model)
 
     with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
         convert(conversion, partial(disturbed, refused))
@@ -144,7 +144,7 @@ def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
 def test_the_folder_of_another_model_is_refused(models, published):
     other = models("stories260K", "adapt norm base")
     with pytest.raises(ConversionError, match="not kept"):
-        verify(other, published.output, probe_maker(TEXTS)(other), torch.float32)
+        verify(other, published.output, probe_maker({})(other), torch.float32)
 
 
 def test_a_changed_file_is_noticed(conversion, tmp_path):
@@ -154,7 +154,7 @@ def test_a_changed_file_is_noticed(conversion, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="content changed"):
-        convert(replace(conversion, checkpoint=copied), probe_maker(TEXTS))
+        convert(replace(conversion, checkpoint=copied), probe_maker({}))
     assert not conversion.output.exists()
 
 

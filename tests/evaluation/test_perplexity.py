@@ -133,7 +133,7 @@ def test_errors_name_what_is_missing(tmp_path):
 
 
 def test_the_command_line_scores_any_folder():
-    options = ["--data", ENGLISH, KOREAN, "--max-bytes", "8000", "--context", "128"]
+    options = ["--data", ENGLISH, KOREAN, "--max-bytes", "3000", "--context", "128"]
     done = run_main("evaluate.py", "--model", STORIES, *options)
     assert done.returncode == 0, done.stderr
     english, korean, note = done.stdout.splitlines()[2:]
@@ -147,5 +147,5 @@ def test_command_lines_that_are_refused():
     assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
     missing = run_main("evaluate.py", "--model", STORIES, "--data", "none.jsonl")
     assert missing.returncode == 1 and missing.stderr.splitlines()[-1].startswith("error: none.jsonl")
-    for arguments in (["--context", "no"], ["run.yaml"], ["--tasks", "arc_easy", "--data", "a", "b"]):
+    for arguments in (["--context", "no"], ["run.yaml"], ["--tasks", "arc_easy", "--data", "a"]):
         assert run_main("evaluate.py", "--model", STORIES, *arguments).returncode == 2

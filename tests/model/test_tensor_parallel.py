@@ -141,7 +141,6 @@ REHEARSING = [
 ]
 FEATURED = [
     Case("qwen3", "route", BOTH),
-    Case("qwen3", "fft", sequence_parallel=True),
     Case("qwen3", "adapt", {"norm": "base"}, documents=True),
     Case("phi3", "lora", {"rank": 4}),
     Case("mistral window", "adapt", BOTH, documents=True),
@@ -149,7 +148,6 @@ FEATURED = [
     Case("gemma2", "adapt", BOTH, rehearses=True, sequence_parallel=True),
     Case("exaone4", "adapt", {**BOTH, **ONE_KV_HEAD}, sequence_parallel=True, documents=True),
     Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
-    Case("gemma3", "fft"),
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.
@@ -169,22 +167,18 @@ CASES = {
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True),
         Case("neox", "llama_pro", {"added_layers": 1}, sequence_parallel=True),
         Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
-        Case("llama biases", "lora", {"rank": 4}, sequence_parallel=True),
         Case("llama biases", "adapt", BOTH, "all", rehearses=True, precision="fp8"),
         Case("llama eight heads, wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
         Case("llama eight heads, wide", "lora", {"rank": 4}, precision="nf4"),
-        Case("gemma2", "adapt", BOTH, "all", precision="fp8"),
     ],
     4: [
         *EVERY_METHOD[4:],
         *SEQUENCE_PARALLEL[:4],
         *REHEARSING[2:4],
-        *FEATURED[-3:],
+        *FEATURED[-2:],
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
         Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
-        Case("llama tied", "fft"),
-        Case("llama", "lora", {"rank": 4}),
         Case("llama", "adapt", BOTH, precision="fp8"),
     ],
     # One new key/value head among four new query heads, as Llama-3.2-1B's.

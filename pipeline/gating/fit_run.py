@@ -74,7 +74,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     layer = gate_layer(config.gate, model)
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     vocabulary = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder)
-    text = read_fitting_text(config, config.gate, fingerprint, vocabulary and vocabulary.base_tokenizer)
+    sampled_with = None if vocabulary is None else vocabulary.base_tokenizer
+    text = read_fitting_text(config, config.gate, fingerprint, sampled_with)
     if vocabulary is not None:
         text = FittingText(*(windows.without_tokens_from(vocabulary.base_rows) for windows in text))
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
@@ -85,7 +86,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     decoder = model.loaded(inference_dtype(model.base, device), device)
     fit = fit_on(BaseStream(decoder, layer), text, config.gate)
     gate, new, negatives = fit.gate, fit.new, fit.negatives
-    texts, difference = measure(decoder, gate, heldout, config, vocabulary and vocabulary.spelling)
+    texts, difference = measure(decoder, gate, heldout, config, None if vocabulary is None else vocabulary.spelling)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to {difference:.3g}, expected "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.methods import method_for, quantize_base
@@ -147,3 +150,19 @@ def trained_gradients(model: Decoder) -> dict[str, Tensor]:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient: {missing}"
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+class Watched(TorchDispatchMode):
+    """While entered, shows `look` each operation of torch, with the tensors that it takes and those that it makes."""
+
+    def __init__(self, look: Callable[[Any, list[Tensor], list[Tensor]], object]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        taken, made = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), result)
+        )
+        self.look(operation, taken, made)
+        return result

@@ -185,17 +185,8 @@ def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "Hello"
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "chat_template.jinja", "additional_chat_templates"])
-def test_links_out_of_the_base_are_not_followed(name, tmp_path):
-    base, secret = shutil.copytree(STORIES, tmp_path / "base"), tmp_path / "secret"
-    secret.mkdir()
-    (secret / "token.jinja").write_text("hf_secret")
-    (base / name).symlink_to(secret if name == "additional_chat_templates" else secret / "token.jinja")
-    with pytest.raises(BaseModelError, match="outside its folder"):
-        kept_of(base, tmp_path / "out")
-
-
-def test_the_links_of_a_downloaded_snapshot_are_followed(tmp_path):
+@pytest.mark.parametrize("name", ["LICENSE", "additional_chat_templates"])
+def test_links_out_of_the_base_are_not_followed_but_those_of_a_downloaded_snapshot(name, tmp_path):
     cached = tmp_path / "hub" / "models--someone--stories"
     snapshot = cached / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -205,6 +196,13 @@ def test_the_links_of_a_downloaded_snapshot_are_followed(tmp_path):
     assert {"tokenizer.json", "generation_config.json"} <= kept_of(snapshot, tmp_path / "out")
     (tmp_path / "linked").symlink_to(snapshot)
     assert source_of(tmp_path / "linked") == "someone/stories@abc" and source_of(STORIES) is None
+
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "token.jinja").write_text("hf_secret")
+    (snapshot / name).symlink_to(secret / "token.jinja" if name == "LICENSE" else secret)
+    with pytest.raises(BaseModelError, match="outside its folder"):
+        kept_of(snapshot, tmp_path / "another")
 
 
 LOADERS = {

@@ -9,7 +9,6 @@ import pytest
 
 from tests.bases import STORIES
 from tests.data.helpers import run_main
-from tests.hostile import PLACES, replace_by
 
 
 @pytest.fixture
@@ -47,12 +46,6 @@ def test_a_config_that_cannot_be_loaded_is_refused(folder, expected):
     change(folder / "config.json", **CONFIGS[expected])
     assert expected in refusal(folder)
     assert not (folder / "ran").exists()
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_any_other_thing_in_place_of_the_config_is_refused(folder, kind):
-    replace_by(kind, folder / "config.json")
-    assert "config.json" in refusal(folder)
 
 
 def test_tokenizers_that_do_not_fit(folder):

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.exactness import literal_attention
 from pipeline.config.method import FullFineTuning
@@ -26,7 +24,7 @@ from pipeline.model.attention import (
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.tolerances import assert_near, rounding
-from tests.widened import SEED, scale_settings
+from tests.widened import SEED, Watched, scale_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BOUND = rounding(128, 3)  # the products of 24 or 128 terms, the softmax, and the sum of the values
@@ -202,19 +200,6 @@ def test_the_kernel_suits_the_device():
     assert isinstance(attention_kernel(documents, CUDA, torch.bfloat16, 64, softcap=50.0), FlexAttention)
 
 
-class Shapes(TorchDispatchMode):
-    """Collects the shapes of all tensors that operations make."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        self.seen |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        return result
-
-
 def pairs_of_tokens(spec, method, device, folder):
     """The shapes with two dimensions of S that a training step makes on `device`, in bf16."""
     length = 192  # no other size of the model
@@ -222,9 +207,10 @@ def pairs_of_tokens(spec, method, device, folder):
         model = method_for(method, folder, SEED).build(spec, SINGLE, "none")
     tokens = torch.zeros(2, length, dtype=torch.long, device=device)
     documents = Documents(tokens, torch.zeros(6, dtype=torch.int32, device=device), (3, 2))
-    with Shapes() as shapes:
+    seen: set[tuple[int, ...]] = set()
+    with Watched(lambda _, taken, made: seen.update(tuple(tensor.shape) for tensor in made)):
         model(tokens, tokens, None, documents).total.backward()
-    return {shape for shape in shapes.seen if shape.count(length) > 1}
+    return {shape for shape in seen if shape.count(length) > 1}
 
 
 @pytest.mark.parametrize("method", [FullFineTuning(name="fft"), scale_settings("route")], ids=["fft", "route"])

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.config.method import FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.loop import StepSums
-from tests.widened import SEED, scale_settings
+from tests.widened import SEED, Watched, scale_settings
 
 META = torch.device("meta")
 METHODS = {
@@ -30,19 +27,16 @@ METHODS = {
 }
 
 
-class Crossings(TorchDispatchMode):
+@pytest.fixture
+def crossings():
     """Records, while entered, every operation on tensors of two devices."""
+    seen: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
+    def look(operation, taken, made):
+        if len({tensor.device for tensor in (*taken, *made)}) > 1:
+            seen.append(str(operation))
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
-        if len({tensor.device for tensor in tensors}) > 1:
-            self.seen.append(str(operation))
-        return result
+    return Watched(look), seen
 
 
 def micro_batch(model, sums, documents):
@@ -54,23 +48,24 @@ def micro_batch(model, sums, documents):
     sums.add(losses, batch, 0)
 
 
-def test_a_copy_is_seen():
-    with Crossings() as crossings:
+def test_a_copy_is_seen(crossings):
+    watch, seen = crossings
+    with watch:
         torch.ones(2).to(META)
-    assert crossings.seen == ["aten._to_copy.default"]
+    assert seen == ["aten._to_copy.default"]
 
 
 @pytest.mark.parametrize(
     ("method", "name"),
     [*((method, "llama") for method in METHODS), *(("adapt", name) for name in ("neox", "llama dynamic", "gemma3"))],
 )
-def test_only_the_first_micro_batch_sends_anything(base, tmp_path, method, name):
-    spec = base(name).spec
+def test_only_the_first_micro_batch_sends_anything(base, tmp_path, crossings, method, name):
+    spec, (watch, seen) = base(name).spec, crossings
     with META:
         model = method_for(METHODS[method], tmp_path, SEED).build(spec, SINGLE, "none")
     sums = StepSums(META)
     for documents in (False, True):
         micro_batch(model, sums, documents)
-        with Crossings() as crossings:
+        with watch:
             micro_batch(model, sums, documents)
-        assert crossings.seen == []
+        assert seen == []

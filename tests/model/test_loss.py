@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pipeline.model.output as output
 from pipeline.parallel.sharding import named_trained_parameters
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
+    Watched,
     balance_router,
     plain_logits,
     scale_settings,
@@ -75,35 +74,24 @@ def test_what_greedy_decoding_chooses(base, method, monkeypatch):
     assert 10 < found.sum() < 40
 
 
-class TallestLogits(TorchDispatchMode):
-    """Watches every tensor that torch makes for the most rows among those with a column for each vocabulary entry."""
-
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.rows = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        results = function(*arguments, **(keywords or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.dim() and result.shape[-1] == self.vocab_size:
-                self.rows = max(self.rows, result.numel() // self.vocab_size)
-        return results
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_logits_of_a_batch_are_never_held(base, method, monkeypatch):
     model = model_of(base("llama"), method)
     vocab_size, chunk = model.spec.vocab_size, 16
     monkeypatch.setattr(output, "CHUNK_ELEMENTS", chunk * vocab_size)
-    saved = []
+    saved, tallest = [], [0]
+
+    def look(operation, taken, made):
+        logits = (tensor for tensor in made if tensor.dim() and tensor.shape[-1] == vocab_size)
+        tallest.extend(tensor.numel() // vocab_size for tensor in logits)
+
     with (
-        TallestLogits(vocab_size) as watch,
+        Watched(look),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda t: t),
     ):
         model(*some_batch(model.spec, 2, 64))[0].backward()
     # Hidden widths among the rows of W: [V, D].T has V columns and D rows.
-    assert chunk <= watch.rows <= max(chunk, model.spec.widths.hidden_size)
+    assert chunk <= max(tallest) <= max(chunk, model.spec.widths.hidden_size)
     assert saved
     assert not [shape for shape in saved if vocab_size in shape[1:]]
 
@@ -123,15 +111,12 @@ def test_evaluation_computes_no_gradient(base, method):
     batch = some_batch(model.spec, 2, 24)
     made = []
 
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            result = function(*arguments, **(keywords or {}))
-            if function is torch.ops.aten.mm.default:
-                made.append(result.shape)
-            return result
+    def look(operation, taken, result):
+        if operation is torch.ops.aten.mm.default:
+            made.append(result[0].shape)
 
     expected, *_ = model(*batch)
-    with torch.no_grad(), Products():
+    with torch.no_grad(), Watched(look):
         total, *_ = model(*batch)
     assert not total.requires_grad
     assert torch.equal(total, expected)

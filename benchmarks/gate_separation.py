@@ -4,15 +4,13 @@
     python benchmarks/gate_separation.py --base BASE --pair new.jsonl old.jsonl --own-text 16000
 
 It needs a base and no training. A gate of each pair is fitted at every layer of `--layers`, on each kind of features,
-and with `--own-text` also against what the base writes. Gates for Korean then decide about other kinds of text, such as
-numbers, code and single tokens. docs/gate.md has the figures.
+and with `--own-text` also against what the base writes. docs/gate.md has the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline import command_line, log
 from pipeline.command_line import positive
@@ -52,23 +49,16 @@ PAIRS = [(NEW, OLD), ("ko/law", NEW), ("ko/book_reviews", NEW), ("en/stories", O
 OWN_TEXT = "own text"
 SHARES = ("new_open", "old_open", "new_open_at_even_odds", "old_open_at_even_odds")
 """Of open tokens, at the gate's threshold and at even odds."""
-_MOST_DOCUMENTS, _MADE = 20_000, 400
+_MOST_DOCUMENTS = 20_000
 logger = log.get_logger(__name__)
-
-
-class Text(NamedTuple):
-    """A document; of its tokens only those of `text` count, not those of the beginning of it, `prompt`."""
-
-    text: str
-    prompt: str = ""
 
 
 class Kind(NamedTuple):
     """Texts of one kind: to fit a gate on, to set its threshold on, and to measure it on."""
 
-    fit: Sequence[Text]
-    unused: Sequence[Text]
-    test: Sequence[Text]
+    fit: Sequence[str]
+    unused: Sequence[str]
+    test: Sequence[str]
 
 
 def main() -> None:
@@ -90,13 +80,9 @@ def main() -> None:
     header = ["new text / old text", "fitted against", "layer", "features", "AUC"]
     header += ["new open", "old open", "even odds: new", "old"]
     print(table(header, [_cells(row) for row in rows]))
-    decisions = bench.decisions(kinds, layers[-1]) if {NEW, OLD} <= kinds.keys() else {}
-    if decisions:
-        lines = [[name, *(f"{share:.2%}" for share in own.values())] for name, own in decisions.items()]
-        print("\n" + table(["kind of text", *decisions[NEW]], lines))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"base": str(options.base), "rows": rows, "other_kinds": decisions})
+        write_json(options.json, {"base": str(options.base), "rows": rows})
 
 
 class Separation:
@@ -124,23 +110,9 @@ class Separation:
                         continue
                     scores = stream.scores(test, gate)[test.present]
                     parts = scores[is_new], scores[~is_new]
-                    shares = (_share(part > limit) for limit in (gate.threshold, 0) for part in parts)
+                    shares = (float((part > at).double().mean()) for at in (gate.threshold, 0) for part in parts)
                     of = {"new": new, "old": old, "fitted_against": against, "layer": layer, "features": features}
                     yield of | {"auc": area_under_roc(*parts)} | dict(zip(SHARES, shares, strict=True))
-
-    def decisions(self, kinds: Mapping[str, Kind], layer: int) -> dict[str, dict[str, float]]:
-        """Of each kind of text the open shares under gates of NEW against OLD, and against the base's own text."""
-        stream, found = BaseStream(self._decoder, layer), {}
-        texts = self._texts(kinds[NEW], kinds[OLD], OLD).items()
-        gates = {against: self._fit(stream, text, self._settings.features) for against, text in texts}
-        for name, of_kind in other_kinds(kinds, self._tokenizer, self._options.seed).items():
-            windows = self._windows(of_kind, is_new=False)
-            found[name] = {
-                f"open, against {key}": _share(stream.scores(windows, gate)[windows.present] > gate.threshold)
-                for key, gate in gates.items()
-                if gate
-            }
-        return found
 
     def _texts(self, new: Kind, old: Kind, name: str) -> dict[str, FittingText]:
         """What gates are fitted on, by what the new text is told from."""
@@ -161,21 +133,23 @@ class Separation:
             logger.warning("before layer %d: left out: %s", stream.layer, error)
             return None
 
-    def _windows(self, texts: Iterable[Text], *, is_new: bool) -> Windows:
+    def _windows(self, texts: Iterable[str], *, is_new: bool) -> Windows:
         length, tokens = self._options.sequence_length, self._options.tokens
         return windows_of(texts, self._tokenizer, length, tokens, is_new=is_new)
 
 
-def windows_of(texts: Iterable[Text], tokenizer: Tokenizer, length: int, tokens: int, *, is_new: bool) -> Windows:
-    """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so many."""
+def windows_of(texts: Iterable[str], tokenizer: Tokenizer, length: int, tokens: int, *, is_new: bool) -> Windows:
+    """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so many.
+
+    What precedes a document does not count.
+    """
     samples, present, found, start = [], [], 0, tokenizer.before_document
     for text in texts:
         if found >= tokens:
             break
-        whole, prompt = (tokenizer.reference.encode([of]).ids for of in (text.prompt + text.text, text.prompt))
-        ids = np.array([*start, *whole], dtype=np.int64)
+        ids = np.array([*start, *tokenizer.reference.encode([text]).ids], dtype=np.int64)
         places = np.arange(length)
-        counts = (places >= len(start) + min(len(prompt), len(whole))) & (places < len(ids))
+        counts = (places >= len(start)) & (places < len(ids))
         samples.append(pack(ids[:length], np.zeros(1, dtype=np.int64), length, padding=tokenizer.document_end[-1]))
         present.append(counts)
         found += int(counts.sum())
@@ -187,8 +161,8 @@ def windows_of(texts: Iterable[Text], tokenizer: Tokenizer, length: int, tokens:
 def kind_of(file: Path, seed: int) -> Kind:
     """The documents of a file, in random order, in three parts; the last is its held-out file, if it has one."""
 
-    def documents(file: Path) -> list[Text]:
-        texts = [Text(document.text) for document in islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)]
+    def documents(file: Path) -> list[str]:
+        texts = [document.text for document in islice(good_documents([str(file)], Keys()), _MOST_DOCUMENTS)]
         random.Random(seed).shuffle(texts)
         return texts
 
@@ -217,37 +191,6 @@ def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
         samples = [packed[index] for index in range(len(packed))]
     half = len(samples) // 2
     return FittingText(*(as_windows(part, is_new=False, is_own=True) for part in (samples[:half], samples[half:])))
-
-
-def other_kinds(kinds: Mapping[str, Kind], tokenizer: Tokenizer, seed: int) -> dict[str, list[Text]]:
-    """Kinds of text on which no gate was fitted; a gate for Korean should open on those with Korean or Hangul."""
-    choice = random.Random(seed)
-    forms = ("{}", "{:,}", "0.{}", "{}%", "2024-03-{:02}", "{}:30", "${}")
-
-    def numbers() -> str:
-        return " ".join(choice.choice(forms).format(choice.randrange(10 ** choice.randint(1, 5))) for _ in range(20))
-
-    pieces = dict.fromkeys(tokenizer.decode([token]).strip() for token in range(tokenizer.vocab_size))
-    after = list(zip(*(_sentences(kinds[name].test) for name in (NEW, OLD)), strict=False))
-    found = {name: list(kind.test) for name, kind in kinds.items()}
-    found["numbers"] = [Text(numbers()) for _ in range(_MADE)]
-    found["Python"] = [Text(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "pipeline").rglob("*.py"))]
-    found["one token, Latin"] = [Text(piece) for piece in pieces if re.fullmatch("[A-Za-z]+", piece)]
-    found["one token, Hangul"] = [Text(piece) for piece in pieces if re.fullmatch("[가-힣]+", piece)]
-    found["Korean sentence after an English one"] = [Text(f" {korean}", english) for korean, english in after]
-    found["English sentence after a Korean one"] = [Text(f" {english}", korean) for korean, english in after]
-    return {name: texts for name, texts in found.items() if texts}
-
-
-def _sentences(texts: Sequence[Text]) -> list[str]:
-    """A sentence or line of each document, of 20 to 160 characters."""
-    split = (re.split(r"(?<=[.!?])\s+|\n+", text.text) for text in texts)
-    fitting = ([part for part in parts if 20 <= len(part) <= 160] for parts in split)
-    return [parts[len(parts) // 2] for parts in fitting if parts]
-
-
-def _share(mask: Tensor) -> float:
-    return float(mask.double().mean())
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

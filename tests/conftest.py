@@ -45,8 +45,10 @@ FULL = (
     "conversion/test_precisions.py",
     "conversion/test_second_round.py",
     "conversion/test_generate.py",
+    "conversion/test_library_features.py",
     "conversion/test_convert.py",
     "gating/test_fit_run.py",
+    "gating/test_new_pieces.py",
     "model/test_compile.py",
     "sizing/test_against_runs.py",
     "sizing/test_recommendation.py",
@@ -63,6 +65,7 @@ FULL = (
     "studies/test_run_study.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
+    "serving",
     "test_outputs.py",
 )
 """Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""

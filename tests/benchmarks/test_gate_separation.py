@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gate_separation
-from benchmarks.gate_separation import NEW, OLD, Text, windows_of
+from benchmarks.gate_separation import NEW, OLD, windows_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from tests.bases import STORIES
@@ -28,7 +28,7 @@ def report_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object)
     return json.loads(output.read_text())
 
 
-def test_pairs_and_other_kinds_of_text(tmp_path, monkeypatch, capsys):
+def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
     for name in (NEW, f"{NEW}.heldout", OLD):
         file = f"{name}.jsonl.zst"
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -41,8 +41,6 @@ def test_pairs_and_other_kinds_of_text(tmp_path, monkeypatch, capsys):
     ]  # the files of the other pairs are missing
     for row in report["rows"][:2]:
         assert row["auc"] > 0.99 and row["new_open"] > 0.9 and row["old_open"] < 0.05
-    opened = {name: row[f"open, against {OLD}"] for name, row in report["other_kinds"].items()}
-    assert opened[NEW] > 0.9 > 0.5 > opened["Python"] and opened[OLD] < 0.05
     assert f"{NEW} / {OLD}" in capsys.readouterr().out
 
 
@@ -51,17 +49,16 @@ def test_files_of_ones_own_and_layers_that_are_not_there(tmp_path, monkeypatch):
     report = report_of(tmp_path, monkeypatch, "--pair", books, stories, "--layers", 2)
     assert [row["features"] for row in report["rows"]] == ["token", "token+running_mean"]
     assert all(row["new"] == str(books) and 0.6 < row["auc"] < 1 for row in report["rows"])
-    assert report["other_kinds"] == {}
     with pytest.raises(ConfigError, match="--layers: expected 0 to 5"):
         report_of(tmp_path, monkeypatch, "--layers", 9)
 
 
 def test_what_counts_are_the_tokens_of_the_text():
     tokenizer = load_tokenizer(STORIES)
-    windows = windows_of([Text(" a time", "Once upon"), Text("the end " * 50)], tokenizer, 16, 1000, is_new=True)
-    prompt, whole = tokenizer.reference.encode(["Once upon", "Once upon a time"]).lengths.tolist()
+    windows = windows_of(["Once upon a time", "the end " * 50], tokenizer, 16, 1000, is_new=True)
+    (length,) = tokenizer.reference.encode(["Once upon a time"]).lengths.tolist()
     assert windows.tokens[:, 0].tolist() == list(tokenizer.document_start) * 2
-    assert np.flatnonzero(windows.present[0]).tolist() == list(range(1 + prompt, 1 + whole))
+    assert np.flatnonzero(windows.present[0]).tolist() == list(range(1, 1 + length))
     assert windows.present[1].tolist() == [False, *[True] * 15]
     with pytest.raises(DataError, match="found a kind without a token"):
         windows_of([], tokenizer, 16, 10, is_new=True)

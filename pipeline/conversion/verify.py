@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,10 @@ def verify(
         ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
     windows = [window for of_text in probe.values() for window in of_text]
-    gate = None if model.gate is None else _FixedGate(**vars(model.gate))
-    model = replace(model, gate=gate)
+    gate = None
+    if model.gate is not None:
+        gate = _FixedGate(**{part.name: getattr(model.gate, part.name) for part in fields(Gate)})
+        model = replace(model, gate=gate)
     scaled = replace(model, stored_scale=stored_scale)
     expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
     unscaled = expected if stored_scale is None else model.logits(windows, dtype)

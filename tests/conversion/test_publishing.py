@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
+from huggingface_hub.utils import filter_repo_objects
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,7 +29,6 @@ from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
-from tests.conversion.hub_server import hub
 from tests.data.helpers import run_main
 from tests.distributed import run_ranks
 from tests.widened import some_tokens
@@ -229,27 +229,37 @@ def test_what_libraries_save_again_is_the_same_model(format, exports, tmp_path, 
 
 
 @pytest.fixture
-def hub_here(monkeypatch):
-    with hub() as state:
-        monkeypatch.setattr(constants, "ENDPOINT", state.address)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        yield state
+def hub(monkeypatch):
+    """What the hub's client is asked for, in its place: the arguments of each call by its name."""
+    asked: dict[str, dict] = {}
+
+    def create_repo(api, name, **options):
+        if name == "someone/refused":
+            raise PermissionError("You do not have\nthe rights")
+        asked["create_repo"] = options
+        return f"https://hub/{name}"
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", lambda api, **options: asked.update(upload_folder=options))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return asked
 
 
-def test_pushed_and_loaded_again(base, checkpoints, hub_here, tmp_path):
+def test_what_was_verified_is_pushed(base, checkpoints, hub, tmp_path):
     named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
-    assert run_main("convert_checkpoint.py", *named).returncode == 0 and not hub_here.files
+    assert run_main("convert_checkpoint.py", *named).returncode == 0 and not hub
     done = run_main("convert_checkpoint.py", *named, "--push", "someone/stories-ko", "--private")
-    assert done.returncode == 0, done.stderr
-    assert hub_here.repositories["someone/stories-ko"]["visibility"] == "private"
-    assert hub_here.tokens == {"Bearer hf_test"}
-    there = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir() if path.name != "conversion.json"}
-    assert hub_here.files == there
+    assert done.returncode == 0 and "pushed to https://hub/someone/stories-ko" in done.stderr, done.stderr
+    assert hub["create_repo"] == {"private": True, "exist_ok": True}
+    upload = hub["upload_folder"]
+    assert upload["repo_id"] == "someone/stories-ko" and upload["folder_path"] == tmp_path / "hf"
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    sent = set(filter_repo_objects(names, ignore_patterns=upload["ignore_patterns"]))
+    assert names - sent == {"conversion.json"}, "it names paths of this machine"
 
 
-def test_what_cannot_be_pushed_ends_in_one_line(exports, hub_here, tmp_path, monkeypatch):
-    hub_here.refusal = 403
+def test_what_cannot_be_pushed_ends_in_one_line(exports, hub, tmp_path, monkeypatch):
     refused = [
         (lambda: check_can_push("a/b/c"), "--push 'a/b/c': expected a name such as organisation/model"),
         (lambda: push(exports["scale"], "someone/refused", private=False), "--push someone/refused: "),
@@ -263,4 +273,4 @@ def test_what_cannot_be_pushed_ends_in_one_line(exports, hub_here, tmp_path, mon
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ConversionError, match="--push: no token; log in with `hf auth login`"):
         check_can_push("someone/model")
-    assert not hub_here.files
+    assert not hub

@@ -2,7 +2,6 @@
 
 python -m tests.fuzz --minutes 5 --seed 1            prints the table; exit code 1 if an outcome is not right or refused
 python -m tests.fuzz --seed 1 --only corpora         inputs of some targets
-python -m tests.fuzz --seed 1 --input 117            makes that input again, and prints how its reader ended
 
 Inputs that are not right or refused are kept in the folder, with answer.json and log.txt of their reader.
 """
@@ -14,7 +13,7 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections import Counter
 from itertools import count, islice, takewhile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu")
 
 from pipeline.files import write_json
-from tests.fuzz.runner import GOOD, Laboratory, as_text
+from tests.fuzz.runner import GOOD, results
 from tests.fuzz.subjects import SUBJECTS
 
 
@@ -34,23 +33,22 @@ def main() -> int:
     add("--inputs", type=int, help="how many instead")
     add("--seed", type=int, default=1, help="of all random choices (default: 1)")
     add("--only", nargs="+", choices=targets, default=targets, metavar="TARGET", help=", ".join(targets))
-    add("--input", type=int, metavar="NUMBER", help="make this input only")
-    add("--lanes", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: the cores)")
     add("--folder", type=Path, default=Path("runs/fuzz"), help="where inputs are made and kept (default: runs/fuzz)")
     options = parser.parse_args()
-    laboratory = Laboratory(options.folder, SUBJECTS, options.seed)
-    numbers = (number for number in count() if laboratory.subject_of(number).target in options.only)
-    if options.input is not None:
-        numbers, options.only = iter([options.input]), [laboratory.subject_of(options.input).target]
-    laboratory.prepare(options.only)
+    subjects = [subject for subject in SUBJECTS if subject.target in options.only]
     ends = time.monotonic() + 60 * options.minutes
-    chosen = (
-        islice(numbers, options.inputs) if options.inputs else takewhile(lambda _: time.monotonic() < ends, numbers)
-    )
-    results = list(laboratory.results(chosen, options.lanes))
-    bad = [asdict(result) for result in results if result.outcome not in GOOD]
-    write_json(laboratory.folder / "summary.json", {"seed": options.seed, "inputs": len(results), "faults": bad})
-    print(as_text(results))
+    numbers = takewhile(lambda _: options.inputs or time.monotonic() < ends, islice(count(), options.inputs))
+    folder = options.folder.absolute()
+    found = list(results(folder, subjects, options.seed, numbers))
+    bad = [result._asdict() for result in found if result.outcome not in GOOD]
+    write_json(folder / "summary.json", {"seed": options.seed, "inputs": len(found), "faults": bad})
+    print(f"{'target':<24}  {'inputs':>6}  outcomes")
+    for target in options.only:
+        outcomes = Counter(result.outcome for result in found if result.subject.startswith(target))
+        shown = ", ".join(f"{number} {name}" for name, number in outcomes.items())
+        print(f"{target:<24}  {outcomes.total():>6}  {shown}")
+    for result in bad:
+        print("", *(f"{name}: {value}" for name, value in result.items()), sep="\n")
     return 1 if bad else 0
 
 

@@ -17,23 +17,19 @@ _VALUES: tuple[Any, ...] = (
 _EXTREMES = (0, -1, 1, 2**31 - 1, 2**40, 2**62, -(2**63), 2**63 - 1)
 
 
-def damage_any(root: Path, draw: random.Random) -> str:
+def damage_any(root: Path, draw: random.Random, *, values: bool = True) -> str:
     """Damages one to three random files below `root`; returns what was done."""
-    return _damage_some(root, draw, values=True)
-
-
-def damage_bytes_only(root: Path, draw: random.Random) -> str:
-    """The same, but JSON is only cut: no hash guards the values of a manifest."""
-    return _damage_some(root, draw, values=False)
-
-
-def _damage_some(root: Path, draw: random.Random, *, values: bool) -> str:
     done = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if files := [path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()]:
             file = draw.choice(files)
             done.append(f"{file}: {_damage_file(file, draw, values)}")
     return "; ".join(done) or "nothing"
+
+
+def damage_bytes_only(root: Path, draw: random.Random) -> str:
+    """The same, but JSON is only cut: no hash guards the values of a manifest."""
+    return damage_any(root, draw, values=False)
 
 
 def _damage_file(file: Path, draw: random.Random, values: bool) -> str:

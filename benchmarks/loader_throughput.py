@@ -20,18 +20,27 @@ import numpy as np
 import torch
 
 from pipeline.config.data import Data
+from pipeline.data.jobs import Plan, UnitPart, manifest_of
 from pipeline.data.samples import TrainingSamples
-from pipeline.data.token_corpus import Manifest, ShardRecord, TokenizerRecord
+from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.files import write_json
 
-_VOCABULARY = 128_256
 _SHARD_TOKENS = 16_000_000
 _MEAN_DOCUMENT = 500
+_TOKENIZER = TokenizerRecord(
+    fingerprint="none", vocab_size=128_256, document_start=[], document_end=[0], backend="none"
+)
 
 
 def main() -> None:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64_000_000, help="size of the corpus (default: 64 million)")
+    parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (default: 2)")
+    parser.add_argument("--scratch", type=Path, help="folder for the temporary corpus")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="loader-", dir=options.scratch) as scratch:
         _make_corpus(Path(scratch) / "corpus", options.tokens)
@@ -48,7 +57,10 @@ def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, flo
     began = time.perf_counter()
     TrainingSamples(data, seed=1, tokenizer_fingerprint=None)[10**9]
     figures = {"first_sample_at_1e9_s": time.perf_counter() - began}
-    _drop_from_cache(folder)
+    for path in folder.rglob("*.*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
     figures["cold_tokens_per_second"] = _rate(samples, sequence_length, seconds)
     for path in folder.rglob("*.*"):
@@ -71,53 +83,16 @@ def _make_corpus(folder: Path, tokens: int) -> None:
     """A corpus of random ids, written with the same writer as real ones."""
     folder.mkdir()
     random = np.random.default_rng(0)
-    dtype = token_dtype(_VOCABULARY)
-    shards: list[ShardRecord] = []
+    shards = {}
     for number, start in enumerate(range(0, tokens, _SHARD_TOKENS)):
         documents = max(1, min(tokens - start, _SHARD_TOKENS) // _MEAN_DOCUMENT)
         lengths = random.geometric(1 / _MEAN_DOCUMENT, size=documents)
-        with writing_shard(folder / f"{number:05d}", dtype) as writer:
-            writer.add(random.integers(0, _VOCABULARY, size=int(lengths.sum()), dtype=np.int32), lengths)
-        shards.append(
-            ShardRecord(name=f"{number:05d}", documents=writer.documents, tokens=writer.tokens, files=writer.files)
-        )
-    total = sum(shard.tokens for shard in shards)
-    Manifest(
-        part="train",
-        tokenizer=TokenizerRecord(
-            fingerprint="none", vocab_size=_VOCABULARY, document_start=[], document_end=[0], backend="none"
-        ),
-        token_dtype=dtype.name,
-        text_key="text",
-        heldout_fraction=0.0,
-        documents=sum(shard.documents for shard in shards),
-        tokens=total,
-        characters=total,
-        bytes=total,
-        tokens_per_character=1.0,
-        tokens_per_byte=1.0,
-        rejected={},
-        inputs=[],
-        shards=shards,
-    ).save(folder)
-
-
-def _drop_from_cache(folder: Path) -> None:
-    for path in folder.rglob("*.*"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64_000_000, help="size of the corpus (default: 64 million)")
-    parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (default: 2)")
-    parser.add_argument("--scratch", type=Path, help="folder for the temporary corpus")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    return parser.parse_args()
+        with writing_shard(folder / f"{number:05d}", token_dtype(_TOKENIZER.vocab_size)) as writer:
+            ids = random.integers(0, _TOKENIZER.vocab_size, size=int(lengths.sum()), dtype=np.int32)
+            writer.add(ids, lengths)
+        shards[f"{number:05d}"] = UnitPart(documents=writer.documents, tokens=writer.tokens, files=writer.files)
+    plan = Plan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=_SHARD_TOKENS)
+    manifest_of(plan, "train", shards, []).save(folder)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ times. Megatron-LM's scripts run from a checkout that you name; none of it is pa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import orjson
 
 from pipeline.data.tokenizer_training import texts
 from pipeline.evaluation.table import table
@@ -33,7 +34,6 @@ OURS = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
 # `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
 DATASETS_MAP = """
 import sys
-if "--help" in sys.argv: import datasets, transformers; sys.exit()
 import datasets, transformers
 source, tokenizer, output, workers = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
@@ -57,14 +57,40 @@ sys.exit(code)
 """
 
 
+class _Run(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+
+
 def main() -> None:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    korean = [DATA / "ko" / name for name in ("reviews.jsonl.zst", "law.jsonl.zst")]
+    add("--english", nargs="+", default=[DATA / "en" / "gutenberg.jsonl.zst"], metavar="FILE", help="English text")
+    add("--korean", nargs="+", default=korean, metavar="FILE", help="Korean text")
+    add("--mib", type=float, default=0, help="repeat the text up to this many MiB (default: once)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of each contender")
+    add("--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)")
+    add("--megatron", type=Path, help="a checkout of Megatron-LM")
+    add("--ours", action="store_true", help="only this project, with gigatoken")
+    add("--scratch", type=Path, help="folder for temporary texts and outputs")
+    add("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tokenize-", dir=options.scratch) as scratch:
         folder = Path(scratch)
-        tokenizer = _hugging_face_folder(options.tokenizer, folder / "tokenizer")
+        tokenizer = folder / "tokenizer"
+        tokenizer.mkdir()
+        shutil.copy(DATA / "tokenizers" / "20B_tokenizer.json", tokenizer / "tokenizer.json")
+        write_json(
+            tokenizer / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
+        )
         for language, inputs in (("english", options.english), ("korean", options.korean)):
-            source = _jsonl(inputs, folder / f"{language}.jsonl", options.mib)
+            source = folder / f"{language}.jsonl"
+            once = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts(list(map(str, inputs))))
+            source.write_bytes(once * max(1, round(options.mib * 2**20 / len(once))))
             contenders = _contenders(options, source, tokenizer, folder / "out")
             rows += _compare(contenders, language, source, folder / "out", options.rounds)
     header = ["text, contender", "MB", "seconds", "MB/s", "processor s", "peak MiB"]
@@ -86,13 +112,12 @@ def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, outp
     found["ours, tokenizers"] = [*ours, "--reference-only"]
     if options.megatron:
         named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-        paths = ["--input", str(source), "--output-prefix", str(output), *named]
-        for script, own in (
-            ("preprocess_data_fast.py", ["--use-gigatoken"]),
-            ("preprocess_data.py", ["--workers", workers]),
-        ):
-            program = str(options.megatron / "tools" / script)
-            found[f"Megatron-LM, {script}"] = [sys.executable, program, *paths, *own]
+        scripts = {"preprocess_data_fast.py": ["--use-gigatoken"], "preprocess_data.py": ["--workers", workers]}
+        for script, own in scripts.items():
+            program = [sys.executable, str(options.megatron / "tools" / script)]
+            found[f"Megatron-LM, {script}"] = [
+                *program, "--input", str(source), "--output-prefix", str(output), *named, *own,
+            ]  # fmt: skip
     found["datasets.map"] = [sys.executable, "-c", DATASETS_MAP, str(source), str(tokenizer), str(output), workers]
     return found
 
@@ -111,77 +136,29 @@ def _compare(
     rows = []
     for name, done in runs.items():
         best = {figure: min(getattr(run, figure) for run in done) for figure in _Run._fields}
-        speed = megabytes / best["seconds"]
-        rows.append(
-            {"contender": name, "text": language, "megabytes": megabytes, "megabytes_per_second": speed, **best}
-        )
+        about = {"contender": name, "text": language, "megabytes": megabytes}
+        rows.append({**about, "megabytes_per_second": megabytes / best["seconds"], **best})
     return rows
-
-
-class _Run(NamedTuple):
-    seconds: float
-    cpu_seconds: float
-    peak_mib: float
 
 
 def _run(command: Sequence[str]) -> _Run:
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile() as output_file:
-        began = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WITH_USAGE, *command],
-            stdout=output_file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=PROJECT,
-        )
-        process.wait()
-        elapsed = time.perf_counter() - began
-        output_file.seek(0)
-        output = output_file.read().decode(errors="replace")
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-3000:]}")
-    cpu_seconds, peak_mib = map(float, output.split()[-2:])
-    return _Run(elapsed, cpu_seconds, peak_mib)
-
-
-def _jsonl(inputs: Sequence[str], path: Path, mib: float) -> Path:
-    """All documents of the inputs as JSONL, repeated until there are `mib` MiB (0: once)."""
-    lines = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts(inputs)]
-    once = b"".join(lines)
-    with path.open("wb") as file:
-        file.write(once)
-        for _ in range(round(mib * 2**20 / len(once)) - 1):
-            file.write(once)
-    return path
-
-
-def _hugging_face_folder(tokenizer: Path, folder: Path) -> Path:
-    folder.mkdir()
-    shutil.copy(tokenizer, folder / "tokenizer.json")
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    return folder
-
-
-def _options() -> argparse.Namespace:
-    english = [str(DATA / "en" / "gutenberg.jsonl.zst")]
-    korean = [str(DATA / "ko" / name) for name in ("reviews.jsonl.zst", "law.jsonl.zst")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--english", nargs="+", default=english, metavar="FILE", help="English text")
-    parser.add_argument("--korean", nargs="+", default=korean, metavar="FILE", help="Korean text")
-    parser.add_argument(
-        "--tokenizer", type=Path, default=DATA / "tokenizers" / "20B_tokenizer.json", help="tokenizer.json"
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_USAGE, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        cwd=PROJECT,
     )
-    parser.add_argument("--mib", type=float, default=0, help="repeat the text up to this many MiB (default: once)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of each contender")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)")
-    parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
-    parser.add_argument("--ours", action="store_true", help="only this project, with gigatoken")
-    parser.add_argument("--scratch", type=Path, help="folder for temporary texts and outputs")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    return parser.parse_args()
+    elapsed = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
+    cpu_seconds, peak_mib = map(float, done.stdout.split()[-2:])
+    return _Run(elapsed, cpu_seconds, peak_mib)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import argparse
 from pathlib import Path
 
 from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run_program
+from pipeline.data.corpora import is_heldout
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.tokenizer_training import texts
-from pipeline.data.unit_work import is_heldout
-from pipeline.data.vocabulary import VOCABULARY, Comparison, Cuts, Extension, learn_extension, write_extension
+from pipeline.data.vocabulary import VOCABULARY, Comparison, Cuts, learn_extension, write_extension
 from pipeline.files import check_replaceable
 
 _HELDOUT_FRACTION = 0.02
@@ -41,10 +41,11 @@ def main(options: argparse.Namespace) -> None:
         for name, file in reports.items():
             found[name] = comparison.of(texts([file], text_key=options.text_key))
 
-    record = write_extension(extension, options.output, check, overwrite=options.overwrite)
+    write_extension(extension, options.output, check, overwrite=options.overwrite)
+    record = extension.record
     print(f"{options.output}: {record.kind}, {len(record.pieces)} new pieces from id {record.base_rows} on")
     print(f"learned from {record.learned_from:,} characters, seed {options.seed}; every new piece holds one of")
-    print(f"  {_ranges(extension)}")
+    print(f"  {_ranges(record.new_rows)}")
     print(f"{'text':24} {'documents':>9} {'characters':>11} {'tokens/character':>23} {'cut as before':>13}")
     for name, cuts in found.items():
         if cuts.documents:
@@ -52,14 +53,11 @@ def main(options: argparse.Namespace) -> None:
             print(f"{name:24} {cuts.documents:9,} {cuts.characters:11,} {rates:>23} {cuts.cut_as_before:13,}")
 
 
-def _ranges(extension: Extension) -> str:
-    """The rows of characters as ranges of code points."""
-    ranges: list[list[int]] = []
-    for row in extension.rows:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1][1] = row + 1
-        else:
-            ranges.append([row, row + 1])
+def _ranges(rows: list[int]) -> str:
+    """Rows of characters as ranges of code points."""
+    starts = [row for row in rows if row - 1 not in rows]
+    stops = [row + 1 for row in rows if row + 1 not in rows]
+    ranges = zip(starts, stops, strict=True)
     return ", ".join(f"U+{first << ROW_BITS:04X}-{(stop << ROW_BITS) - 1:04X}" for first, stop in ranges)
 
 

@@ -6,18 +6,16 @@ import heapq
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from pipeline.log import progress_bar
 
-Word = tuple[int, ...]
-"""The ids of a stretch of text that no merge crosses."""
-Pair = tuple[int, int]
+Word = tuple[str, ...]
+"""The pieces of a stretch of text that no merge crosses, as the tokenizer's file spells them; "": never joined."""
+Pair = tuple[str, str]
 
-MAX_PIECE_BYTES = 96
 ROW_BITS = 6
 """A row is the 64 characters whose UTF-8 differs in the last byte only: a code point without its last 6 bits."""
 _TIMES_AS_FREQUENT = 10
@@ -57,115 +55,79 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
     return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
 
 
-@dataclass
-class Symbols:
-    """The pieces that merges join, old and new.
-
-    Attributes:
-        strings: each piece as the tokenizer's file spells it, by id. Ids that are missing are never joined.
-        raw: the same as UTF-8, which may be part of a character.
-        taken: spellings that no new piece may have.
-        is_new: matches the UTF-8 of what a new piece must hold.
-        next_id: of the next new piece.
-    """
-
-    strings: dict[int, str]
-    raw: dict[int, bytes]
-    taken: set[str]
-    is_new: re.Pattern[bytes]
-    next_id: int
-
-    def may_join(self, left: int, right: int) -> bool:
-        if left not in self.strings or right not in self.strings:
-            return False
-        raw = self.raw[left] + self.raw[right]
-        if len(raw) > MAX_PIECE_BYTES or self.strings[left] + self.strings[right] in self.taken:
-            return False
-        return self.is_new.search(raw) is not None
-
-    def add(self, string: str, raw: bytes) -> int:
-        """The id of a new piece."""
-        new, self.next_id = self.next_id, self.next_id + 1
-        self.strings[new], self.raw[new] = string, raw
-        self.taken.add(string)
-        return new
-
-
 class Merge(NamedTuple):
     """Joins two adjacent pieces into a new one, which occurred `uses` times at the end of learning."""
 
-    left: int
-    right: int
-    new: int
+    left: str
+    right: str
     uses: int
 
 
-def learn_merges(words: Mapping[Word, int], symbols: Symbols, *, limit: int, min_uses: int) -> list[Merge]:
+def learn_merges(
+    words: Mapping[Word, int], may_join: Callable[[str, str], bool], *, limit: int, min_uses: int
+) -> list[Merge]:
     """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
 
     Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
-    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does.
+    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does. No two
+    merges make the same piece.
 
     Args:
         words: how often each occurs.
-        symbols: gets the pieces of the merges, dropped ones included.
+        may_join: whether two pieces may be joined. New pieces are asked about, too.
     """
     sequences, counts = [list(word) for word in words], list(words.values())
-    pairs = _Pairs(symbols)
+    pairs = _Pairs(may_join)
     for index, sequence in enumerate(sequences):
         pairs.count(sequence, counts[index], index)
     queue = [(-count, pair) for pair, count in pairs.counts.items()]
     heapq.heapify(queue)
-    learned: list[tuple[Pair, int]] = []
+    learned: dict[str, Pair] = {}
     with progress_bar("learning merges", limit, " merges") as bar:
         while queue and len(learned) < limit:
             negative, pair = heapq.heappop(queue)
-            count = pairs.counts.get(pair, 0)
-            if count < min_uses:
+            count = pairs.counts[pair]
+            if count < min_uses or (new := "".join(pair)) in learned:
                 continue
             if count != -negative:
                 heapq.heappush(queue, (-count, pair))
                 continue
-            if not symbols.may_join(*pair):
-                continue  # another pair has made the same piece
-            left, right = pair
-            new = symbols.add(symbols.strings[left] + symbols.strings[right], symbols.raw[left] + symbols.raw[right])
             raised: set[Pair] = set()
             for index in pairs.where.pop(pair):
-                joined = _joined(sequences[index], left, right, new)
+                joined = _joined(sequences[index], pair, new)
                 if len(joined) < len(sequences[index]):
                     pairs.count(sequences[index], -counts[index])
                     raised |= pairs.count(joined, counts[index], index, only_with=new)
                     sequences[index] = joined
             for other in sorted(raised):
                 heapq.heappush(queue, (-pairs.counts[other], other))
-            learned.append((pair, new))
+            learned[new] = pair
             bar.update()
-    uses: Counter[int] = Counter()
+    uses: Counter[str] = Counter()
     for sequence, count in zip(sequences, counts, strict=True):
-        for symbol in sequence:
-            uses[symbol] += count
+        for piece in sequence:
+            uses[piece] += count
     return _worthwhile(learned, uses, min_uses)
 
 
 class _Pairs:
     """How often each pair that may be joined occurs, and in which words it has occurred."""
 
-    def __init__(self, symbols: Symbols) -> None:
-        self._symbols = symbols
+    def __init__(self, may_join: Callable[[str, str], bool]) -> None:
+        self._ask = may_join
         self._may_join: dict[Pair, bool] = {}
         self.counts: dict[Pair, int] = {}
         self.where: defaultdict[Pair, list[int]] = defaultdict(list)
 
     def count(
-        self, sequence: list[int], count: int, index: int | None = None, only_with: int | None = None
+        self, sequence: Sequence[str], count: int, index: int | None = None, only_with: str | None = None
     ) -> set[Pair]:
         """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
         noted = set()
         for pair in pairwise(sequence):
             allowed = self._may_join.get(pair)
             if allowed is None:
-                allowed = self._may_join[pair] = self._symbols.may_join(*pair)
+                allowed = self._may_join[pair] = self._ask(*pair)
             if not allowed:
                 continue
             self.counts[pair] = self.counts.get(pair, 0) + count
@@ -175,29 +137,27 @@ class _Pairs:
         return noted
 
 
-def _joined(sequence: list[int], left: int, right: int, new: int) -> list[int]:
-    found = []
-    at, last = 0, len(sequence) - 1
-    while at <= last:
-        if at < last and sequence[at] == left and sequence[at + 1] == right:
-            found.append(new)
-            at += 2
+def _joined(sequence: Sequence[str], pair: Pair, new: str) -> list[str]:
+    found: list[str] = []
+    for piece in sequence:
+        # The last one is not itself of this merge: a new piece is longer than its parts.
+        if found and (found[-1], piece) == pair:
+            found[-1] = new
         else:
-            found.append(sequence[at])
-            at += 1
+            found.append(piece)
     return found
 
 
-def _worthwhile(learned: Iterable[tuple[Pair, int]], uses: Counter[int], min_uses: int) -> list[Merge]:
+def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Merge]:
     """The merges that save something, in order. A dropped piece is used as its two parts again."""
-    parts = {new: pair for pair, new in learned}
-    users: Counter[int] = Counter(part for pair in parts.values() for part in set(pair))
+    kept = dict(learned)
+    users: Counter[str] = Counter(part for pair in kept.values() for part in set(pair))
     # What uses a piece was learned after it, so that one pass from the end sees every user first.
-    for new in reversed(list(parts)):
+    for new in reversed(learned):
         if users[new] == 0 and uses[new] < min_uses:
-            pair = parts.pop(new)
+            pair = kept.pop(new)
             for part in pair:
                 uses[part] += uses[new]
             for part in set(pair):
                 users[part] -= 1
-    return [Merge(*pair, new, uses[new]) for new, pair in parts.items()]
+    return [Merge(*pair, uses[new]) for new, pair in kept.items()]

@@ -43,6 +43,85 @@ _TEST_TEXTS = (
 _logger = log.get_logger(__name__)
 
 
+class Encoded(NamedTuple):
+    """The ids of several texts, joined: `ids: uint32 [sum of lengths]`, `lengths: int64 [texts]`."""
+
+    ids: npt.NDArray[np.uint32]
+    lengths: npt.NDArray[np.int64]
+
+
+class HuggingFaceEncoder:
+    """The reference for a `tokenizer.json`: the `tokenizers` library."""
+
+    name = "tokenizers"
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library = library
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        with faults_of_library("the tokenizer cannot encode a text", DataError):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return _joined([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(ids, skip_special_tokens=False))
+
+
+class SentencePieceEncoder:
+    """The reference for a `.model` file: the `sentencepiece` library."""
+
+    name = "sentencepiece"
+
+    def __init__(self, library: sentencepiece.SentencePieceProcessor) -> None:
+        self._library = library
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        with faults_of_library("the tokenizer cannot encode a text", DataError):
+            return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._library.decode(ids))
+
+
+class GigatokenEncoder:
+    """The fast encoder of a `tokenizer.json`.
+
+    It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
+    """
+
+    name = "gigatoken"
+    characters_between_renewals = 256 * 2**20
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._library = gigatoken.Tokenizer.from_json(content)
+        self._characters = 0
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        characters = sum(map(len, texts))
+        if self._characters + characters > self.characters_between_renewals:
+            self._library = gigatoken.Tokenizer.from_json(self._content)
+            self._characters = 0
+        self._characters += characters
+        layout: Any = self._library.encode_batch(list(texts), parallel=False).layout
+        return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
+
+
+Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
+Encoder = Union[Reference, GigatokenEncoder]
+
+
+def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
+    """Whether two encoders produce the same ids for each of `texts`."""
+    ours, theirs = first.encode(texts), second.encode(texts)
+    return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
+
+
+def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    return Encoded(np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum())), lengths)
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A loaded tokenizer.
@@ -108,111 +187,13 @@ def tokenizer_file(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    for name in _FILE_NAMES:
-        if (path / name).is_file():
-            return path / name
+    if found := next((path / name for name in _FILE_NAMES if (path / name).is_file()), None):
+        return found
     if path.is_dir():
         raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
     raise DataError(
         f"{path}: no such tokenizer; give a Hugging Face folder, a tokenizer.json or a SentencePiece .model"
     )
-
-
-class Encoded(NamedTuple):
-    """The ids of several texts, joined: `ids: uint32 [sum of lengths]`, `lengths: int64 [texts]`."""
-
-    ids: npt.NDArray[np.uint32]
-    lengths: npt.NDArray[np.int64]
-
-
-class HuggingFaceEncoder:
-    """The reference for a `tokenizer.json`: the `tokenizers` library."""
-
-    name = "tokenizers"
-
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        with faults_of_library("the tokenizer cannot encode a text", DataError):
-            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _joined([encoding.ids for encoding in encodings])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(ids, skip_special_tokens=False))
-
-
-class SentencePieceEncoder:
-    """The reference for a `.model` file: the `sentencepiece` library."""
-
-    name = "sentencepiece"
-
-    def __init__(self, library: sentencepiece.SentencePieceProcessor) -> None:
-        self._library = library
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        with faults_of_library("the tokenizer cannot encode a text", DataError):
-            ids = self._library.encode(list(texts), out_type=int, num_threads=1)
-        return _joined(ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(ids))
-
-
-Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
-
-
-class GigatokenEncoder:
-    """The fast encoder of a `tokenizer.json`.
-
-    It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
-    """
-
-    name = "gigatoken"
-    characters_between_renewals = 256 * 2**20
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._library = gigatoken.Tokenizer.from_json(content)
-        self._characters = 0
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        characters = sum(map(len, texts))
-        if self._characters + characters > self.characters_between_renewals:
-            self._library = gigatoken.Tokenizer.from_json(self._content)
-            self._characters = 0
-        self._characters += characters
-        layout: Any = self._library.encode_batch(list(texts), parallel=False).layout
-        return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
-
-
-Encoder = Union[Reference, GigatokenEncoder]
-
-
-def fast_encoder(content: bytes, reference: Reference) -> GigatokenEncoder | None:
-    """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
-    try:
-        with faults_of_library("gigatoken does not support this tokenizer", DataError):
-            encoder = GigatokenEncoder(content)
-            is_equal = all(agree(encoder, reference, [text]) for text in _TEST_TEXTS)
-    except DataError as error:
-        _logger.info("%s: %s encodes", error, reference.name)
-        return None
-    if not is_equal:
-        _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
-    return encoder if is_equal else None
-
-
-def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
-    """Whether two encoders produce the same ids for each of `texts`."""
-    ours, theirs = first.encode(texts), second.encode(texts)
-    return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
-
-
-def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    flat = np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum()))
-    return Encoded(flat, lengths)
 
 
 def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
@@ -224,20 +205,20 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
         bare: list[int] = library.encode("a", add_special_tokens=False).ids
         framed: list[int] = library.encode("a", add_special_tokens=True).ids
         vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        fingerprint = _fingerprint(described)
+        fingerprint = fingerprint_of(described)
     at = next((at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare), None)
     if at is None or not bare or max(framed) >= vocab_size:
         raise DataError(f"{file}: encodes 'a' as {bare[:20]}, with special tokens as {framed[:20]}; copy it again")
-    start, end = tuple(framed[:at]), tuple(framed[at + len(bare) :])
+    own_end = tuple(framed[at + len(bare) :])
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
         fingerprint=fingerprint,
         vocab_size=vocab_size,
-        document_start=start,
-        document_end=_document_end(file, library.token_to_id, end_of_document, own_end=end, known_ends=_KNOWN_ENDS),
+        document_start=tuple(framed[:at]),
+        document_end=_document_end(file, library.token_to_id, end_of_document, own_end, _KNOWN_ENDS),
         reference=reference,
-        fast=fast_encoder(content, reference),
+        fast=_fast_encoder(content, reference),
     )
 
 
@@ -256,13 +237,27 @@ def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None)
         fingerprint="sentencepiece:" + hashlib.sha256(content).hexdigest(),
         vocab_size=int(library.get_piece_size()),
         document_start=(int(library.bos_id()),) if adds_bos else (),
-        document_end=_document_end(file, id_of_token, end_of_document, own_end=own_end, known_ends=()),
+        document_end=_document_end(file, id_of_token, end_of_document, own_end, ()),
         reference=SentencePieceEncoder(library),
         fast=None,
     )
 
 
-def _fingerprint(described: dict[str, Any]) -> str:
+def _fast_encoder(content: bytes, reference: Reference) -> GigatokenEncoder | None:
+    """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
+    try:
+        with faults_of_library("gigatoken does not support this tokenizer", DataError):
+            encoder = GigatokenEncoder(content)
+            if all(agree(encoder, reference, [text]) for text in _TEST_TEXTS):
+                return encoder
+    except DataError as error:
+        _logger.info("%s: %s encodes", error, reference.name)
+    else:
+        _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
+    return None
+
+
+def fingerprint_of(described: dict[str, Any]) -> str:
     """A hash of what decides the ids: not truncation and padding, nor which of two spellings merges have."""
     canonical = {key: value for key, value in described.items() if key not in ("version", "truncation", "padding")}
     model = dict(canonical.get("model", {}))
@@ -277,7 +272,6 @@ def _document_end(
     file: Path,
     id_of_token: Callable[[str], int | None],
     wanted: str | None,
-    *,
     own_end: tuple[int, ...],
     known_ends: tuple[str, ...],
 ) -> tuple[int, ...]:

@@ -7,15 +7,15 @@ counts the ids alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 
-from pipeline.data.merges import Word
+from pipeline.data.merges import Pair, Word
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_object
 
@@ -24,17 +24,10 @@ SPACE = "▁"
 # A word that spans no space is longer only in scripts without spaces; a merge across this many pieces is not learned.
 _LONGEST_WORD = 32
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class NewPiece(NamedTuple):
-    """A piece to be added, as the file spells it, and the ids of the old pieces that it replaces.
-
-    `pair` are the spellings of the two that it merges, if it does.
-    """
-
-    string: str
-    replaces: list[int]
-    pair: tuple[str, str] | None = None
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# GPT-2's alphabet of printable characters, a character for each byte.
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 
 
 @dataclass(frozen=True)
@@ -44,18 +37,25 @@ class Pieces:
     Attributes:
         described: the content of its file.
         library: the tokenizer.
-        kind: how it cuts: "byte-level BPE", by merges of bytes; "BPE", of characters, others becoming bytes.
+        byte_level: it cuts by merges of bytes; or else of characters, of which those without a piece become bytes.
         strings: the pieces of text by id, as the file spells them.
-        raw: their UTF-8, which may be part of a character.
         bytes_of: the byte pieces by id, where characters without a piece become bytes.
     """
 
     described: dict[str, Any]
     library: tokenizers.Tokenizer
-    kind: str
+    byte_level: bool
     strings: dict[int, str]
-    raw: dict[int, bytes]
     bytes_of: dict[int, int]
+
+    @property
+    def kind(self) -> str:
+        """How it cuts."""
+        return "byte-level BPE" if self.byte_level else "BPE"
+
+    def raw(self, string: str) -> bytes:
+        """The UTF-8 of a piece, which may be part of a character."""
+        return bytes(_BYTE_OF[one] for one in string) if self.byte_level else string.replace(SPACE, " ").encode()
 
     def normalize(self, text: str) -> str:
         """What the tokenizer makes of a text before it cuts it."""
@@ -63,33 +63,39 @@ class Pieces:
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def words(self, texts: Sequence[str]) -> Iterator[Word]:
-        """The ids of texts in stretches that no merge may cross: words begin with their space."""
+        """The pieces of texts in stretches that no merge may cross: words begin with their space."""
         with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
         for encoding in encodings:
             for _, of_word in groupby(zip(encoding.ids, encoding.word_ids, strict=True), lambda token: token[1]):
-                ids = [number for number, _ in of_word]
-                start = 0
-                for at in range(1, len(ids)):
-                    begins = ids[at] not in self.bytes_of and self.strings.get(ids[at], SPACE).startswith(SPACE)
-                    if begins or at - start == _LONGEST_WORD:
-                        yield tuple(ids[start:at])
-                        start = at
-                yield tuple(ids[start:])
+                word: list[str] = []
+                for piece in self._spelled(number for number, _ in of_word):
+                    if word and (not piece or piece.startswith(SPACE) or len(word) == _LONGEST_WORD):
+                        yield tuple(word)
+                        word = []
+                    word.append(piece)
+                yield tuple(word)
 
-    def extended(self, first: int, new: Sequence[NewPiece]) -> dict[str, Any]:
-        """The file's content with further pieces, the first with the id `first`."""
+    def _spelled(self, ids: Iterable[int]) -> Iterator[str]:
+        """The spellings of ids, with characters in place of the byte pieces that spell them; "" of what is no text."""
+        for is_byte, run in groupby(ids, self.bytes_of.__contains__):
+            if is_byte:
+                yield from bytes(self.bytes_of[number] for number in run).decode(errors="replace")
+            else:
+                yield from (self.strings.get(number, "") for number in run)
+
+    def extended(self, first: int, new: Iterable[str], merges: Sequence[Pair]) -> dict[str, Any]:
+        """The file's content with further pieces, the first with the id `first`, and further merges."""
         model = self.described["model"]
         entries = {int(token["id"]): str(token["content"]) for token in self.described.get("added_tokens") or ()}
         entries |= {number: piece for piece, number in model["vocab"].items()}
         # A piece for every id below: `tokenizers` would give an added token without one another id than its own. No
         # piece of a text has a space, which is spelled otherwise there.
         below = [entries.get(number, f"<unused {number}>") for number in range(first)]
-        vocabulary = {piece: number for number, piece in enumerate([*below, *(piece.string for piece in new)])}
+        vocabulary = {piece: number for number, piece in enumerate([*below, *new])}
         in_one = bool(model["merges"]) and isinstance(model["merges"][0], str)
-        pairs = [piece.pair for piece in new if piece.pair is not None]
-        merges = [*model["merges"], *((" ".join(pair) if in_one else list(pair)) for pair in pairs)]
-        return {**self.described, "model": {**model, "vocab": vocabulary, "merges": merges}}
+        added = [" ".join(pair) if in_one else list(pair) for pair in merges]
+        return {**self.described, "model": {**model, "vocab": vocabulary, "merges": [*model["merges"], *added]}}
 
 
 def read_pieces(file: Path) -> Pieces:
@@ -114,15 +120,14 @@ def read_pieces(file: Path) -> Pieces:
     library.no_padding()
     added = {int(token["id"]) for token in described.get("added_tokens") or ()}
     strings = {number: piece for piece, number in model["vocab"].items() if number not in added}
-    raw, bytes_of = _raw_byte_level(strings) if byte_level else _raw(strings)
-    return Pieces(
-        described=described,
-        library=library,
-        kind="byte-level BPE" if byte_level else "BPE",
-        strings={number: strings[number] for number in raw},
-        raw=raw,
-        bytes_of=bytes_of,
-    )
+    bytes_of: dict[int, int] = {}
+    if byte_level:
+        strings = {number: piece for number, piece in strings.items() if all(one in _BYTE_OF for one in piece)}
+    else:
+        matches = {number: _BYTE_PIECE.fullmatch(piece) for number, piece in strings.items()}
+        bytes_of = {number: int(found[1], 16) for number, found in matches.items() if found}
+        strings = {number: piece for number, piece in strings.items() if number not in bytes_of}
+    return Pieces(described, library, byte_level, strings, bytes_of)
 
 
 def _kinds_in(part: Any) -> set[str]:  # noqa: ANN401
@@ -131,22 +136,3 @@ def _kinds_in(part: Any) -> set[str]:  # noqa: ANN401
         return set()
     inner = [*part.get("pretokenizers", ()), *part.get("normalizers", ())]
     return {str(part.get("type"))}.union(*map(_kinds_in, inner))
-
-
-def _raw(strings: dict[int, str]) -> tuple[dict[int, bytes], dict[int, int]]:
-    """The UTF-8 of pieces of characters, and the byte pieces apart from them."""
-    bytes_of = {number: int(byte[1], 16) for number, piece in strings.items() if (byte := _BYTE_PIECE.fullmatch(piece))}
-    found = {number: piece.replace(SPACE, " ").encode() for number, piece in strings.items() if number not in bytes_of}
-    return found, bytes_of
-
-
-def _raw_byte_level(strings: dict[int, str]) -> tuple[dict[int, bytes], dict[int, int]]:
-    """The bytes of pieces in GPT-2's alphabet of printable characters, a character for each byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-    return {
-        number: bytes(byte_of[character] for character in string)
-        for number, string in strings.items()
-        if all(character in byte_of for character in string)
-    }, {}

@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.data.merges import Symbols, Word, learn_merges, new_rows_of_characters, row_pattern
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
-from pipeline.data.tokenizer_pieces import NewPiece, Pieces, read_pieces
+from pipeline.data.merges import Pair, Word, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.tokenizer import Tokenizer, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer_pieces import Pieces, read_pieces
 from pipeline.errors import DataError
-from pipeline.files import FolderKind, published_folder, read_inside, read_object, read_record, write_json, write_record
+from pipeline.files import FolderKind, published_folder, read_inside, read_record, write_json, write_record
 from pipeline.log import progress_bar
 
 RECORD = "vocabulary.json"
@@ -36,11 +36,11 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 """What a Hugging Face folder's tokenizer is read from beside its tokenizer.json."""
 _BATCH = 256
-_FIRST_SYMBOL = 2**32  # no tokenizer has such ids
+_MAX_PIECE_BYTES = 96
 _SPARE = 1.25  # learned beyond what is asked for, since some turn out to hardly save
 
 
-class AddedPiece(BaseModel):
+class NewPiece(BaseModel):
     """A new piece, as the tokenizer's file spells it, and the ids of the old pieces that it replaces."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,7 +68,7 @@ class Vocabulary(BaseModel):
     tokenizer: str
     base_rows: int
     new_rows: list[int]
-    pieces: list[AddedPiece]
+    pieces: list[NewPiece]
     learned_from: int
 
     @property
@@ -77,25 +77,13 @@ class Vocabulary(BaseModel):
         return {id_: piece.replaces for id_, piece in enumerate(self.pieces, self.base_rows)}
 
 
-class Cuts(NamedTuple):
-    """How two tokenizers cut texts. `cut_as_before` counts the documents that both cut alike."""
-
-    documents: int = 0
-    characters: int = 0
-    tokens_before: int = 0
-    tokens_after: int = 0
-    cut_as_before: int = 0
-
-
 @dataclass(frozen=True)
 class Extension:
-    """What is added to the tokenizer at `base` (a folder or a file)."""
+    """What extends the tokenizer at `base` (a folder or a file): the content of the new file, and its record."""
 
     base: Path
-    pieces: list[NewPiece]
-    rows: list[int]
-    base_rows: int
-    learned_from: int
+    content: dict[str, Any]
+    record: Vocabulary
 
 
 def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
@@ -120,15 +108,12 @@ def exported_spelling(folder: Path) -> dict[int, list[int]]:
     return read_vocabulary(folder, EXPORTED).spelling if (folder / EXPORTED).exists() else {}
 
 
-def base_rows(base: Path) -> int:
+def _rows_of(base: Path, vocab_size: int) -> int:
     """The rows of a base's embedding, as its config.json says; of a tokenizer alone, its largest id plus one."""
-    size = load_tokenizer(base).vocab_size
-    rows = 0
-    with suppress(FileNotFoundError):
-        rows = read_object(tokenizer_file(base).with_name("config.json"), DataError).get("vocab_size", 0)
+    rows = json_beside(tokenizer_file(base), "config.json").get("vocab_size", 0)
     if not isinstance(rows, int) or rows > 2**24:
         raise DataError(f"{base}/config.json: vocab_size: expected a number of rows, found {rows!r:.80}")
-    return max(size, rows)
+    return max(vocab_size, rows)
 
 
 def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: int, min_uses: int) -> Extension:
@@ -137,8 +122,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
     Raises:
         DataError: the tokenizer cannot be extended, or no piece would be used `min_uses` times.
     """
-    load_tokenizer(base)
-    pieces = read_pieces(tokenizer_file(base))
+    tokenizer, pieces = load_tokenizer(base), read_pieces(tokenizer_file(base))
     of_new: Counter[str] = Counter()
     of_old: Counter[str] = Counter()
     for counts, texts in ((of_new, new), (of_old, old)):
@@ -150,56 +134,68 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
         for batch in _batches(new):
             words.update(pieces.words(batch))
             bar.update(len(batch))
-    found = _new_pieces(pieces, words, rows, add, min_uses)
+    found, merges = _new_pieces(pieces, words, rows, add, min_uses)
     if not found:
         raise DataError(
             f"{base}: no piece would be used {min_uses} times: the new texts have too few letters that the old ones do "
             "not have; give more text, or keep this tokenizer"
         )
-    return Extension(base, found, rows, base_rows(base), of_new.total())
+    first = _rows_of(base, tokenizer.vocab_size)
+    content = pieces.extended(first, [piece.piece for piece in found], merges)
+    record = Vocabulary(
+        kind=pieces.kind,
+        base_tokenizer=tokenizer.fingerprint,
+        tokenizer=fingerprint_of(content),
+        base_rows=first,
+        new_rows=rows,
+        pieces=found,
+        learned_from=of_new.total(),
+    )
+    return Extension(base, content, record)
 
 
 def write_extension(
     extension: Extension, output: Path, check: Callable[[Path], None], *, overwrite: bool | None = None
-) -> Vocabulary:
-    """Publishes the extended tokenizer as the folder `output`, once `check` has accepted it, and returns its record.
+) -> None:
+    """Publishes the extended tokenizer as the folder `output`, once `check` has accepted it.
 
     Raises:
         OutputError: `output` is something else.
         DataError: the extended tokenizer cannot be loaded.
     """
-    main = tokenizer_file(extension.base)
-    base, pieces = load_tokenizer(main), read_pieces(main)
     with published_folder(output, VOCABULARY, overwrite=overwrite) as folder:
         for name in _TOKENIZER_FILES if extension.base.is_dir() else ():
             with suppress(FileNotFoundError):
                 (folder / name).write_bytes(read_inside(extension.base, name, DataError))
-        write_json(folder / "tokenizer.json", pieces.extended(extension.base_rows, extension.pieces))
+        write_json(folder / "tokenizer.json", extension.content)
         if not (folder / "tokenizer_config.json").exists() and not (folder / "generation_config.json").exists():
-            write_json(folder / "generation_config.json", {"eos_token_id": base.document_end[-1]})
-        record = Vocabulary(
-            kind=pieces.kind,
-            base_tokenizer=base.fingerprint,
-            tokenizer=load_tokenizer(folder).fingerprint,
-            base_rows=extension.base_rows,
-            new_rows=extension.rows,
-            pieces=[AddedPiece(piece=piece.string, replaces=piece.replaces) for piece in extension.pieces],
-            learned_from=extension.learned_from,
-        )
+            end = load_tokenizer(extension.base).document_end[-1]
+            write_json(folder / "generation_config.json", {"eos_token_id": end})
+        load_tokenizer(folder)
         check(folder)
-        write_record(folder / RECORD, record)
-    return record
+        write_record(folder / RECORD, extension.record)
+
+
+class Cuts(NamedTuple):
+    """How two tokenizers cut texts. `cut_as_before` counts the documents that both cut alike."""
+
+    documents: int = 0
+    characters: int = 0
+    tokens_before: int = 0
+    tokens_after: int = 0
+    cut_as_before: int = 0
 
 
 class Comparison:
     """How an extended tokenizer and its base cut texts, with the guarantee checked on each of them."""
 
     def __init__(self, extension: Extension, extended: Path) -> None:
+        record = extension.record
         self._base = extension.base
         self._before, self._after = load_tokenizer(extension.base), load_tokenizer(extended)
         self._pieces = read_pieces(tokenizer_file(extension.base))
-        self._is_new = row_pattern(extension.rows)
-        self._replaced = {id_: piece.replaces for id_, piece in enumerate(extension.pieces, extension.base_rows)}
+        self._is_new = row_pattern(record.new_rows)
+        self._replaced = {number: piece.replaces for number, piece in enumerate(record.pieces, record.base_rows)}
 
     def of(self, texts: Iterable[str]) -> Cuts:
         """Cuts `texts` with both.
@@ -215,13 +211,8 @@ class Comparison:
                         f"{self._base}: the extended tokenizer cuts {text[:60]!r} otherwise than by joining old "
                         "pieces; this tokenizer cannot be extended"
                     )
-                cuts = Cuts(
-                    cuts.documents + 1,
-                    cuts.characters + len(text),
-                    cuts.tokens_before + len(old),
-                    cuts.tokens_after + len(new),
-                    cuts.cut_as_before + (new == old),
-                )
+                found = Cuts(1, len(text), len(old), len(new), int(new == old))
+                cuts = Cuts(*map(sum, zip(cuts, found, strict=True)))
         return cuts
 
     def _allows(self, text: str, old: list[int], new: list[int]) -> bool:
@@ -231,11 +222,14 @@ class Comparison:
         return has_new_characters and [number for piece in new for number in self._replaced.get(piece, [piece])] == old
 
 
-def _new_pieces(pieces: Pieces, words: Counter[Word], rows: Sequence[int], add: int, min_uses: int) -> list[NewPiece]:
-    """New characters, where those without a piece become bytes, and merges; and what each replaces."""
+def _new_pieces(
+    pieces: Pieces, words: Counter[Word], rows: Sequence[int], add: int, min_uses: int
+) -> tuple[list[NewPiece], list[Pair]]:
+    """New characters, where those without a piece become bytes, and merges of old and new pieces."""
     is_new = row_pattern(rows)
-    taken = set(pieces.strings.values())
-    if pieces.kind == "BPE":
+    replaces = {piece: [number] for number, piece in pieces.strings.items()}
+    taken = set(replaces)
+    if not pieces.byte_level:
         # SentencePiece, and llama.cpp, join whatever gives a piece: from a new piece no old one may be made.
         taken |= {
             piece[start:stop]
@@ -244,41 +238,30 @@ def _new_pieces(pieces: Pieces, words: Counter[Word], rows: Sequence[int], add: 
             for start in range(len(piece))
             for stop in range(start + 1, len(piece) + 1)
         }
-    symbols = Symbols(dict(pieces.strings), dict(pieces.raw), taken, is_new, next_id=_FIRST_SYMBOL)
-    added: dict[int, NewPiece] = {}
-    if pieces.bytes_of:
-        byte_ids = {byte: number for number, byte in pieces.bytes_of.items()}
-        characters: Counter[str] = Counter()
-        for word, count in words.items():
-            for part in _characters(pieces, word):
-                if isinstance(part, str) and part not in taken and is_new.match(part.encode()):
-                    characters[part] += count
-        chosen: dict[str, int] = {}
-        for character, count in characters.most_common(add):
-            if count >= min_uses:
-                new = chosen[character] = symbols.add(character, character.encode())
-                added[new] = NewPiece(character, [byte_ids[byte] for byte in character.encode()])
-        respelled: Counter[Word] = Counter()
-        for word, count in words.items():
-            parts = (chosen.get(part, -1) if isinstance(part, str) else part for part in _characters(pieces, word))
-            respelled[tuple(parts)] += count
-        words = respelled
-    room = add - len(added)
-    for merge in learn_merges(words, symbols, limit=int(_SPARE * room), min_uses=min_uses)[:room]:
-        old = [old for part in merge[:2] for old in (added[part].replaces if part in added else [part])]
-        pair = symbols.strings[merge.left], symbols.strings[merge.right]
-        added[merge.new] = NewPiece(symbols.strings[merge.new], old, pair)
-    return list(added.values())
+    byte_ids = {byte: number for number, byte in pieces.bytes_of.items()}
+    characters: Counter[str] = Counter()
+    for word, count in words.items() if byte_ids else ():
+        for part in word:
+            if part and part not in taken and is_new.match(part.encode()):
+                characters[part] += count
+    chosen = [character for character, count in characters.most_common(add) if count >= min_uses]
+    replaces |= {character: [byte_ids[byte] for byte in character.encode()] for character in chosen}
 
+    def may_join(left: str, right: str) -> bool:
+        if not (left and right) or left + right in taken:
+            return False
+        raw = pieces.raw(left + right)
+        return len(raw) <= _MAX_PIECE_BYTES and is_new.search(raw) is not None
 
-def _characters(pieces: Pieces, word: Word) -> Iterator[int | str]:
-    """The ids of a word, with characters in place of the byte pieces that spell them."""
-    for is_byte, run in groupby(word, lambda number: number in pieces.bytes_of):
-        ids = list(run)
-        if is_byte:
-            yield from bytes(pieces.bytes_of[number] for number in ids).decode(errors="replace")
-        else:
-            yield from ids
+    known: Counter[Word] = Counter()
+    for word, count in words.items():
+        known[tuple(part if part in replaces else "" for part in word)] += count
+    room = add - len(chosen)
+    merges = learn_merges(known, may_join, limit=int(_SPARE * room), min_uses=min_uses)[:room]
+    for left, right, _ in merges:
+        replaces[left + right] = replaces[left] + replaces[right]
+    new = [*chosen, *(left + right for left, right, _ in merges)]
+    return [NewPiece(piece=piece, replaces=replaces[piece]) for piece in new], [merge[:2] for merge in merges]
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:

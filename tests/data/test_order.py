@@ -145,11 +145,6 @@ def test_each_pass_over_a_corpus_reads_each_of_its_samples_once():
         assert epochs[0] != epochs[1]
 
 
-def test_the_seed_changes_the_order_and_nothing_else_does():
-    assert [order()[index] for index in range(300)] == [order()[index] for index in range(300)]
-    assert [order(1)[index] for index in range(300)] != [order(2)[index] for index in range(300)]
-
-
 @given(
     global_batch=st.integers(1, 48),
     dp_size=st.integers(1, 9),

@@ -12,7 +12,7 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pipeline.data.tokenizer import GigatokenEncoder, agree, load_tokenizer
+from pipeline.data.tokenizer import Encoder, GigatokenEncoder, agree, load_tokenizer
 from pipeline.data.tokenizer_training import train_sentencepiece
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories
@@ -33,19 +33,17 @@ def word_level(folder: Path, vocabulary: dict[str, int]) -> Path:
     return folder
 
 
+def ids_of(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    ids, lengths = encoder.encode(texts)
+    return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+
+
 def test_ids_are_those_of_transformers():
-    ours = load_tokenizer(STORIES260K)
-    theirs = transformers.AutoTokenizer.from_pretrained(STORIES260K)
-    texts = documents(50)
-    expected = theirs(texts, add_special_tokens=False)["input_ids"]
-    for encoder in (ours.reference, ours.fast):
-        ids, lengths = encoder.encode(texts)
-        assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == expected
-
-
-def test_a_document_begins_as_the_post_processor_says_and_ends_with_eos():
-    tokenizer = load_tokenizer(STORIES260K)
-    assert (tokenizer.vocab_size, tokenizer.document_start, tokenizer.document_end) == (512, (1,), (2,))
+    ours, texts = load_tokenizer(STORIES260K), documents(50)
+    expected = transformers.AutoTokenizer.from_pretrained(STORIES260K)(texts, add_special_tokens=False)["input_ids"]
+    assert ours.fast is not None
+    assert ids_of(ours.reference, texts) == ids_of(ours.fast, texts) == expected
+    assert (ours.vocab_size, ours.document_start, ours.document_end) == (512, (1,), (2,))
 
 
 def test_a_post_processor_that_ends_documents_is_used(tmp_path: Path):
@@ -92,17 +90,13 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     assert fingerprint_of(other) != original
 
 
-def test_a_sentencepiece_model_gives_the_ids_of_its_library(sentencepiece_model: Path):
+def test_a_sentencepiece_model_gives_the_ids_of_its_library(sentencepiece_model: Path, tmp_path: Path):
     tokenizer = load_tokenizer(sentencepiece_model)
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     texts = [*documents(50), "ends with </s>", "<s>", "새 emoji 👩‍👧"]
-    ids, lengths = tokenizer.reference.encode(texts)
-    assert [list(part) for part in np.split(ids, np.cumsum(lengths)[:-1])] == library.encode(texts)
+    assert ids_of(tokenizer.reference, texts) == library.encode(texts)
     assert tokenizer.decode(library.encode("정말 재미있다 龍 Ж 🦉")) == "정말 재미있다 龍 Ж 🦉"
     assert (tokenizer.document_start, tokenizer.document_end) == ((), (library.eos_id(),))
-
-
-def test_a_folder_with_only_a_sentencepiece_model(sentencepiece_model: Path, tmp_path: Path):
     shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     assert load_tokenizer(tmp_path).document_start == (1,)
@@ -115,18 +109,6 @@ def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: P
     assert "gigatoken" in caplog.text and "tokenizers encodes" in caplog.text
 
 
-def test_too_large_a_vocabulary_gives_a_one_line_error(tmp_path: Path):
-    with pytest.raises(DataError, match="cannot train 30000 pieces"):
-        train_sentencepiece(iter(documents(20)), tmp_path / "t.model", vocab_size=30_000, model_type="bpe")
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_error_about_too_small_a_vocabulary_names_our_option(tmp_path: Path):
-    text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
-    with pytest.raises(DataError, match="--character-coverage"):
-        train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
-
-
 def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.MonkeyPatch):
     tokenizer = load_tokenizer(STORIES260K)
     fast = tokenizer.fast
@@ -137,6 +119,15 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     assert fast._library is not first
 
 
+def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot train 30000 pieces"):
+        train_sentencepiece(iter(documents(20)), tmp_path / "t.model", vocab_size=30_000, model_type="bpe")
+    text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
+    with pytest.raises(DataError, match="--character-coverage"):
+        train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("eos", [5, [], {}, {"content": 5}])
 def test_a_token_that_is_no_text_ends_no_document(tmp_path: Path, eos: object):
     shutil.copytree(STORIES260K, tmp_path, dirs_exist_ok=True)
@@ -145,26 +136,19 @@ def test_a_token_that_is_no_text_ends_no_document(tmp_path: Path, eos: object):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (None, "no such tokenizer"),
-        (b"{", "not JSON"),
-        (b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
+        ("tokenizer.json", None, "no such tokenizer"),
+        ("tokenizer.json", b"{", "not JSON"),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
+        ("x.model", b"nonsense", "not a SentencePiece model"),
+        ("", None, "found neither"),
     ],
 )
-def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
-    path = tmp_path / "tokenizer.json"
+def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(tmp_path: Path, name: str, content, message: str):
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
         load_tokenizer(path)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_folder_without_a_tokenizer_and_a_damaged_model(tmp_path: Path):
-    with pytest.raises(DataError, match="found neither"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "x.model").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="not a SentencePiece model"):
-        load_tokenizer(tmp_path / "x.model")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)

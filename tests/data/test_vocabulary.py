@@ -14,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.merges import ROW_BITS, Symbols, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.merges import ROW_BITS, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
@@ -107,11 +107,11 @@ def test_a_cut_that_the_guarantee_rules_out_is_refused(extended: Case, tmp_path:
 
 def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
     extension, before, after = extended.extension, extended.before, extended.after
-    assert after.vocab_size == extension.base_rows + len(extension.pieces)
-    assert extension.base_rows >= before.vocab_size
+    assert after.vocab_size == extension.record.base_rows + len(extension.record.pieces)
+    assert extension.record.base_rows >= before.vocab_size
     assert (after.document_start, after.document_end) == (before.document_start, before.document_end)
     used = set(cut(after, "".join(KOREAN)))
-    assert max(used) < after.vocab_size and not used & set(range(before.vocab_size, extension.base_rows))
+    assert max(used) < after.vocab_size and not used & set(range(before.vocab_size, extension.record.base_rows))
     spaces = "a" + " " * 9 + "b<|endoftext|>\t"  # added tokens of the 20B tokenizer, which lie above its vocabulary
     assert cut(after, spaces) == cut(before, spaces)
 
@@ -161,23 +161,13 @@ def test_rows_are_those_of_foreign_letters():
 
 def learned(words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken: set[str] = frozenset()):
     """Merges of one-letter pieces, as pairs of spellings."""
-    letters = sorted({letter for word in words for letter in word})
-    ids = {letter: number for number, letter in enumerate(letters)}
-    strings = dict(enumerate(letters))
-    symbols = Symbols(
-        strings,
-        {number: letter.encode() for number, letter in strings.items()},
-        {*letters, *taken},
-        row_pattern(ROWS),
-        1000,
-    )
-    merges = learn_merges(
-        {tuple(ids[letter] for letter in word): count for word, count in words.items()},
-        symbols,
-        limit=limit,
-        min_uses=min_uses,
-    )
-    return [(symbols.strings[merge.left], symbols.strings[merge.right], merge.uses) for merge in merges]
+    is_new = row_pattern(ROWS)
+
+    def may_join(left: str, right: str) -> bool:
+        return left + right not in taken and is_new.search((left + right).encode()) is not None
+
+    counts = {tuple(word): count for word, count in words.items()}
+    return [tuple(merge) for merge in learn_merges(counts, may_join, limit=limit, min_uses=min_uses)]
 
 
 def test_merges_hold_new_characters_and_come_by_frequency():

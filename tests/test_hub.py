@@ -16,16 +16,14 @@ from pipeline.checks.door import Opened, faults_of, read_inputs
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
 from pipeline.data.hub_datasets import streamed_files
-from pipeline.data.preprocess import preprocess
 from pipeline.data.records import Keys
-from pipeline.data.unit_work import Job
 from pipeline.data.units import good_documents
-from pipeline.data.workers import local_workers
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import hub_faults, model_folder, source_of
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
+from tests.data.helpers import tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
@@ -183,9 +181,7 @@ def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
 
 def test_a_corpus_is_made_from_a_dataset_and_a_limit(dataset, tmp_path):
     name = f"{DATASET}?documents=100"
-    job = Job(inputs=(name,), tokenizer=str(STORIES), output=tmp_path / "tokens")
-    with local_workers(1) as workers:
-        manifest = preprocess(job, workers)
+    manifest = tokenize(tmp_path / "tokens", name)
     assert manifest.documents == 100
     assert manifest.inputs[0].path.startswith(str(tmp_path / "home"))
 

@@ -9,7 +9,7 @@ A folder of corpora gives a line for each.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.command_line import folder_or_hub, run_program
@@ -32,47 +32,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    if not (options.corpus / MANIFEST).exists() and (found := _corpora_in(options.corpus)):
-        print(_overview(found, every_byte=options.verify))
-        return
+    blocks = None if options.verify else SAMPLED_BLOCKS
+    # A folder that is itself a corpus, also one that is not finished, is none of corpora.
+    if not any((options.corpus / name).exists() for name in (MANIFEST, STATE)):
+        found = {path.parent for name in (MANIFEST, STATE) for path in options.corpus.glob(f"*/{name}")}
+        if found:
+            rows = [_row(folder, blocks) for folder in sorted(found)]
+            print(table(["", "part", "documents", "tokens", "tokens a byte", "rejected", "tokenizer"], rows))
+            return
     corpus = TokenCorpus(options.corpus)
     for name, value in _summary(corpus.manifest):
         print(f"{name:18} {value}")
-    check_finished(options.corpus, blocks=None if options.verify else SAMPLED_BLOCKS)
-    print(f"{'shards':18} {_checked(options.verify)}")
+    check_finished(options.corpus, blocks=blocks)
+    some = f"sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens are those that were written"
+    print(f"{'shards':18} {'every byte is the one that was written' if options.verify else some}")
     if (options.corpus / QUARANTINE).exists():
         print(f"{'rejected records':18} {options.corpus / QUARANTINE}")
     if options.tokenizer:
-        tokenizer = load_tokenizer(options.tokenizer)
-        for where, text in _decoded_documents(corpus, tokenizer, options.samples, options.seed):
-            print(f"\n--- {where} ---\n{text[: options.characters]}{'…' if len(text) > options.characters else ''}")
+        _print_documents(corpus, load_tokenizer(options.tokenizer), options)
 
 
-def _corpora_in(folder: Path) -> list[Path]:
-    """The corpora in a folder, finished or begun; empty where it is itself one that is not finished."""
-    if (folder / STATE).is_dir():
-        return []
-    return sorted({path.parent for name in (MANIFEST, STATE) for path in folder.glob(f"*/{name}")})
-
-
-def _overview(folders: Sequence[Path], *, every_byte: bool) -> str:
-    """A line for each corpus, checked against its manifest."""
-    rows = []
-    for folder in folders:
-        if not (folder / MANIFEST).exists():
-            rows.append([folder.name, *[""] * 5, "not finished: start the tool that makes it again"])
-            continue
-        manifest = load_manifest(folder)
-        check_finished(folder, blocks=None if every_byte else SAMPLED_BLOCKS)
-        cells = [manifest.part, f"{manifest.documents:,}", f"{manifest.tokens:,}", f"{manifest.tokens_per_byte:.3f}"]
-        rows.append([folder.name, *cells, f"{sum(manifest.rejected.values()):,}", manifest.tokenizer.fingerprint[:24]])
-    return table(["", "part", "documents", "tokens", "tokens a byte", "rejected", "tokenizer"], rows)
-
-
-def _checked(every_byte: bool) -> str:
-    if every_byte:
-        return "every byte is the one that was written"
-    return f"sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens are those that were written"
+def _row(folder: Path, blocks: int | None) -> list[str]:
+    """A corpus in a line, checked against its manifest."""
+    if not (folder / MANIFEST).exists():
+        return [folder.name, *[""] * 5, "not finished: start the tool that makes it again"]
+    manifest = load_manifest(folder)
+    check_finished(folder, blocks=blocks)
+    counts = [f"{manifest.documents:,}", f"{manifest.tokens:,}", f"{manifest.tokens_per_byte:.3f}"]
+    rejected = f"{sum(manifest.rejected.values()):,}"
+    return [folder.name, manifest.part, *counts, rejected, manifest.tokenizer.fingerprint[:24]]
 
 
 def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -97,14 +85,16 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "input", f"{file.path} ({file.bytes:,} bytes, sha256 {file.sha256[:16]}…)"
 
 
-def _decoded_documents(corpus: TokenCorpus, tokenizer: Tokenizer, count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Random documents as (location, text), special tokens included."""
+def _print_documents(corpus: TokenCorpus, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+    """Random documents with their places, special tokens included."""
     if tokenizer.fingerprint != corpus.manifest.tokenizer.fingerprint:
         raise DataError(f"{tokenizer.path}: did not make {corpus.folder}; the decoded text would be meaningless")
-    order = Permutation(corpus.manifest.documents, seed)
-    for draw in range(min(count, corpus.manifest.documents)):
+    order = Permutation(corpus.manifest.documents, options.seed)
+    for draw in range(min(options.samples, corpus.manifest.documents)):
         shard, document = corpus.locate_document(order[draw])
-        yield f"{shard.prefix.name}, document {document}", tokenizer.decode(shard.document(document))
+        text = tokenizer.decode(shard.document(document))
+        shown = text[: options.characters] + "…" * (len(text) > options.characters)
+        print(f"\n--- {shard.prefix.name}, document {document} ---\n{shown}")
 
 
 if __name__ == "__main__":

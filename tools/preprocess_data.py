@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
-from pipeline.config.data import Data
+from pipeline.config.data import Corpus
+from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import corpus_jobs, tokens_in
+from pipeline.data.corpora import Job, corpus_jobs, tokens_in
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
-from pipeline.data.unit_work import Job
 from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
 from pipeline.errors import ConfigError
@@ -38,57 +38,41 @@ def main(options: argparse.Namespace) -> None:
             return
         config = load_config(options.run, options.set) if options.run else None
         with stage_of(config, "tokenize"):
-            jobs = _jobs(config, options)
+            jobs = [_given(options)] if config is None else _of_run(config)
             for job in jobs:  # a missing file is found before hours of work
-                named_files(job.inputs)
+                named_files(job.corpus.input)
             if config is not None:
                 begin_run(config)
+            unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
             for job in jobs:
-                job = replace(job, reference_only=options.reference_only)
+                job = replace(job, unit_bytes=unit_bytes, reference_only=options.reference_only)
                 manifest = preprocess(job, workers, max_bad_fraction=options.max_bad_fraction, share=options.share)
-                print(
-                    f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
-                    f"{sum(manifest.rejected.values()):,} records rejected"
-                )
-            if config is not None:
-                _compare_estimates(config.data)
+                rejected = sum(manifest.rejected.values())
+                made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
+                print(f"{job.output}: {made}")
+            for name, corpus in config.data.corpora.items() if config is not None else ():
+                if config is not None and corpus.estimated_tokens is not None:
+                    tokens = tokens_in(config.data, name)
+                    off = tokens / corpus.estimated_tokens - 1
+                    print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
 
 
-def _compare_estimates(data: Data) -> None:
-    for name, corpus in data.corpora.items():
-        if corpus.estimated_tokens is not None:
-            tokens = tokens_in(data, name)
-            off = tokens / corpus.estimated_tokens - 1
-            print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
+def _of_run(config: RunConfig) -> list[Job]:
+    from pipeline.checks.door import begin  # only a run has a base to check
+
+    # cpt_korean.sh knows how many ranks will train on the tokens.
+    begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
+    return list(corpus_jobs(config.data, config.tokenizer))
 
 
-def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[Job]:
-    unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
-    if config is not None:
-        from pipeline.checks.door import begin  # only a run has a base to check
-
-        # cpt_korean.sh knows how many ranks will train on the tokens.
-        begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
-        return [replace(job, unit_bytes=unit_bytes) for job in corpus_jobs(config.data, config.tokenizer)]
+def _given(options: argparse.Namespace) -> Job:
     inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
     if not (inputs and options.tokenizer and options.output):
         raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
-    return [
-        Job(
-            inputs=tuple(inputs),
-            part="heldout" if options.output.name.endswith(".heldout") else "train",
-            document=options.document,
-            messages_key=options.messages_key,
-            encoding=options.encoding,
-            tokenizer=str(options.tokenizer),
-            output=options.output,
-            text_key=options.text_key,
-            prompt_key=options.prompt_key,
-            heldout_fraction=options.heldout_fraction,
-            end_of_document=options.end_of_document,
-            unit_bytes=unit_bytes,
-        )
-    ]
+    names = ("text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction")
+    given = {"input": inputs, **{name: getattr(options, name) for name in names}}
+    corpus = checked(Corpus, given, source="the command line", listed_in="--help")
+    return Job(corpus, options.tokenizer, options.output, options.end_of_document)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,14 +10,13 @@ settings, which are those of `data.corpora.<name>.sample` in docs/configuration.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
@@ -29,64 +28,29 @@ def main(options: argparse.Namespace) -> None:
     config = load_config(options.run, options.set) if options.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
+    from pipeline.data.workers import local_workers
+    from pipeline.rehearsal.corpus import default_workers, plan_of, sample_corpus, sampling_jobs
+
     with stage_of(config, "sample"):
-        _sample(config, options)
+        jobs = [_given(options)] if config is None else list(sampling_jobs(config, options.batch_size))
+        plans = [plan_of(job) for job in jobs]
+        if config is not None:
+            begin_run(config)
+        count = options.workers or default_workers(jobs[0].base, options.device)
+        with local_workers(count, preload="pipeline.rehearsal.corpus") as workers:
+            for job, plan in zip(jobs, plans, strict=True):
+                manifest = sample_corpus(job, plan, workers, device=options.device, share=options.share)
+                print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
 
 
-def _sample(config: RunConfig | None, options: argparse.Namespace) -> None:
-    import torch
+def _given(options: argparse.Namespace) -> SamplingJob:
+    from pipeline.rehearsal.corpus import SamplingJob
 
-    from pipeline.data.jobs import finished
-    from pipeline.data.workers import Workers, local_workers
-    from pipeline.rehearsal.corpus import device_kind, plan_of, sample_corpus
-
-    planned = [(job, plan_of(job)) for job in _jobs(config, options)]
-    unfinished = []
-    for job, plan in planned:
-        if finished(job.output, plan) is None:
-            unfinished.append((job, plan))
-        else:  # nothing but a word to the user
-            sample_corpus(job, plan, Workers(None))
-    if config is not None:
-        begin_run(config)
-    if not unfinished:
-        return
-    on_gpus = device_kind(options.device) == "cuda"
-    default = torch.cuda.device_count() if on_gpus else _workers_in_memory(unfinished[0][0].base)
-    with local_workers(options.workers or default, preload="pipeline.rehearsal.corpus") as workers:
-        for job, plan in unfinished:
-            manifest = sample_corpus(job, plan, workers, device=options.device, share=options.share)
-            print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
-
-
-def _workers_in_memory(base: Path) -> int:
-    """As many as there are cores, or as often as the free memory holds the base: each worker loads it."""
-    from pipeline.model.from_hf import open_base
-
-    needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), free // needed))
-
-
-def _jobs(config: RunConfig | None, options: argparse.Namespace) -> list[SamplingJob]:
-    from pipeline.rehearsal.corpus import SamplingJob, sampling_jobs
-
-    if config is not None:
-        return list(sampling_jobs(config, options.batch_size))
     if not (options.base and options.output and options.tokens and options.max_tokens):
         raise ConfigError("name a run, or give all of --base, --output, --tokens and --max-tokens")
     given = {name: getattr(options, name) for name in Sampling.model_fields}
     sampling = checked(Sampling, given, source="the command line", listed_in="--help")
-    return [
-        SamplingJob(
-            base=options.base,
-            output=options.output,
-            sampling=sampling,
-            max_tokens=options.max_tokens,
-            text_key=options.text_key,
-            batch_size=options.batch_size,
-        )
-    ]
+    return SamplingJob(options.base, options.output, sampling, options.max_tokens, options.text_key, options.batch_size)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

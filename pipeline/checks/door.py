@@ -142,8 +142,12 @@ def _texts(run: Opened) -> list[UserError]:
     if (tokenizer := run.get("tokenizer")) is None:
         named = [files for files in named_inputs(run.config.data) if is_here(files)]
         return [fault for files in named for fault in _faults(input_files, files)]
-    jobs = [job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.inputs)]
-    return [fault for job in jobs for fault in _faults(preprocess.check_folder, job, tokenizer)]
+    jobs = [job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.corpus.input)]
+    return [
+        fault
+        for job in jobs
+        for fault in _faults(lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), job)
+    ]
 
 
 def _sampled(run: Opened) -> list[UserError]:

@@ -20,8 +20,8 @@ from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, probe_maker, verify
+from pipeline.data.corpora import keys_of
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.unit_work import keys_of
 from pipeline.data.units import is_text
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.files import (

@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
-from pipeline.data.records import Document
-from pipeline.data.token_corpus import MANIFEST, SAMPLER, TOKENIZER, load_manifest
-from pipeline.data.unit_work import Job, is_heldout, keys_of
+from pipeline.data.chats import chat_template
+from pipeline.data.records import Document, Keys
+from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.units import good_documents, is_text
 from pipeline.errors import DataError
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it.
+
+    Attributes:
+        corpus: its documents: those of `input`, of which a share may be held out.
+        tokenizer: a file or folder.
+        output: its folder; one whose name ends in .heldout is a held-out part.
+        end_of_document: the token that ends a document, where that is not the tokenizer's own.
+        unit_bytes: the size of a unit of work; None derives it from the size of the input.
+        reference_only: the fast encoder is not used.
+    """
+
+    corpus: Corpus
+    tokenizer: Path
+    output: Path
+    end_of_document: str | None = None
+    unit_bytes: int | None = None
+    reference_only: bool = False
+
+    @property
+    def keys(self) -> Keys:
+        """Where documents are in the inputs."""
+        return keys_of(self.corpus, self.tokenizer)
+
+    @property
+    def part(self) -> str:
+        """What the manifest says it is."""
+        return "heldout" if self.output.name.endswith(".heldout") else "train"
+
+
+def keys_of(corpus: Corpus, tokenizer: Path) -> Keys:
+    """Where documents are in the inputs of a corpus.
+
+    Raises:
+        DataError: they are chats, and the tokenizer has no chat template.
+    """
+    if (key := corpus.messages_key) is not None:
+        return Keys(key, key, corpus.document, chat_template(tokenizer), corpus.encoding)
+    return Keys(corpus.text_key, corpus.prompt_key, corpus.document, encoding=corpus.encoding)
+
+
+def is_heldout(text: str, fraction: float) -> bool:
+    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together."""
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def train_folder(data: Data, corpus: str) -> Path:
@@ -29,11 +78,6 @@ def has_heldout(data: Data, corpus: str) -> bool:
     """Whether `corpus` has a held-out part."""
     described = data.corpora[corpus]
     return bool(described.heldout_input) or described.heldout_fraction > 0
-
-
-def made_by(corpus: Corpus) -> str:
-    """The tool that makes a corpus."""
-    return TOKENIZER if corpus.sample is None else SAMPLER
 
 
 def unfinished_corpora(data: Data) -> list[str]:
@@ -66,21 +110,11 @@ def named_inputs(data: Data) -> Iterator[Sequence[str]]:
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     """The jobs that tokenize the corpora of a run, with the run's tokenizer."""
     for name, corpus in data.corpora.items():
-        if corpus.sample is not None:
-            continue
-        job = Job(
-            inputs=tuple(corpus.input),
-            tokenizer=str(tokenizer),
-            output=train_folder(data, name),
-            text_key=corpus.text_key,
-            prompt_key=corpus.prompt_key,
-            document=corpus.document,
-            messages_key=corpus.messages_key,
-            encoding=corpus.encoding,
-        )
-        yield replace(job, heldout_fraction=corpus.heldout_fraction)
+        if corpus.sample is None:
+            yield Job(corpus, tokenizer, train_folder(data, name))
         if corpus.heldout_input:
-            yield replace(job, inputs=tuple(corpus.heldout_input), output=heldout_folder(data, name), part="heldout")
+            heldout = corpus.model_copy(update={"input": corpus.heldout_input})
+            yield Job(heldout, tokenizer, heldout_folder(data, name))
 
 
 def check_heldout(config: RunConfig) -> None:
@@ -105,14 +139,13 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """
     check_heldout(config)
     return {
-        name: _documents(corpus, config.tokenizer)
+        name: _heldout_documents(corpus, keys_of(corpus, config.tokenizer))
         for name, corpus in config.data.corpora.items()
         if _has_heldout_text(corpus)
     }
 
 
-def _documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:
-    keys = keys_of(corpus, tokenizer)
+def _heldout_documents(corpus: Corpus, keys: Keys) -> Iterator[Document]:
     if corpus.heldout_input:
         return good_documents(corpus.heldout_input, keys)
     documents = good_documents(corpus.input, keys)

@@ -1,8 +1,8 @@
-"""The jobs that fill a corpus folder: in units of work, by any number of workers and jobs at once, restartable.
+"""The machine of all jobs that fill a corpus folder: units of work, by any number of workers and jobs, restartable.
 
 `<folder>/.units` holds plan.json, what the folder was begun for, and a record of each finished unit. A record is
 written after all other files of its unit, so a unit without one is done again, to the same bytes. manifest.json
-completes the corpus, and the folder `.units` is removed.
+completes the corpus, and the folder `.units` is removed. What is done in a unit: `preprocess`, `rehearsal.corpus`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, NonNegativeInt
 
 from pipeline import log
-from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.token_corpus import (
     CORPUS,
     MANIFEST,
     SAMPLED_BLOCKS,
-    SAMPLER,
-    TOKENIZER,
     Description,
     InputFile,
     Manifest,
@@ -34,7 +30,7 @@ from pipeline.data.token_corpus import (
     TokenCorpus,
     load_manifest,
 )
-from pipeline.data.token_shards import ShardFile, token_dtype
+from pipeline.data.token_shards import FileContent, ShardFile, check_file, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
 from pipeline.files import check_replaceable, read_record, rename_aside, write_record
@@ -49,8 +45,6 @@ _logger = log.get_logger(__name__)
 
 Share = tuple[int, int]
 """(k, n): the k-th of n jobs that make a corpus together. It begins with its own units, but can do all of them."""
-_Unit = TypeVar("_Unit")
-_Record = TypeVar("_Record", bound=BaseModel)
 
 
 class Plan(Description):
@@ -61,11 +55,6 @@ class Plan(Description):
 
     inputs: list[tuple[str, int]]
     unit_size: int
-
-    @property
-    def tool(self) -> str:
-        """What makes such corpora."""
-        return TOKENIZER if self.sampling is None else SAMPLER
 
 
 class UnitPart(BaseModel):
@@ -91,6 +80,20 @@ class UnitRecord(BaseModel):
     rejected: dict[str, NonNegativeInt] = {}
 
 
+class _Named(Protocol):
+    """A unit: its name, and its size in what the progress bar counts. As text it is what a message calls it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+_Unit = TypeVar("_Unit", bound=_Named)
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
 def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
     """Makes the corpus of `plan`, or continues it; a finished one is left as it is.
 
@@ -108,30 +111,43 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
     else:
         try:
-            folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
-            try:
-                for folder in folders:
-                    check_replaceable(folder, CORPUS)
-            except OutputError:
-                if not state.is_dir():  # begun, perhaps by another job at this moment
-                    raise
-            for folder in (*folders, state):
-                Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
-            _write_plan(state, plan)
+            _begin(output, plan)
             # Another job may have begun another corpus here, or finished this one, since the first look.
             manifest = finished(output, plan) or make(state)
             manifest.save(output)
         except (FileNotFoundError, DataError) as error:
-            # Another job that shares the work may have finished and removed the state.
-            with contextlib.suppress(DataError):
-                if (output / MANIFEST).exists() and (manifest := finished(output, plan)) is not None:
-                    return manifest
+            # Another job that shares the work may have finished, and removed the state.
+            if (output / MANIFEST).exists() and (manifest := finished(output, plan)) is not None:
+                return manifest
             if isinstance(error, FileNotFoundError):
                 raise DataError(f"{error.filename}: vanished during the work; start again") from None
             raise
-    with contextlib.suppress(OSError):  # another job is doing the same
-        shutil.rmtree(rename_aside(state), ignore_errors=True)  # renamed first, because another job may be reading it
+    for left in output.glob(f"{STATE}*"):
+        with contextlib.suppress(OSError):  # another job is doing the same
+            shutil.rmtree(rename_aside(left), ignore_errors=True)  # renamed first: another job may be reading it
     return manifest
+
+
+def _begin(output: Path, plan: Plan) -> None:
+    """Makes the folders, and the state with the plan. Of several jobs that begin at once one makes the state."""
+    folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
+    try:
+        for folder in folders:
+            check_replaceable(folder, CORPUS)
+    except OutputError:
+        if not any(output.glob(f"{STATE}*")):  # begun, perhaps by another job at this moment
+            raise
+    for folder in folders:
+        Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
+    own = output / f"{STATE}.{socket.gethostname()}.{os.getpid()}"
+    own.mkdir(exist_ok=True)
+    write_record(own / _PLAN, plan)
+    try:
+        own.rename(output / STATE)
+    except OSError:  # it is there, and not empty
+        shutil.rmtree(own, ignore_errors=True)
+        if not (output / STATE).is_dir():
+            raise
 
 
 def finished(output: Path, plan: Plan) -> Manifest | None:
@@ -144,7 +160,7 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
         if (begun := read_plan(output)) is not None:
             _check_same(output, plan, begun)
         return None
-    manifest = load_manifest(output, made_by=plan.tool)
+    manifest = load_manifest(output)
     _check_same(output, plan, manifest)
     check_finished(output)
     if manifest.heldout_fraction > 0 and manifest.part == "train":
@@ -153,19 +169,6 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
         except DataError as error:
             raise DataError(f"{error}; it is made together with {output}: remove both folders") from None
     return manifest
-
-
-def _write_plan(state: Path, plan: Plan) -> None:
-    """Writes the plan unless there is one: of two jobs that begin at once, one wins."""
-    own = state / f"{_PLAN}.{socket.gethostname()}.{os.getpid()}"
-    write_record(own, plan)
-    try:
-        os.link(own, state / _PLAN)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        own.replace(state / _PLAN)
-    own.unlink(missing_ok=True)
 
 
 def read_plan(output: Path) -> Plan | None:
@@ -184,28 +187,25 @@ def read_plan(output: Path) -> Plan | None:
 
 def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
     if (plan.sampling is None) != (found.sampling is None):
-        raise DataError(
-            f"{output}: was not made by {plan.tool}; choose another --output, or another name for the corpus"
-        )
+        tool = "scale-cpt tokenize" if plan.sampling is None else "scale-cpt sample"
+        raise DataError(f"{output}: was not made by {tool}; choose another --output, or another name for the corpus")
     terms = _terms(found)
     for name, expected in _terms(plan).items():
-        # A manifest does not say how the work was divided. Either encoder may have made a finished corpus.
-        if name not in terms or (name == "backend" and isinstance(found, Manifest)) or expected == terms[name]:
-            continue
-        shown = [text if len(text) <= 120 else text[:117] + "..." for text in (repr(expected), repr(terms[name]))]
-        raise DataError(
-            f"{output}: was begun with another {name.replace('_', ' ')}: expected {shown[0]}, found {shown[1]}; set it "
-            f"back, or remove this folder and {output.name}.heldout to make the corpus again, or choose another "
-            "--output"
-        )
+        if name in terms and expected != terms[name]:
+            raise DataError(
+                f"{output}: was begun with another {name.replace('_', ' ')}: expected {expected!r:.120}, found "
+                f"{terms[name]!r:.120}; set it back, or remove this folder and {output.name}.heldout to make the "
+                "corpus again, or choose another --output"
+            )
 
 
 def _terms(made: Plan | Manifest) -> dict[str, Any]:
     """What may not differ between two attempts, by name."""
     fields = made.model_dump(include=set(Plan.model_fields))
-    if isinstance(made, Manifest):
-        fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
     tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
+    if isinstance(made, Manifest):  # it does not say how the work was divided, and either encoder may have made it
+        fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
+        del tokenizer["backend"]
     return {**tokenizer, **sampling, **fields}  # the size of units, which others decide, comes last
 
 
@@ -232,11 +232,12 @@ def run_units(
     state: Path,
     schema: type[_Record],
     work: Callable[[_Unit], _Record],
-    units: Mapping[str, _Unit],
+    units: Sequence[_Unit],
     workers: Workers,
     share: Share = (0, 1),
     *,
-    bar: tuple[str, str, Callable[[_Unit], float]],
+    what: str,
+    measured_in: str = "B",
 ) -> Iterator[tuple[str, _Record]]:
     """The name and the record of every unit; those that are done first, then the others as they are finished.
 
@@ -244,33 +245,29 @@ def run_units(
         state: the folder of the records.
         schema: their type.
         work: does a unit, and returns its record.
-        units: all of them, by their names.
+        units: all of them.
         workers: the processes that do the work.
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        bar: for the progress bar: what is done, and the unit and function of a unit's size.
+        what, measured_in: what is done, and the unit of the units' sizes, for the progress bar.
     """
-    what, of_size, size = bar
-    done = {name: record for name in units if (record := _record_of(state, schema, name)) is not None}
+    sizes = {unit.name: unit.size for unit in units}
+    done = {name: record for name in sizes if (record := _record_of(state, schema, name)) is not None}
     yield from done.items()
-    left = [task for task in units.items() if task[0] not in done]
+    left = [unit for unit in units if unit.name not in done]
     k, n = share
-    left = left[k::n] + [task for at, task in enumerate(left) if at % n != k][::-1]
-    total = sum(map(size, units.values()))
-    with progress_bar(what, total, of_size, done=sum(size(units[name]) for name in done)) as progress:
-        for name, record in workers.run(partial(_do, state, schema, work), left, name=itemgetter(1)):
-            progress.update(size(units[name]))
+    left = left[k::n] + [unit for at, unit in enumerate(left) if at % n != k][::-1]
+    with progress_bar(what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)) as progress:
+        for name, record in workers.run(partial(_do, state, schema, work), left):
+            progress.update(sizes[name])
             yield name, record
 
 
-def _do(
-    state: Path, schema: type[_Record], work: Callable[[_Unit], _Record], task: tuple[str, _Unit]
-) -> tuple[str, _Record]:
-    name, unit = task
-    record = _record_of(state, schema, name)  # another job may have done it
+def _do(state: Path, schema: type[_Record], work: Callable[[_Unit], _Record], unit: _Unit) -> tuple[str, _Record]:
+    record = _record_of(state, schema, unit.name)  # another job may have done it
     if record is None:
         record = work(unit)
-        write_record(state / f"{name}.json", record)
-    return name, record
+        write_record(state / f"{unit.name}.json", record)
+    return unit.name, record
 
 
 def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
@@ -290,21 +287,21 @@ def manifest_of(
     quarantine: FileContent | None = None,
 ) -> Manifest:
     """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
-    counted = set(UnitPart.model_fields) - {"files"}
-    total = UnitPart(**{name: sum(getattr(part, name) for part in shards.values()) for name in counted})
+    counted = UnitPart.model_fields.keys() - {"files"}
+    counts = {name: sum(getattr(unit, name) for unit in shards.values()) for name in counted}
     return Manifest(
         part=part,
         **plan.model_dump(exclude={"inputs", "unit_size"}),
+        **counts,
         token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
-        **total.model_dump(exclude={"files"}),
-        tokens_per_character=round(total.tokens / max(total.characters, 1), 6),
-        tokens_per_byte=round(total.tokens / max(total.bytes, 1), 6),
+        tokens_per_character=round(counts["tokens"] / max(counts["characters"], 1), 6),
+        tokens_per_byte=round(counts["tokens"] / max(counts["bytes"], 1), 6),
         rejected=dict(sorted((rejected or {}).items())),
         inputs=inputs,
         shards=[
-            ShardRecord(name=name, documents=part.documents, tokens=part.tokens, files=part.files)
-            for name, part in shards.items()
-            if part.documents
+            ShardRecord(name=name, documents=unit.documents, tokens=unit.tokens, files=unit.files)
+            for name, unit in shards.items()
+            if unit.documents
         ],
         quarantine=quarantine,
     )

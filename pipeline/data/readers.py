@@ -30,7 +30,6 @@ _BLOCK_BYTES = 4 << 20
 # Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
 _BLOCK_BYTES_PAST_END = 64 << 10
 _LOOK_BACK_BYTES = 64 << 10
-_MAX_ARRAY_BYTES = 1 << 30
 _BLANK = b" \t\r\v\f"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS = 20
@@ -197,16 +196,12 @@ def begins_array(stream: Stream) -> bool:
 
 def _array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
     """The records of the array that `stream` holds, which is read whole; offsets are their numbers."""
-    content = _beginning(stream, _MAX_ARRAY_BYTES)
-    advice = "write it as JSONL, an object a line"
-    if len(content) > _MAX_ARRAY_BYTES:
-        raise DataError(
-            f"{stream.path}: a JSON array is read whole, and has at most {_MAX_ARRAY_BYTES >> 30} GiB; {advice}"
-        )
     try:
-        values = orjson.loads(content.removeprefix(_BYTE_ORDER_MARK))
+        values = orjson.loads(_beginning(stream, sys.maxsize).removeprefix(_BYTE_ORDER_MARK))
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{stream.path}: {stream.fault or 'not JSON'} ({error}); correct it, or {advice}") from None
+        raise DataError(
+            f"{stream.path}: {stream.fault or 'not JSON'} ({error}); correct it, or write it as JSONL, an object a line"
+        ) from None
     for number, value in enumerate(values):
         yield from _records_in(number, value, keys)
 

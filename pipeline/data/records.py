@@ -9,22 +9,10 @@ if TYPE_CHECKING:  # it makes documents
     from pipeline.data.chats import ChatTemplate
 
 Reason = Literal[
-    "malformed_json",
-    "malformed_csv",
-    "not_an_object",
-    "no_text_key",
-    "text_not_string",
-    "invalid_utf8",
-    "empty_text",
-    "nul_character",
-    "no_prompt_key",
-    "prompt_not_usable",
-    "messages_not_usable",
-    "no_answer",
-    "too_large",
-    "truncated_file",
-    "corrupt_file",
-]
+    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string", "invalid_utf8", "empty_text",
+    "nul_character", "no_prompt_key", "prompt_not_usable", "messages_not_usable", "no_answer", "too_large",
+    "truncated_file", "corrupt_file",
+]  # fmt: skip
 
 DocumentUnit = Literal["line", "file", "blank_line"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.config.data import Corpus, Data, Role
 from pipeline.data.blend import Blend, Draw, Permutation, Share, mix, tempered
-from pipeline.data.corpora import has_heldout, heldout_folder, made_by, train_folder
+from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.packing import PackedCorpus, Sample
 from pipeline.data.token_corpus import TokenCorpus
 
@@ -154,9 +154,7 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
     Raises:
         DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
     """
-    maker = made_by(data.corpora[name])
-    folder = train_folder(data, name)
-    return _packed(TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint, made_by=maker), data)
+    return _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
 
 
 def rank_indices(

@@ -1,11 +1,12 @@
 """Reading Parquet files, and the Arrow files of folders saved by `datasets`.
 
-A range [start, stop) counts row groups in a Parquet file and record batches in an Arrow file. Whatever pyarrow raises
-for a damaged file becomes a DataError that names it.
+A range [start, stop) counts row groups in a Parquet file and rows in an Arrow file. Whatever pyarrow raises for a
+damaged file becomes a DataError that names it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,48 +27,46 @@ _BYTES_OF: dict[pa.DataType, pa.DataType] = {pa.string(): pa.binary(), pa.large_
 Range = tuple[int, int, int]
 
 
-def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
-    """Splits a Parquet file into row-group ranges of about `unit_bytes` of text: (start, stop, bytes).
+def table_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
+    """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
     Raises:
         DataError: the file is damaged, or lacks a column of `keys`.
     """
+    ranges: list[Range] = []
+    start = total = 0
     with _faults(path):
-        file = _open_parquet(path, keys)
+        if path.suffix == ".arrow":
+            table = _arrow(path, keys)
+            total, rows = sum(table.column(key).nbytes for key in keys.all), table.num_rows
+            step = max(1, math.ceil(rows * min(1, unit_bytes / max(1, total))))
+            return [(at, min(at + step, rows), min(step, rows - at) * total // rows) for at in range(0, rows, step)]
+        file = _parquet(path, keys)
         leaves = [at for at in range(len(file.schema)) if file.schema.column(at).path in keys.all]
-        groups = map(file.metadata.row_group, range(file.num_row_groups))
-        # Of a dictionary's texts each counts once.
-        sizes = [sum(max(0, group.column(at).total_uncompressed_size) for at in leaves) for group in groups]
-    return _grouped(sizes, unit_bytes)
+        for at, group in enumerate(map(file.metadata.row_group, range(file.num_row_groups))):
+            # Of a dictionary's texts each counts once.
+            total += sum(max(0, group.column(leaf).total_uncompressed_size) for leaf in leaves)
+            if total >= unit_bytes or at == file.num_row_groups - 1:
+                ranges.append((start, at + 1, total))
+                start, total = at + 1, 0
+    return ranges
 
 
-def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records of the row groups [start, stop); offsets are row numbers. Raises as `parquet_ranges`."""
+def table_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+    """The records of a range; offsets are row numbers. Raises as `table_ranges`."""
     with _faults(path):
-        file = _open_parquet(path, keys)
-        row = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        groups = list(range(start, stop))
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=keys.all, use_threads=False):
-            yield from _batch_records(batch, row, keys)
-            row += batch.num_rows
-
-
-def arrow_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
-    """Splits an Arrow stream file into record-batch ranges of about `unit_bytes`. Raises as `parquet_ranges`."""
-    sizes = [sum(batch.column(key).nbytes for key in keys.all) for batch in _arrow_batches(path, keys)]
-    return _grouped(sizes, unit_bytes)
-
-
-def arrow_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records of the record batches [start, stop); offsets are row numbers. Raises as `parquet_ranges`."""
-    row = 0
-    for number, batch in enumerate(_arrow_batches(path, keys)):
-        if number >= stop:
-            return
-        with _faults(path):
-            for at in range(0, batch.num_rows if number >= start else 0, _ROWS):
-                yield from _batch_records(batch.slice(at, _ROWS), row + at, keys)
-        row += batch.num_rows
+        if path.suffix == ".arrow":
+            first, batches = start, _arrow(path, keys).slice(start, stop - start).to_batches(max_chunksize=_ROWS)
+        else:
+            file = _parquet(path, keys)
+            first = sum(file.metadata.row_group(group).num_rows for group in range(start))
+            groups = list(range(start, stop))
+            batches = file.iter_batches(_ROWS, row_groups=groups, columns=keys.all, use_threads=False)
+        for batch in batches:
+            columns = [_checked_bytes(batch.column(key)).to_pylist() for key in keys.all]
+            for row, values in enumerate(zip(*columns, strict=True), first):
+                yield row_record(row, values)
+            first += batch.num_rows
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
@@ -84,30 +83,11 @@ def saved_dataset_files(folder: Path) -> list[Path]:
                 f"{folder}: a folder without state.json was not saved by `datasets`; "
                 f"give its files by a pattern, such as '{folder}/*.txt'"
             )
-        states = [read_object(part / "state.json", DataError) for part in parts]
-        files = [
-            part / file["filename"] for part, state in zip(parts, states, strict=True) for file in state["_data_files"]
-        ]
+        states = [(part, read_object(part / "state.json", DataError)) for part in parts]
+        files = [part / file["filename"] for part, state in states for file in state["_data_files"]]
     if outside := [file for file in files if not file.resolve().is_relative_to(folder.resolve())]:
         raise DataError(f"{folder}: expected files of this folder, found {outside[0]}; save the dataset again")
     return files
-
-
-def _batch_records(batch: Any, row: int, keys: Keys) -> Iterator[Record]:  # noqa: ANN401  # pyarrow has no type hints
-    """The records of a batch of few rows, whose first is the row `row` of the file."""
-    columns = [_checked_bytes(batch.column(key)).to_pylist() for key in keys.all]
-    for number, values in enumerate(zip(*columns, strict=True), row):
-        yield row_record(number, values)
-
-
-def _checked_bytes(column: pa.Array) -> pa.Array:
-    """A column of text as one of bytes, whose offsets lie within its data."""
-    if pa.types.is_dictionary(column.type):
-        values = _checked_bytes(column.dictionary)
-        return pa.DictionaryArray.from_arrays(column.indices, values, safe=True).dictionary_decode()
-    as_bytes = column.view(_BYTES_OF[column.type])
-    as_bytes.validate(full=True)
-    return as_bytes
 
 
 def _faults(path: Path) -> AbstractContextManager[None]:
@@ -115,19 +95,19 @@ def _faults(path: Path) -> AbstractContextManager[None]:
     return faults_of_library(f"{path}: damaged or not a complete {path.suffix} file, copy it again", DataError)
 
 
-def _open_parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401
+def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no type hints
     file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
     _require_columns(path, file.schema_arrow, keys)
     return file
 
 
-def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:
-    with _faults(path):
-        reader = pa.ipc.open_stream(pa.memory_map(str(path)))
-        _require_columns(path, reader.schema, keys)
-        for batch in reader:
-            batch.validate()
-            yield batch
+def _arrow(path: Path, keys: Keys) -> Any:  # noqa: ANN401
+    """The table in a file, which stays on disk."""
+    reader = pa.ipc.open_stream(pa.memory_map(str(path)))
+    _require_columns(path, reader.schema, keys)
+    table = reader.read_all()
+    table.validate()
+    return table
 
 
 def _require_columns(path: Path, schema: pa.Schema, keys: Keys) -> None:
@@ -141,12 +121,11 @@ def _require_columns(path: Path, schema: pa.Schema, keys: Keys) -> None:
             raise DataError(f"{path}: expected strings in the column {key!r}, found {found}; name another column")
 
 
-def _grouped(sizes: list[int], unit_bytes: int) -> list[Range]:
-    ranges: list[Range] = []
-    start = total = 0
-    for at, size in enumerate(sizes):
-        total += size
-        if total >= unit_bytes or at == len(sizes) - 1:
-            ranges.append((start, at + 1, total))
-            start, total = at + 1, 0
-    return ranges
+def _checked_bytes(column: pa.Array) -> pa.Array:
+    """A column of text as one of bytes, whose offsets lie within its data."""
+    if pa.types.is_dictionary(column.type):
+        values = _checked_bytes(column.dictionary)
+        return pa.DictionaryArray.from_arrays(column.indices, values, safe=True).dictionary_decode()
+    as_bytes = column.view(_BYTES_OF[column.type])
+    as_bytes.validate(full=True)
+    return as_bytes

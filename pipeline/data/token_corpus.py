@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections import OrderedDict
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -13,15 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from pipeline.data.file_content import FileContent, check_file
 from pipeline.data.records import DocumentUnit
-from pipeline.data.token_shards import PromptedShard, Shard, ShardFile, shard_file
+from pipeline.data.token_shards import FileContent, PromptedShard, Shard, ShardFile, check_file, shard_file
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
 
-TOKENIZER = "tools/preprocess_data.py"
-SAMPLER = "tools/sample_base.py"
+MAKERS = "scale-cpt tokenize (or scale-cpt sample, for text that the base writes)"
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
 CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 2")
@@ -129,38 +127,35 @@ class Manifest(Description):
         write_record(folder / MANIFEST, self)
 
 
-def load_manifest(folder: Path, *, made_by: str = TOKENIZER) -> Manifest:
-    """Reads the manifest of the corpus in `folder`. `made_by` is the tool that makes it, for error messages.
+def load_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of the corpus in `folder`.
 
     Raises:
         DataError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
-        return read_record(path, Manifest, DataError, advice_for(folder, made_by))
+        return read_record(path, Manifest, DataError, _advice_for(folder))
     except FileNotFoundError:
-        state = f"is unfinished: start {made_by} again" if folder.is_dir() else f"does not exist: start {made_by}"
+        state = f"is unfinished: start {MAKERS} again" if folder.is_dir() else f"does not exist: start {MAKERS}"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None
 
 
-def advice_for(folder: Path, made_by: str) -> str:
-    """What the user can do about a damaged corpus."""
-    return f"copy the corpus again, or remove the folder {folder} and start {made_by}"
+def _advice_for(folder: Path) -> str:
+    return f"copy the corpus again, or remove the folder {folder} and start {MAKERS}"
 
 
 class TokenCorpus:
     """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
 
-    `made_by` is the tool that makes it, for error messages.
-
     Raises:
         DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
     """
 
-    def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None, made_by: str = TOKENIZER) -> None:
+    def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
         self.folder = folder
-        self.manifest = load_manifest(folder, made_by=made_by)
-        self._advice = advice_for(folder, made_by if self.manifest.sampling is None else SAMPLER)
+        self.manifest = load_manifest(folder)
+        self._advice = _advice_for(folder)
         found = self.manifest.tokenizer.fingerprint
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
@@ -171,8 +166,8 @@ class TokenCorpus:
         if self.tokens == 0:
             raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
-        self._open: OrderedDict[int, Shard] = OrderedDict()
         self._checked: set[int] = set()
+        self._shard = lru_cache(_MAX_OPEN_SHARDS)(self._opened)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The ids [start, stop).
@@ -234,14 +229,14 @@ class TokenCorpus:
             drawn.setdefault(number, []).append(block)
 
         def check_shard(number: int) -> None:
-            shard = self._opened(number, check=True)
+            self._checked.discard(number)
+            shard = self._opened(number)
             content = self.manifest.shards[number].files[".bin"]
             check_file(shard.bin_path, content, self._advice, blocks=drawn.get(number, ()))
 
         with progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar:
             for _ in in_threads(check_shard, numbers):
                 bar.update(1)
-        self._checked.update(numbers)
 
     def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """The shards of [start, stop), each with the range within it and the tokens before it."""
@@ -254,22 +249,13 @@ class TokenCorpus:
             start, number = high, number + 1
         return pieces
 
-    def _shard(self, number: int) -> Shard:
-        """An open shard. Only the most recently used stay open."""
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
-        shard = self._opened(number, check=number not in self._checked)
-        self._checked.add(number)
-        self._open[number] = shard
-        if len(self._open) > _MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close()
-        return shard
-
-    def _opened(self, number: int, *, check: bool) -> Shard:
-        """A shard; with `check` compared with its record, but for the values of its tokens."""
+    def _opened(self, number: int) -> Shard:
+        """A shard; the first time it is compared with its record, but for the values of its tokens."""
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
-        for end, content in described.files.items() if check else ():
-            check_file(shard_file(prefix, end), content, self._advice, blocks=() if end == ".bin" else None)
-        return (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
+        if number not in self._checked:
+            for end, content in described.files.items():
+                check_file(shard_file(prefix, end), content, self._advice, blocks=() if end == ".bin" else None)
+        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
+        self._checked.add(number)
+        return shard

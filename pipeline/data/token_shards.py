@@ -6,28 +6,32 @@ sequence per document; the reader accepts several. All offsets are 64-bit.
 
 In a corpus with prompts `<shard>.prompts.npy` (NumPy's format, int32) holds one number per document: how many of its
 first tokens are the prompt and what precedes it (a BOS). These tokens are read, but never predicted.
+
+A manifest holds the sizes of these files and the hashes of their blocks, to be compared in whole or in part.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from pipeline.data.file_content import FileContent, content_of
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import published_file
 
 ShardFile = Literal[".bin", ".idx", ".prompts.npy"]
 
+BLOCK_BYTES = 4 * 2**20
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
@@ -45,8 +49,53 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
 
 
+class FileContent(BaseModel):
+    """What a file must hold: `blocks` are the hashes of its blocks of BLOCK_BYTES, the last of which may be shorter.
+
+    A hash is the first 32 hexadecimal digits of the SHA-256.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: NonNegativeInt
+    blocks: list[str]
+
+
+def content_of(path: Path) -> FileContent:
+    """What a file that was just written holds."""
+    with path.open("rb") as file:
+        blocks = [_digits(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        return FileContent(bytes=file.tell(), blocks=blocks)
+
+
+def check_file(path: Path, content: FileContent, advice: str, *, blocks: Iterable[int] | None = None) -> None:
+    """Compares the size of a file and some of its blocks, by default all.
+
+    Raises:
+        DataError: it is missing or differs.
+    """
+    try:
+        with path.open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) != content.bytes:
+                raise DataError(f"{path}: expected {content.bytes} bytes, found {size}; {advice}")
+            for number in range(len(content.blocks)) if blocks is None else blocks:
+                start = number * BLOCK_BYTES
+                block = os.pread(file.fileno(), BLOCK_BYTES, start)
+                if _digits(block) != content.blocks[number]:
+                    raise DataError(
+                        f"{path}: damaged: the bytes {start} to {start + len(block)} are not those that were written; "
+                        f"{advice}"
+                    )
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; {advice}") from None
+
+
+def _digits(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()[:32]
+
+
 class ShardWriter:
-    """Appends documents to a `.bin` file, which `open_bin` opens with the first one, and writes the other files.
+    """Appends documents to a `.bin` file, which `open_bin` opens with the first one.
 
     Attributes:
         files: what the published files hold, once `writing_shard` has ended.
@@ -54,9 +103,9 @@ class ShardWriter:
 
     def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
-        self._dtype = dtype
-        self._lengths: list[npt.NDArray[np.int32]] = []
-        self._prompt_lengths: list[npt.NDArray[np.int32]] = []
+        self.dtype = dtype
+        self.lengths: list[npt.NDArray[np.int32]] = []
+        self.prompt_lengths: list[npt.NDArray[np.int32]] = []
         self.documents = 0
         self.tokens = 0
         self.files: dict[ShardFile, FileContent] = {}
@@ -68,10 +117,10 @@ class ShardWriter:
 
         `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none.
         """
-        self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
-        self._lengths.append(lengths.astype(np.int32))
+        self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self.lengths.append(lengths.astype(np.int32))
         if prompt_lengths is not None:
-            self._prompt_lengths.append(prompt_lengths.astype(np.int32))
+            self.prompt_lengths.append(prompt_lengths.astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(ids)
 
@@ -79,32 +128,32 @@ class ShardWriter:
     def _bin(self) -> BinaryIO:
         return self._open()
 
-    def publish_others(self, prefix: Path, scratch: Path | None) -> None:
-        """Publishes the index, and the lengths of the prompts if there are any."""
-        lengths = np.concatenate(self._lengths)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        written: list[ShardFile] = [".bin", ".idx"]
-        with published_file(shard_file(prefix, ".idx"), scratch) as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], len(lengths), len(lengths) + 1))
-            file.write(lengths.data)
-            file.write(((ends - lengths) * self._dtype.itemsize).data)
-            file.write(np.arange(len(lengths) + 1, dtype=np.int64).data)
-        if self._prompt_lengths:
-            written.append(".prompts.npy")
-            with published_file(shard_file(prefix, ".prompts.npy"), scratch) as file:
-                np.save(file, np.concatenate(self._prompt_lengths), allow_pickle=False)
-        self.files = {end: content_of(shard_file(prefix, end)) for end in written}
-
 
 @contextlib.contextmanager
 def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None) -> Iterator[ShardWriter]:
     """A writer whose files are published when the block ends. Without documents there are none."""
     with contextlib.ExitStack() as opened:
-        writer = ShardWriter(lambda: opened.enter_context(published_file(shard_file(prefix, ".bin"), scratch)), dtype)
+
+        def opening(end: ShardFile) -> BinaryIO:
+            return opened.enter_context(published_file(shard_file(prefix, end), scratch))
+
+        # Never publish an empty shard and remove it again: another job may be writing the same unit.
+        writer = ShardWriter(lambda: opening(".bin"), dtype)
         yield writer
-    # Never publish an empty shard and remove it again: another job may be writing the same unit.
-    if writer.documents > 0:
-        writer.publish_others(prefix, scratch)
+        if writer.documents == 0:
+            return
+        lengths = np.concatenate(writer.lengths)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        index = opening(".idx")
+        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(lengths) + 1))
+        for array in (lengths, (ends - lengths) * dtype.itemsize, np.arange(len(lengths) + 1, dtype=np.int64)):
+            index.write(array.data)
+        if writer.prompt_lengths:
+            np.save(opening(".prompts.npy"), np.concatenate(writer.prompt_lengths), allow_pickle=False)
+    published: list[ShardFile] = [".bin", ".idx"]
+    if writer.prompt_lengths:
+        published.append(".prompts.npy")
+    writer.files = {end: content_of(shard_file(prefix, end)) for end in published}
 
 
 def shard_file(prefix: Path, end: ShardFile) -> Path:
@@ -215,11 +264,6 @@ class Shard:
     def document(self, document: int) -> npt.NDArray[Any]:
         """The ids of one document."""
         return self.read(self.document_start(document), self.document_start(document + 1))
-
-    def close(self) -> None:
-        """Closes the `.bin` file; a later read opens it again."""
-        if (file := self.__dict__.pop("_file", None)) is not None:
-            file.close()
 
 
 class PromptedShard(Shard):

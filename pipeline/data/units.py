@@ -40,14 +40,14 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
 
 @dataclass(frozen=True)
 class Unit:
-    """A range [start, stop) of a file: bytes of text, row groups or record batches. `text_bytes` is approximate."""
+    """A range [start, stop) of a file: bytes of text, row groups, rows or documents. `size` in bytes is approximate."""
 
     name: str
     path: str
     kind: Kind
     start: int
     stop: int
-    text_bytes: int
+    size: int
 
     def __str__(self) -> str:
         return f"{self.path} [{self.start}, {self.stop})"
@@ -127,7 +127,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     if kind == "tokens":
         ranges = _token_ranges(path, unit_bytes)
     elif is_table:
-        ranges = (tables.parquet_ranges if kind == "parquet" else tables.arrow_ranges)(path, keys, unit_bytes)
+        ranges = tables.table_ranges(path, keys, unit_bytes)
     else:
         length = text_length(path, keys.encoding)
         # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
@@ -137,10 +137,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
-    return [
-        Unit(f"{file_index:05d}-{number:06d}", str(path), kind, start, stop, size)
-        for number, (start, stop, size) in enumerate(ranges)
-    ]
+    return [Unit(f"{file_index:05d}-{number:06d}", str(path), kind, *found) for number, found in enumerate(ranges)]
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tables.Range]:
@@ -159,10 +156,8 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     path = Path(unit.path)
     if unit.kind == "tokens":
         raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
-    if unit.kind == "parquet":
-        return tables.parquet_records(path, unit.start, unit.stop, keys)
-    if unit.kind == "arrow":
-        return tables.arrow_records(path, unit.start, unit.stop, keys)
+    if unit.kind in ("parquet", "arrow"):
+        return tables.table_records(path, unit.start, unit.stop, keys)
     return text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
 
 
@@ -211,11 +206,11 @@ def sampled_documents(
     for unit in draw.sample(units, len(units)):
         place = unit
         if unit.kind in ("jsonl", "text") and keys.document != "file":  # where a document is shorter than the file
-            size = min(unit.text_bytes, _SAMPLED_BYTES)
-            place = replace(unit, stop=unit.start + size, text_bytes=size)
+            size = min(unit.size, _SAMPLED_BYTES)
+            place = replace(unit, stop=unit.start + size, size=size)
         if wanted > 0:
             places.append(place)
-            wanted -= place.text_bytes
+            wanted -= place.size
     documents: list[Document] = []
     read = 0
     for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
@@ -226,11 +221,11 @@ def sampled_documents(
                 taken += record.utf8_bytes
                 if is_table and taken >= _SAMPLED_BYTES:
                     break
-        read += min(taken, place.text_bytes) if is_table else place.text_bytes
+        read += min(taken, place.size) if is_table else place.size
     if not documents:
         raise _no_document(inputs, keys)
     scale = sum(files.values()) / sum(files[file] for file in opened)
-    return documents, scale * max(1.0, sum(unit.text_bytes for unit in units) / max(1, read))
+    return documents, scale * max(1.0, sum(unit.size for unit in units) / max(1, read))
 
 
 def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:

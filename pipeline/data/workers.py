@@ -29,10 +29,8 @@ class Workers:
         self._executor = executor
         self._count = count
 
-    def run(
-        self, function: Callable[[Task], Result], tasks: Iterable[Task], *, name: Callable[[Task], object] = str
-    ) -> Iterator[Result]:
-        """Yields `function(task)` for every task, in the order in which they finish; `name` is for messages.
+    def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yields `function(task)` for every task, in the order in which they finish.
 
         Raises:
             DataError: a worker died; the message names the tasks that may have been its own.
@@ -49,7 +47,7 @@ class Workers:
         except BrokenProcessPool:
             # Tasks begin in their order.
             unfinished = [task for future, task in futures.items() if not future.done() or future.exception()]
-            at_work = " or ".join(str(name(task)) for task in unfinished[: self._count])
+            at_work = " or ".join(map(str, unfinished[: self._count]))
             raise DataError(
                 f"a worker process was killed at {at_work}; start the same command again, with fewer --workers if "
                 "memory was short, and without the file if it is damaged: finished work is kept"
@@ -60,7 +58,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def local_workers(count: int, *, preload: str = "pipeline.data.unit_work", isolated: bool = False) -> Iterator[Workers]:
+def local_workers(
+    count: int, *, preload: str = "pipeline.data.preprocess", isolated: bool = False
+) -> Iterator[Workers]:
     """`count` processes of this machine, which import the module `preload` once; a single worker is this process.
 
     `isolated`: a single worker is another process, too: what a file makes a library do does not end this one.

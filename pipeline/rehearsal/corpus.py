@@ -6,13 +6,13 @@ Its bytes depend on the job and on the kind of device, not on the workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,26 +22,8 @@ from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
 from pipeline.data.corpora import train_folder
-from pipeline.data.jobs import (
-    STATE,
-    Plan,
-    Share,
-    UnitPart,
-    UnitRecord,
-    complete,
-    manifest_of,
-    read_plan,
-    run_units,
-)
-from pipeline.data.token_corpus import (
-    MANIFEST,
-    SAMPLER,
-    Description,
-    InputFile,
-    Manifest,
-    SamplingRecord,
-    load_manifest,
-)
+from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, complete, manifest_of, read_plan, run_units
+from pipeline.data.token_corpus import MANIFEST, Description, InputFile, Manifest, SamplingRecord, load_manifest
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -67,6 +49,15 @@ _LEAST_UNITS = 8
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
 _BACKEND = "transformers"
+
+
+class _Unit(NamedTuple):
+    """The `number`-th of so many units, which has to write at least `size` tokens."""
+
+    name: str
+    size: int
+    number: int
+    units: int
 
 
 @dataclass(frozen=True)
@@ -167,18 +158,16 @@ def sample_corpus(
     """
 
     def make(state: Path) -> Manifest:
-        if plan.inputs and not job.openings.with_suffix(".idx").exists():  # it is published last
+        if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
             longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
             write_openings(job.openings, job.sampling, job.text_key, base=job.base, longest=longest)
-        # By name, the number of each unit, of how many, and of the tokens that it has to write, at least.
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
-        units = {f"00000-{number:06d}": (number, count, tokens) for number in range(count)}
+        units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
         write = partial(_write_unit, job, plan, device_kind(device))
-        bar = ("sampling", " tokens", itemgetter(2))
-        records = dict(run_units(state, UnitRecord, write, units, workers, share, bar=bar))
+        found = run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
-        return manifest_of(plan, "train", {name: records[name].train for name in units}, inputs)
+        return manifest_of(plan, "train", {name: record.train for name, record in sorted(found)}, inputs)
 
     return complete(job.output, plan, make)
 
@@ -194,17 +183,46 @@ def device_kind(device: Device) -> Literal["cpu", "cuda"]:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
 
 
-def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: tuple[int, int, int]) -> UnitRecord:
+def default_workers(base: Path, device: Device) -> int:
+    """A worker for each GPU; without, for each core, or as often as the free memory holds the base. Raises the same."""
+    if device_kind(device) == "cuda":
+        return torch.cuda.device_count()
+    needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), free // needed))
+
+
+def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: _Unit) -> UnitRecord:
     """Writes one unit and publishes its shard."""
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
     sampling = plan.sampling
     assert sampling is not None  # of plan_of
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
     start, end = list(tokenizer.document_start), tokenizer.document_end
+    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
+    if plan.inputs:
+        openings = chosen_openings(job.openings, sampling.seed, unit.number, unit.units)
     part = UnitPart()
-    prefix, dtype = job.output / f"00000-{unit[0]:06d}", token_dtype(tokenizer.vocab_size)
-    with writing_shard(prefix, dtype, job.output / STATE) as shard:
-        for documents in _batches(job, plan, sampling, writer, unit):
+    with writing_shard(job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE) as shard:
+        while (left := unit.size - shard.tokens) > 0:
+            # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
+            # the mean length suggests: another batch for a few missing tokens would take as long as a whole one.
+            needed = 1.125 * left * shard.documents / shard.tokens if shard.documents else left / sampling.max_tokens
+            count = min(sampling.batch_size, math.ceil(needed))
+            try:
+                documents = writer.write(
+                    list(islice(openings, count)),
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_tokens,
+                    seed=mix(sampling.seed, unit.number, shard.documents),
+                )
+            except torch.OutOfMemoryError:
+                raise ConfigError(
+                    f"{device}: {count} documents of up to {sampling.max_tokens} tokens at a time do not fit into its "
+                    f"memory; give a smaller --batch-size than {sampling.batch_size}, and remove {job.output} first"
+                ) from None
+            if not start:  # the end of another document, which the base began with, is no part of this one
+                documents = [document[int(document[0] == end[-1]) :] for document in documents]
             shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))
             for document in documents:
                 # As in every corpus, text is counted without what precedes and ends it; a chat template may begin
@@ -213,42 +231,9 @@ def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: tuple[int, int,
                 text = tokenizer.decode(document[begins : len(document) - len(end)])
                 part.characters += len(text)
                 part.bytes += len(text.encode())
-        part.documents, part.tokens = shard.documents, shard.tokens
-    return UnitRecord(train=part.model_copy(update={"files": shard.files}))
-
-
-def _batches(
-    job: SamplingJob, plan: Plan, sampling: SamplingRecord, writer: BaseWriter, unit: tuple[int, int, int]
-) -> Iterator[Sequence[npt.NDArray[np.int64]]]:
-    """Batches of documents until the unit has its tokens; the last one has as many as are still needed."""
-    number, units, wanted = unit
-    start, end = plan.tokenizer.document_start, plan.tokenizer.document_end
-    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
-    if plan.inputs:
-        openings = chosen_openings(job.openings, sampling.seed, number, units)
-    tokens = documents = 0
-    while (left := wanted - tokens) > 0:
-        # At first no more documents than are needed if all are as long as they may be. Later an eighth more than the
-        # mean length suggests: another batch for a few missing tokens would take as long as a whole one.
-        needed = 1.125 * left * documents / tokens if documents else left / sampling.max_tokens
-        count = min(sampling.batch_size, math.ceil(needed))
-        try:
-            batch = writer.write(
-                list(islice(openings, count)),
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                seed=mix(sampling.seed, number, documents),
-            )
-        except torch.OutOfMemoryError:
-            raise ConfigError(
-                f"{writer.device}: {count} documents of up to {sampling.max_tokens} tokens at a time do not fit into "
-                f"its memory; give a smaller --batch-size than {sampling.batch_size}, and remove {job.output} first"
-            ) from None
-        if not start:  # the end of another document, which the base began with, is no part of this one
-            batch = [document[int(document[0] == end[-1]) :] for document in batch]
-        yield batch
-        tokens += sum(map(len, batch))
-        documents += len(batch)
+    return UnitRecord(
+        train=part.model_copy(update={"documents": shard.documents, "tokens": shard.tokens, "files": shard.files})
+    )
 
 
 @lru_cache(maxsize=1)
@@ -264,7 +249,7 @@ def _begun_batch_size(job: SamplingJob) -> int | None:
     """The batch size of the corpus in the job's folder, if there is one."""
     begun: Description | None = read_plan(job.output)
     if begun is None and (job.output / MANIFEST).exists():
-        begun = load_manifest(job.output, made_by=SAMPLER)
+        begun = load_manifest(job.output)
     return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig
 
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import Tokenizer
@@ -56,6 +55,7 @@ class BaseWriter:
             tokens[row, longest - len(opening) :] = torch.from_numpy(opening.astype(np.int64))
             is_given[row, longest - len(opening) :] = 1
         padding = longest - is_given.sum(dim=1)
+        rows = int(self._model.get_output_embeddings().weight.shape[0])
         config = GenerationConfig(
             do_sample=True,
             temperature=temperature,
@@ -64,17 +64,13 @@ class BaseWriter:
             max_length=room + int(padding.max()),
             eos_token_id=ends,
             pad_token_id=end[-1],
+            # Some bases have more rows in their embedding than the tokenizer has ids.
+            suppress_tokens=list(range(self._tokenizer.vocab_size, rows)) or None,
         )
         with _reproducible(self.device, seed):
-            written = self._model.generate(
-                tokens,
-                attention_mask=is_given,
-                generation_config=config,
-                logits_processor=LogitsProcessorList([_KnownIds(self._tokenizer.vocab_size)]),
-                stopping_criteria=StoppingCriteriaList([_NoRoom(padding, room)]),
-            )
-        rows = zip(written.cpu().numpy(), padding.tolist(), map(len, openings), strict=True)
-        return [_document(row[start : start + room], length, ends, end) for row, start, length in rows]
+            written = self._model.generate(tokens, attention_mask=is_given, generation_config=config)
+        found = zip(written.cpu().numpy(), padding.tolist(), map(len, openings), strict=True)
+        return [_document(row[start : start + room], length, ends, end) for row, start, length in found]
 
 
 def _document(
@@ -88,28 +84,6 @@ def _document(
         # An end of several tokens may stand there as a whole.
         ids = ids[: -len(end)] if last + 1 >= opening + len(end) and tuple(ids[-len(end) :]) == end else ids[:last]
     return np.concatenate([ids, np.array(end, dtype=np.int64)])
-
-
-class _KnownIds(LogitsProcessor):  # type: ignore[misc]
-    """Some bases have more rows in their embedding than the tokenizer has ids: those are never drawn."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, self._vocab_size :] = float("-inf")
-        return scores
-
-
-class _NoRoom(StoppingCriteria):  # type: ignore[misc]
-    """Ends each row where it has `room` tokens; those before it, `padding: [B]`, do not count."""
-
-    def __init__(self, padding: Tensor, room: int) -> None:
-        self._padding = padding
-        self._room = room
-
-    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-        return input_ids.shape[1] - self._padding >= self._room
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from pipeline.config.method import FullFineTuning, Method, ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
-from pipeline.data.corpora import has_heldout, is_tokenized, made_by, named_inputs, unfinished_corpora
-from pipeline.data.token_corpus import SAMPLER, TOKENIZER
+from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs, unfinished_corpora
 from pipeline.data.units import input_files
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.files import write_text
@@ -311,10 +310,10 @@ class StudyRuns:
         first = self.trial(trials[0])
         # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
         corpora = first.config.data.corpora
-        unfinished = {made_by(corpora[name]) for name in unfinished_corpora(first.config.data)}
-        for tool, making in ((TOKENIZER, "tokenize"), (SAMPLER, "sample")):
-            if tool in unfinished:
-                return [Task(first, (making,), 1)]
+        unfinished = [corpora[name] for name in unfinished_corpora(first.config.data)]
+        if unfinished:
+            making = "sample" if all(corpus.sample is not None for corpus in unfinished) else "tokenize"
+            return [Task(first, (making,), 1)]
         pending = [self.trial(trial) for trial in trials if not self.is_over(trial)]
         return [Task(run, run.training_stages, self.study.ranks) for run in pending]
 

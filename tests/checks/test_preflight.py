@@ -71,7 +71,7 @@ def test_damaged_tokens_are_found(tmp_path, tokens: Path):
     damaged.write_bytes(content)
     line = refusal(configured(tmp_path), 2)
     assert f"preflight: 1 fault(s): {damaged}: damaged: the bytes 0 to {len(content)} are not those" in line
-    assert line.endswith("start tools/preprocess_data.py (seen on n1)")
+    assert line.endswith("text that the base writes) (seen on n1)")
 
 
 def test_a_sound_allocation_is_described(tmp_path):

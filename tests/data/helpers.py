@@ -13,20 +13,25 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
 from functools import cache
 from io import StringIO
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import zstandard
 
 from pipeline import command_line
+from pipeline.config.data import Corpus
+from pipeline.data.corpora import Job
 from pipeline.data.preprocess import preprocess
+from pipeline.data.records import Keys, Record, Rejected
 from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import texts
-from pipeline.data.unit_work import Job
+from pipeline.data.units import input_files, split_file, unit_records
 from pipeline.data.workers import local_workers
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -70,13 +75,28 @@ def write_jsonl(path: Path, texts: Iterable[object]) -> Path:
     return path
 
 
-def job(output: Path, *inputs: Path | str, **settings: object) -> Job:
-    return Job(inputs=tuple(map(str, inputs)), tokenizer=str(STORIES260K), output=output, **settings)  # type: ignore[arg-type]
+def job(output: Path, *inputs: Path | str, tokenizer: Path = STORIES260K, **settings: Any) -> Job:
+    """`settings` are those of a corpus and of a job."""
+    own = {name: settings.pop(name) for name in settings.keys() & {field.name for field in fields(Job)}}
+    return Job(Corpus(input=[*map(str, inputs)], **settings), tokenizer, output, **own)
 
 
-def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: object) -> Manifest:
+def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: Any) -> Manifest:
     with local_workers(1) as workers:
         return preprocess(job(output, *inputs, **settings), workers, max_bad_fraction=max_bad_fraction)
+
+
+def read(*files: Path, keys: Keys = Keys(), unit_bytes: int = 1000) -> list[Record]:  # noqa: B008
+    """The records of files that are cut into units."""
+    checked = input_files(list(map(str, files)))
+    units = (unit for file in checked for unit in split_file(file, 0, keys, unit_bytes))
+    return [record for unit in units for record in unit_records(unit, keys)]
+
+
+def texts_of(*files: Path, keys: Keys = Keys(), unit_bytes: int = 10**9) -> list[str]:  # noqa: B008
+    """The texts of these records, of rejected ones the reason."""
+    records = read(*files, keys=keys, unit_bytes=unit_bytes)
+    return [record.reason if isinstance(record, Rejected) else record.text for record in records]
 
 
 def texts_in(folder: Path) -> list[str]:

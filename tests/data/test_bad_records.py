@@ -1,19 +1,21 @@
-"""Bad records are quarantined with file, offset and reason; too many of them stop the job."""
+"""Bad records are quarantined with file, offset and reason, too many stop the job; a file that is no use is named."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data import preprocess, records
 from pipeline.data.jobs import QUARANTINE
+from pipeline.data.records import Document, Keys, Rejected
+from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, documents, jsonl, texts_in, tokenize
+from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize, write_jsonl
 
 GOOD = documents(40)
 BAD = {
@@ -28,50 +30,52 @@ BAD = {
 
 
 def quarantined(folder: Path) -> list[dict]:
-    path = folder / QUARANTINE
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
-def with_bad_lines() -> tuple[bytes, dict[str, int]]:
-    """Good documents with one bad line of each kind among them, and the offsets of those lines."""
-    parts, offsets = [], {}
-    for number, (reason, line) in enumerate(BAD.items()):
-        parts.append(jsonl(GOOD[number * 5 : number * 5 + 5]))
-        offsets[reason] = sum(map(len, parts))
-        parts.append(line + b"\n")
-    parts.append(b"\n   \n" + jsonl(GOOD[len(BAD) * 5 :]))
-    return b"".join(parts), offsets
+    return [json.loads(line) for line in (folder / QUARANTINE).read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize("unit_bytes", [500, 10**9])
 def test_every_kind_is_quarantined(tmp_path: Path, unit_bytes: int):
-    content, offsets = with_bad_lines()
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(content)
+    path, content, offsets = tmp_path / "x.jsonl", b"", {}
+    for number, (reason, line) in enumerate(BAD.items()):
+        content += jsonl(GOOD[number * 5 : number * 5 + 5])
+        offsets[reason] = len(content)
+        content += line + b"\n"
+    path.write_bytes(content + b"\n   \n" + jsonl(GOOD[len(BAD) * 5 :]))
     made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes)
     assert texts_in(tmp_path / "out") == GOOD
     assert made.rejected == dict.fromkeys(sorted(BAD), 1)
-    records = quarantined(tmp_path / "out")
-    assert {record["reason"]: record["offset"] for record in records} == offsets
-    assert {record["file"] for record in records} == {str(path)}
-    assert all(record["excerpt"] for record in records)
+    found = quarantined(tmp_path / "out")
+    assert {record["reason"]: record["offset"] for record in found} == offsets
+    assert {record["file"] for record in found} == {str(path)}
+    assert all(record["excerpt"] for record in found)
 
 
-def test_bad_rows_of_parquet(tmp_path: Path):
-    raw = [b"fine", None, b"\xff\xfe", b"", b"a\0b", "좋다".encode()]
-    column = pa.array(raw, pa.binary())
-    column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
-    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet", row_group_size=2)
-    made = tokenize(tmp_path / "out", tmp_path / "x.parquet")
-    assert texts_in(tmp_path / "out") == ["fine", "좋다"]
-    assert made.rejected == {"empty_text": 1, "invalid_utf8": 1, "nul_character": 1, "text_not_string": 1}
-    assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
+def test_a_quarantine_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preprocess, "_MOST_LISTED", 100)
+    (tmp_path / "x.jsonl").write_bytes(jsonl(GOOD) + b"x\n" * 500)
+    assert tokenize(tmp_path / "out", tmp_path / "x.jsonl").rejected == {"malformed_json": 500}
+    assert len(quarantined(tmp_path / "out")) == 100
 
 
-def test_a_column_that_is_not_text(tmp_path: Path):
-    pq.write_table(pa.table({"text": [1, 2, 3]}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="expected strings in the column 'text', found int64"):
-        tokenize(tmp_path / "out", tmp_path / "x.parquet")
+def test_too_many_bad_records_stop_the_job(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(jsonl(GOOD) + b"nonsense\n" * 3 + b"{}\n")
+    with pytest.raises(DataError) as error:
+        tokenize(tmp_path / "out", path, max_bad_fraction=0.05)
+    message = str(error.value)
+    assert "4 of 44 records are bad, more than --max-bad-fraction 0.05 allows" in message
+    assert message.count(f"{path} at ") == 3
+    assert "malformed_json 'nonsense'" in message and "\n" not in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert tokenize(tmp_path / "out", path, max_bad_fraction=0.1).documents == 40, "what was done is kept"
+
+
+def test_a_wrong_key_names_the_keys(tmp_path: Path):
+    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
+    with pytest.raises(DataError, match=r"no_text_key 'its keys: id, text'.*set text_key \(--text-key\) to one of"):
+        tokenize(tmp_path / "out", path, text_key="content", max_bad_fraction=0.01)
+    with pytest.raises(DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"):
+        list(good_documents([str(path)], Keys("content")))
 
 
 @pytest.mark.parametrize("unit_bytes", [100_000, 10**9])
@@ -94,36 +98,97 @@ def test_documents_before_damage_are_kept(tmp_path: Path, kind: str, damage: str
     assert kept[:1000] == texts[:1000]
 
 
-def test_a_document_of_200_mb_takes_little_memory(tmp_path: Path):
-    """The good documents of the same file are kept."""
-    huge = b'{"text": "' + b"a" * 200_000_000 + b'"}\n'
-    content = jsonl(GOOD[:5]) + huge + jsonl(GOOD[5:])
-    (tmp_path / "plain.jsonl").write_bytes(content)
-    code = (
-        "import re, sys; from tests.data.helpers import tokenize; from pathlib import Path\n"
-        "folder = Path(sys.argv[1])\n"
-        "made = tokenize(folder / 'out', folder / 'plain.jsonl')\n"
-        "print(made.documents, dict(made.rejected))\n"
-        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    made, peak_kib = done.stdout.splitlines()
-    assert made == "40 {'too_large': 1}"
-    assert int(peak_kib) < 500 * 1024
-    (record,) = quarantined(tmp_path / "out")
-    assert (record["offset"], len(record["excerpt"])) == (len(jsonl(GOOD[:5])), 200)
+def test_bad_rows_of_parquet(tmp_path: Path):
+    raw = [b"fine", None, b"\xff\xfe", b"", b"a\0b", "좋다".encode()]
+    column = pa.array(raw, pa.binary())
+    column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet", row_group_size=2)
+    made = tokenize(tmp_path / "out", tmp_path / "x.parquet")
+    assert texts_in(tmp_path / "out") == ["fine", "좋다"]
+    assert made.rejected == {"empty_text": 1, "invalid_utf8": 1, "nul_character": 1, "text_not_string": 1}
+    assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
 
 
-def test_too_many_bad_records_stop_the_job(tmp_path: Path):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(jsonl(GOOD) + b"nonsense\n" * 3 + b"{}\n")
-    with pytest.raises(DataError) as error:
-        tokenize(tmp_path / "out", path, max_bad_fraction=0.05)
-    message = str(error.value)
-    assert "4 of 44 records are bad, more than --max-bad-fraction 0.05 allows" in message
-    assert message.count(f"{path} at ") == 3
-    assert "malformed_json 'nonsense'" in message
-    assert "\n" not in message
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    made = tokenize(tmp_path / "out", path, max_bad_fraction=0.1)  # what was done is kept
-    assert made.documents == 40
+def saved(folder: Path) -> Path:
+    datasets.Dataset.from_dict({"text": ["good", "first", "last"]}).save_to_disk(folder)
+    return folder
+
+
+def test_damaged_bytes_of_an_arrow_file(tmp_path: Path):
+    (path,) = input_files([str(saved(tmp_path / "saved"))])
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"goodfirstlast", b"goodf\xffrstlast"))
+    first, second, third = read(path)
+    assert isinstance(first, Document) and isinstance(third, Document)
+    assert second == Rejected(1, "invalid_utf8", b"f\xffrst")
+    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 4, 9, 13))
+    assert offsets in content
+    path.write_bytes(content.replace(offsets, offsets.replace(b"\x09", b"\x63")))
+    with pytest.raises(DataError, match=r"not a complete \.arrow file, copy it again"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"_data_files": [{"filename": "../x.arrow"}]}', "expected files of this folder, found .*x.arrow; save"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "gone.arrow: no such file"),
+        ('{"_data_files": [{"name": "x.arrow"}]}', "not a folder as `datasets` saves it; save it again: KeyError"),
+        ("[]", "state.json: expected a JSON object"),
+    ],
+)
+def test_a_damaged_list_of_a_saved_dataset(tmp_path: Path, content: str, message: str):
+    (saved(tmp_path / "saved") / "state.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        input_files([str(tmp_path / "saved")])
+
+
+def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    assert read(path) == []
+    path.write_text(f'[{{"text": "a"}}, 1, {{"text": "{"b" * 2000}"}}, {{"text": "c"}}]')
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    assert [getattr(record, "reason", "") for record in read(path)] == ["", "not_an_object", "too_large", ""]
+    for content in ('[{"text": "a"}, {"text": ', '[{"text": "a"}] x', '["\\'):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"x\.json: not JSON \(.*line 1 column .*correct it, or write it as JSONL"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "message"),
+    [
+        ({"text": [1]}, Keys(), "expected strings in the column 'text', found int64"),
+        ({"content": ["a"], "url": ["b"]}, Keys(), "no column 'text'; set --text-key to one of: content, url"),
+        ({"text": ["a"]}, Keys("text", "question"), "no column 'question'; set --prompt-key to one of: text"),
+    ],
+)
+def test_columns_that_cannot_be_read(tmp_path: Path, columns: dict, keys: Keys, message: str):
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
+        with pytest.raises(DataError, match=message):
+            read(path, keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["missing.jsonl"], "no such file"),
+        (["*.nothing"], "no such file"),
+        (["table.xls"], "unknown format"),
+        (["table.parquet.gz"], "unknown format"),
+        (["empty.jsonl"], "is empty"),
+        (["a.jsonl", "a*.jsonl"], "is named twice"),
+        (["folder"], "was not saved by `datasets`"),
+    ],
+)
+def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: str):
+    for name in ("table.xls", "table.parquet.gz", "a.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=message) as error:
+        input_files([str(tmp_path / name) for name in inputs])
+    assert str(tmp_path) in str(error.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import lzma
 import shutil
 from pathlib import Path
@@ -16,41 +18,37 @@ from hypothesis import strategies as st
 
 from pipeline.data import readers
 from pipeline.data.readers import lines
-from pipeline.data.records import Document, Keys
+from pipeline.data.records import Keys
 from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.token_corpus import load_manifest
-from pipeline.data.units import input_files, split_file, unit_records
+from pipeline.data.units import input_files, split_file
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, STORIES260K, documents, jsonl, run_main, texts_in, tokenize, write_jsonl
+from tests.data.helpers import (
+    COMPRESS,
+    STORIES260K,
+    documents,
+    jsonl,
+    read,
+    run_main,
+    texts_in,
+    texts_of,
+    tokenize,
+    write_jsonl,
+)  # fmt: skip
 
 TEXTS = documents(60)
 DOCUMENTS = [f"{number}번째 문서입니다. 오늘은 날씨가 좋아서 산책을 갔다." for number in range(40)]
-
-
-def units_text(path: Path, unit_bytes: int, text_key: str = "text") -> list[str]:
-    keys = Keys(text_key)
-    records = [record for unit in split_file(path, 0, keys, unit_bytes) for record in unit_records(unit, keys)]
-    assert all(isinstance(record, Document) for record in records)
-    return [record.text for record in records]
+BOOK = "Chapter 1\r\nIt was late.\r\n\r\n \t\nChapter 2\n둘째 장.\n\n\n\nThe end"
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize("unit_bytes", [1, 97, 1000, 10**9])
-def test_jsonl_in_any_compression_and_any_units(tmp_path: Path, compression: str, unit_bytes: int):
+def test_jsonl_in_any_compression_and_any_units(tmp_path: Path, compression: str):
     path = write_jsonl(tmp_path / f"x.jsonl{compression}", TEXTS)
-    assert units_text(path, unit_bytes) == TEXTS
-
-
-def test_consecutive_members_and_frames_are_one_text(tmp_path: Path):
-    for suffix, compress in COMPRESS.items():
-        path = tmp_path / f"y.jsonl{suffix}"
-        path.write_bytes(compress(jsonl(TEXTS[:20])) + compress(b"") + compress(jsonl(TEXTS[20:])))
-        assert units_text(path, 500) == TEXTS
-
-
-def test_plain_text_has_a_document_a_line(tmp_path: Path):
-    (tmp_path / "x.txt").write_text("하나\n\n  \ntwo words\r\nlast", encoding="utf-8")
-    assert units_text(tmp_path / "x.txt", 3) == ["하나", "two words", "last"]
+    for unit_bytes in (1, 97, 1000, 10**9):
+        assert texts_of(path, unit_bytes=unit_bytes) == TEXTS
+    compress = COMPRESS[compression]  # consecutive members and frames are one text
+    path.write_bytes(compress(jsonl(TEXTS[:20])) + compress(b"") + compress(jsonl(TEXTS[20:])))
+    assert texts_of(path, unit_bytes=500) == TEXTS
 
 
 @pytest.mark.parametrize(("unit_bytes", "units"), [(1, 9), (2500, 4), (10**9, 1)])
@@ -66,50 +64,46 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
     path = tmp_path / "000_00000.parquet"
     pq.write_table(pa.table(columns), path, row_group_size=7)
     assert len(split_file(path, 0, Keys(), unit_bytes)) == units
-    assert units_text(path, unit_bytes) == TEXTS
+    assert texts_of(path, unit_bytes=unit_bytes) == TEXTS
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 10**9])
-def test_folders_saved_by_datasets(tmp_path: Path, unit_bytes: int):
+@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 60), (1000, 7), (10**9, 1)])
+def test_folders_saved_by_datasets(tmp_path: Path, unit_bytes: int, units: int):
     whole = datasets.Dataset.from_dict({"n": list(range(60)), "content": TEXTS})
-    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    whole.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"a": whole.select(range(20)), "b": whole.select(range(20, 60))}).save_to_disk(
-        tmp_path / "two"
+        tmp_path / "two", num_shards={"a": 1, "b": 2}
     )
+    assert len(input_files([str(tmp_path / "two")])) == 3
     for folder in (tmp_path / "one", tmp_path / "two"):
         files = input_files([str(folder)])
-        assert [text for file in files for text in units_text(file, unit_bytes, "content")] == TEXTS
+        assert texts_of(*files, keys=Keys("content"), unit_bytes=unit_bytes) == TEXTS
+    (file,) = input_files([str(tmp_path / "one")])
+    assert len(split_file(file, 0, Keys("content"), unit_bytes)) == units
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (["missing.jsonl"], "no such file"),
-        (["*.nothing"], "no such file"),
-        (["table.xls"], "unknown format"),
-        (["table.parquet.gz"], "unknown format"),
-        (["empty.jsonl"], "is empty"),
-        (["a.jsonl", "*.jsonl"], "is named twice"),
-        (["folder"], "was not saved by `datasets`"),
-    ],
-)
-def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: str):
-    for name in ("table.xls", "table.parquet.gz", "a.jsonl"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "folder").mkdir()
-    if inputs == ["empty.jsonl"]:
-        (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match=message) as error:
-        input_files([str(tmp_path / name) for name in inputs])
-    assert str(tmp_path) in str(error.value)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+def test_files_written_on_windows(tmp_path: Path, name: str):
+    """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes are."""
+    content = b"\xef\xbb\xbf\r\n" + jsonl(["one\r\n"]).replace(b"\n", b"\r\n") + b"\xef\xbb\xbf" + jsonl(["\ufefftwo"])
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert texts_of(tmp_path / name) == ["one\r\n", "\ufefftwo"]
+    (tmp_path / "x.txt").write_bytes("\ufeff하나\r\n\r\n둘\r\n\ufeffthree".encode())
+    assert texts_of(tmp_path / "x.txt", unit_bytes=3) == ["하나", "둘", "three"]
 
 
-def test_the_error_about_a_missing_column_lists_the_columns(tmp_path: Path):
-    pq.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "x.parquet")
-    datasets.Dataset.from_dict({"content": ["a"]}).save_to_disk(tmp_path / "saved")
-    for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
-        with pytest.raises(DataError, match=r"no column 'text'; set --text-key to one of: content"):
-            split_file(path, 0, Keys(), 100)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_of_records(tmp_path: Path, indent: int | None):
+    array = [{"instruction": f'{number} ["{{\\', "output": '한 \n "\\\\" ]},' * number} for number in range(1, 30)]
+    content = json.dumps(array, indent=indent, ensure_ascii=indent is None)
+    (tmp_path / "x.json").write_text("\ufeff" + content, encoding="utf-8")
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(content.encode()))
+    for name in ("x.json", "x.json.gz"):
+        found = read(tmp_path / name, keys=Keys("output", "instruction"))
+        assert [(record.prompt, record.text) for record in found] == [tuple(record.values()) for record in array]
+
+
+# --- Lines and paragraphs --------------------------------------------------------------------------------------------
 
 
 class Bytes:
@@ -129,16 +123,12 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
     """Each line belongs to the range it begins in, wherever the cuts and the reading blocks fall."""
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
-    edges = [0, *cuts, len(content)]
-    blocks = readers._BLOCK_BYTES, readers._BLOCK_BYTES_PAST_END
-    readers._BLOCK_BYTES = readers._BLOCK_BYTES_PAST_END = data.draw(st.integers(1, 40))
-    try:
-        found = [line for start, stop in itertools.pairwise(edges) for line in lines(Bytes(content), start, stop)]
-    finally:
-        readers._BLOCK_BYTES, readers._BLOCK_BYTES_PAST_END = blocks
-    assert [line.content for line in found] == content.split(b"\n")[
-        : content.count(b"\n") + (content[-1:] not in (b"", b"\n"))
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_BLOCK_BYTES", "_BLOCK_BYTES_PAST_END"):
+            patch.setattr(readers, name, data.draw(st.integers(1, 40)))
+        edges = itertools.pairwise([0, *cuts, len(content)])
+        found = [line for start, stop in edges for line in lines(Bytes(content), start, stop)]
+    assert [line.content for line in found] == content.removesuffix(b"\n").split(b"\n")[: len(content)]
     assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
 
 
@@ -150,6 +140,62 @@ def test_going_back_further_than_the_window(tmp_path: Path):
         assert stream.read_at(offset, 10) == content[offset : offset + 10]
     assert stream.read_at(6_000_000, 10) == b""
     assert text_length(tmp_path / "x.txt.xz") == len(content)
+
+
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+def test_a_book_by_lines_by_paragraphs_and_as_a_whole(tmp_path, suffix):
+    path = tmp_path / f"book.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"\xef\xbb\xbf" + BOOK.encode()))
+    assert texts_of(path) == ["Chapter 1", "It was late.", "Chapter 2", "둘째 장.", "The end"]
+    assert texts_of(path, keys=BY_PARAGRAPH) == ["Chapter 1\nIt was late.", "Chapter 2\n둘째 장.", "The end"]
+    assert texts_of(path, keys=AS_A_WHOLE) == [BOOK.replace("\r\n", "\n")]
+    assert tokenize(tmp_path / "out", path, document="blank_line").documents == 3
+    assert load_manifest(tmp_path / "out").document == "blank_line"
+    with pytest.raises(DataError, match="begun with another document: expected 'line', found 'blank_line'"):
+        tokenize(tmp_path / "out", path)
+
+
+BY_PARAGRAPH, AS_A_WHOLE = Keys(document="blank_line"), Keys(document="file")
+
+
+@given(
+    st.lists(st.sampled_from(["a", "bb", "", " ", "\t \r", "c c", "딱"]), max_size=12),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_paragraphs_do_not_depend_on_where_a_file_is_cut(tmp_path_factory, lines, unit_bytes, ends):
+    path = tmp_path_factory.mktemp("text") / "x.txt"
+    path.write_bytes("\n".join(lines).encode() + b"\n" * (ends or len(lines) < 2))  # an empty file is refused
+    blocks = itertools.groupby((line.rstrip("\r") for line in lines), lambda line: bool(line.strip()))
+    expected = ["\n".join(block) for is_text, block in blocks if is_text]
+    assert texts_of(path, keys=BY_PARAGRAPH, unit_bytes=unit_bytes) == expected
+
+
+def test_a_long_stretch_of_white_space_is_one_blank_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_LOOK_BACK_BYTES", 60)
+    path = tmp_path / "x.txt"
+    path.write_text("one\n" + " " * 50 + "\ntwo\nmore\n\nthree")
+    for unit_bytes in range(1, 70):
+        assert texts_of(path, keys=BY_PARAGRAPH, unit_bytes=unit_bytes) == ["one", "two\nmore", "three"]
+
+
+def test_a_document_that_is_too_large_is_named_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
+    path = tmp_path / "x.txt"
+    path.write_text("short\n\n" + "long line\n" * 200 + "\nlast")
+    assert texts_of(path, keys=BY_PARAGRAPH) == ["short", "too_large", "last"]
+    with pytest.raises(DataError, match=r"too_large .*a document has at most 32 MiB: split them \(a .txt by"):
+        tokenize(tmp_path / "out", path, document="file", max_bad_fraction=0.01)
+
+
+def test_a_truncated_file_loses_its_last_document_only(tmp_path):
+    path = tmp_path / "x.txt.gz"
+    whole = COMPRESS[".gz"]("".join(f"document {number}\n\n" for number in range(5000)).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    *found, last = texts_of(path, keys=BY_PARAGRAPH, unit_bytes=1000)
+    assert found == [f"document {number}" for number in range(len(found))] and len(found) > 100
+    assert last == "truncated_file"
+    assert texts_of(path, keys=AS_A_WHOLE) == ["truncated_file"]
 
 
 # --- Tables of text and other encodings, through the tool ------------------------------------------------------------
@@ -173,9 +219,7 @@ def test_csv_and_tsv(tmp_path: Path, name: str, compression: str):
     path.write_bytes(COMPRESS[compression](b"\xef\xbb\xbf" + content.encode()))
     assert tokenize_tool(tmp_path, path) == ""
     assert texts_in(tmp_path / "out") == ['하나, "둘"\r\n셋', "넷"]
-    keys = Keys("text", "question")
-    (unit,) = split_file(path, 0, keys, 3)
-    assert [record.prompt for record in unit_records(unit, keys)] == ["왜?", "누가?"]
+    assert [record.prompt for record in read(path, keys=Keys("text", "question"), unit_bytes=3)] == ["왜?", "누가?"]
     line = tokenize_tool(tmp_path, path, "--text-key", "content")
     assert line == f"error: {path}: has no column 'content'; set --text-key to one of: id, question, text"
 
@@ -188,9 +232,8 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
     assert made.rejected == {"malformed_csv": 3, "invalid_utf8": 1, "empty_text": 1}
     whole = COMPRESS[".gz"](b"text\n" + b"".join(b"%d\n" % number for number in range(50_000)))
     (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
-    made = tokenize(tmp_path / "cut", tmp_path / "x.csv.gz")
-    kept = texts_in(tmp_path / "cut")
-    assert made.rejected == {"truncated_file": 1} and len(kept) > 1000
+    *kept, last = texts_of(tmp_path / "x.csv.gz")
+    assert last == "truncated_file" and len(kept) > 1000
     assert kept == [str(number) for number in range(len(kept))]
 
 
@@ -199,27 +242,22 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
     [("x.jsonl", "cp949"), ("x.txt.gz", "euc-kr"), ("x.csv", "utf-16"), ("x.jsonl", "utf-16-le")],
 )
 def test_another_encoding_is_named_and_read(tmp_path: Path, name: str, encoding: str):
-    texts = [text for text in DOCUMENTS if text.encode(encoding, errors="ignore").decode(encoding) == text]
-    lines = {"x.jsonl": jsonl(texts).decode(), "x.txt.gz": "\n".join(texts), "x.csv": "\n".join(["text", *texts])}
+    lines = {"x.jsonl": jsonl(DOCUMENTS).decode(), "x.txt.gz": "\n".join(DOCUMENTS)}
+    content = lines.get(name, "\n".join(["text", *DOCUMENTS])).encode(encoding)
     path = tmp_path / name
-    path.write_bytes(COMPRESS[".gz" if name.endswith("gz") else ""](lines[name].encode(encoding)))
+    path.write_bytes(COMPRESS[".gz" if name.endswith("gz") else ""](content))
     advised = "cp949" if encoding in ("cp949", "euc-kr") else encoding
     line = tokenize_tool(tmp_path, path)
     assert f"{path} is likely {advised}, not UTF-8: set `encoding: {advised}` for the corpus (--encoding)" in line
     assert "max-bad-fraction and" not in line
     assert tokenize_tool(tmp_path, path, "--encoding", encoding, "--unit-mib", "0.0005") == ""
-    assert texts_in(tmp_path / "out") == texts
+    assert texts_in(tmp_path / "out") == DOCUMENTS
     assert load_manifest(tmp_path / "out").encoding == encoding
 
 
 def test_bytes_that_an_encoding_does_not_have_cost_their_record(tmp_path: Path):
     (tmp_path / "x.txt").write_bytes("하나\n".encode("cp949") + b"\xff\xff\n" + "둘\n".encode("cp949"))
-    made = tokenize(tmp_path / "out", tmp_path / "x.txt", encoding="cp949")
-    assert texts_in(tmp_path / "out") == ["하나", "둘"]
-    assert made.rejected == {"invalid_utf8": 1}
+    assert texts_of(tmp_path / "x.txt", keys=Keys(encoding="cp949")) == ["하나", "invalid_utf8", "둘"]
     assert "unknown encoding 'cp94'" in tokenize_tool(tmp_path, tmp_path / "x.txt", "--encoding", "cp94")
-
-
-def test_few_bad_bytes_are_not_taken_for_another_encoding(tmp_path: Path):
     (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS) + b'{"text": "\xff"}\n' * 9)
-    assert "raise --max-bad-fraction" in tokenize_tool(tmp_path, tmp_path / "x.jsonl")
+    assert "raise --max-bad-fraction" in tokenize_tool(tmp_path, tmp_path / "x.jsonl"), "too few for an encoding"

@@ -21,15 +21,12 @@ def write_megatron(prefix: Path, texts: list[list[int]], *, dtype: type = np.uin
     """What Megatron-LM's IndexedDatasetBuilder writes; `sentences`: a document is split into so many sequences."""
     sequences = [part for ids in texts for part in np.array_split(np.array(ids, dtype), sentences)]
     lengths = np.array([len(part) for part in sequences], np.int32)
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64) * np.dtype(dtype).itemsize]).astype(
-        np.int64
-    )
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
+    firsts = np.arange(0, len(sequences) + 1, sentences, dtype=np.int64)
+    header = struct.pack("<QBQQ", 1, {np.uint16: 8, np.int32: 4}[dtype], len(sequences), len(texts) + 1)
     prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in sequences))
-    code = {np.uint16: 8, np.int32: 4}[dtype]
-    with prefix.with_suffix(".idx").open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(texts) + 1))
-        for array in (lengths, pointers, np.arange(0, len(sequences) + 1, sentences, dtype=np.int64)):
-            file.write(array.tobytes())
+    index = b"".join([b"MMIDIDX\x00\x00", header, *(array.tobytes() for array in (lengths, pointers, firsts))])
+    prefix.with_suffix(".idx").write_bytes(index)
     return prefix
 
 

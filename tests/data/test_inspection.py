@@ -11,7 +11,7 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 
 def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
-    """The manifest, the quarantine, and every document as text; then an error about a missing shard."""
+    """The manifest, the quarantine, and every document as text; then that another tokenizer is refused."""
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)
@@ -26,20 +26,27 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     found = [document.partition(" ---\n")[2].rstrip("\n") for document in decoded]
     assert sorted(found) == sorted(f"<s> {text}</s>".rstrip("\n") for text in texts)
 
-    next((tmp_path / "corpus").glob("*.bin")).unlink()
-    done = run_main("inspect_data.py", tmp_path / "corpus")
-    assert done.returncode == 1
-    assert ".bin: no such file" in done.stderr
-
-
-def test_a_different_tokenizer_is_refused(tmp_path: Path):
-    tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(3)))
     described = (STORIES260K / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(described.replace('"ignore_merges": false', '"ignore_merges": true'))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "tokenizer_config.json").write_bytes((STORIES260K / "tokenizer_config.json").read_bytes())
     done = run_main("inspect_data.py", tmp_path / "corpus", "--tokenizer", tmp_path)
     assert done.returncode == 1
     assert f"tokenizer.json: did not make {tmp_path / 'corpus'}" in done.stderr
+
+
+def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
+    tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2)
+    (tmp_path / "begun" / ".units").mkdir(parents=True)
+    done = run_main("inspect_data.py", tmp_path, "--verify")
+    assert done.returncode == 0, done.stderr
+    begun, korean, heldout = (line.split() for line in done.stdout.splitlines()[2:])
+    assert begun[:3] == ["begun", "not", "finished:"]
+    assert (korean[:2], heldout[:2]) == (["korean", "train"], ["korean.heldout", "heldout"])
+    assert int(korean[2]) + int(heldout[2]) == 30
+    next((tmp_path / "korean").glob("*.bin")).unlink()
+    done = run_main("inspect_data.py", tmp_path)
+    assert done.returncode == 1 and ".bin: no such file" in done.stderr
+    assert "unfinished" in run_main("inspect_data.py", tmp_path / "begun").stderr
 
 
 def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
@@ -57,22 +64,3 @@ def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     assert per_character["t.model", "korean"] < 1
     assert per_character["t.model", "english"] < 0.7
     assert load_tokenizer(tmp_path / "t.model").vocab_size == 1500
-
-
-def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
-    tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2)
-    (tmp_path / "begun" / ".units").mkdir(parents=True)
-    done = run_main("inspect_data.py", tmp_path, "--verify")
-    assert done.returncode == 0, done.stderr
-    begun, korean, heldout = (line.split() for line in done.stdout.splitlines()[2:])
-    assert begun[:3] == ["begun", "not", "finished:"]
-    assert (korean[:2], heldout[:2]) == (["korean", "train"], ["korean.heldout", "heldout"])
-    assert int(korean[2]) + int(heldout[2]) == 30
-    shard = next((tmp_path / "korean").glob("*.bin"))
-    content = bytearray(shard.read_bytes())
-    content[7] ^= 1
-    shard.write_bytes(content)
-    done = run_main("inspect_data.py", tmp_path, "--verify")
-    assert done.returncode == 1
-    assert "damaged" in done.stderr
-    assert "unfinished" in run_main("inspect_data.py", tmp_path / "begun").stderr

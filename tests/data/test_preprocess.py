@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -17,11 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data import jobs, unit_work
+from pipeline.data import jobs
+from pipeline.data import preprocess as preprocessing
+from pipeline.data.corpora import is_heldout
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import Manifest, load_manifest
 from pipeline.data.tokenizer import Encoded, GigatokenEncoder
-from pipeline.data.unit_work import is_heldout
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import PASSING_FAULT, DataError
 from pipeline.files import file_hash
@@ -32,29 +34,29 @@ from tests.data.helpers import (
     contents,
     documents,
     job,
+    jsonl,
     run_main,
     texts_in,
     tokenize,
     write_jsonl,
-)
+)  # fmt: skip
 from tests.disks import SmallDisk
 from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
 from tests.waiting import PATIENCE_S
 
 # 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is killed.
-ARGUMENTS = [
-    *("--input", REVIEWS, STORIES, "--tokenizer", STORIES260K),
-    *("--heldout-fraction", "0.1", "--unit-mib", "0.25"),
-]
+INPUTS = (REVIEWS, STORIES)
+SETTINGS: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**18}
+ARGUMENTS = ["--input", *INPUTS, "--tokenizer", STORIES260K, "--heldout-fraction", "0.1", "--unit-mib", "0.25"]
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(module_folder: Path) -> dict[str, str]:
     """The corpus of one process that nothing interrupts."""
-    folder = module_folder / "corpus"
-    tokenize(folder, REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
-    made = corpus_contents(folder)
+    tokenize(module_folder / "corpus", *INPUTS, **SETTINGS)
+    made = corpus_contents(module_folder / "corpus")
     assert len(made) > 150
     return made
 
@@ -73,18 +75,19 @@ class Running:
             command, cwd=PROJECT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def units_done(self) -> int:
-        return len(list((self.output / ".units").glob("*-*[0-9].json")))
-
-    def wait_for_units(self, count: int) -> None:
-        """Waits until `count` units are done."""
-        while self.units_done() < count:
+    def wait_for_units(self, more: int) -> None:
+        """Waits until `more` units are done."""
+        wanted = self.units_done() + more
+        while self.units_done() < wanted:
             assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.002)
 
-    def kill_everything(self) -> str:
-        """Ends the whole process group; what the tool wrote to stderr."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+    def units_done(self) -> int:
+        return len(list((self.output / ".units").glob("*-*[0-9].json")))
+
+    def end(self, number: int) -> str:
+        """Sends a signal to the whole process group; what the tool wrote to stderr."""
+        os.killpg(self.process.pid, number)
         return self.errors()
 
     def errors(self) -> str:
@@ -105,15 +108,14 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
 
     early = Running(output, "--workers", "2")
     time.sleep(0.5)
-    early.kill_everything()
+    early.end(signal.SIGKILL)
 
     whole = Running(output, "--workers", "2")
     whole.wait_for_units(chance.randint(1, 8))
-    time.sleep(chance.uniform(0, 0.03))
-    whole.kill_everything()
+    whole.end(signal.SIGKILL)
 
     parent = Running(output, "--workers", "3")
-    parent.wait_for_units(parent.units_done() + chance.randint(1, 8))
+    parent.wait_for_units(chance.randint(1, 8))
     descendants = psutil.Process(parent.process.pid).children(recursive=True)
     assert len(descendants) >= 4  # the fork server, which needs a tracker, and three workers
     parent.process.kill()
@@ -121,7 +123,7 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
     assert not psutil.wait_procs(descendants, timeout=PATIENCE_S)[1]  # no worker outlives its parent
 
     worker = Running(output, "--workers", "2")
-    worker.wait_for_units(worker.units_done() + chance.randint(1, 8))
+    worker.wait_for_units(chance.randint(1, 8))
     # The workers are children of the fork server, which is a child of the job's own process.
     workers = [child for server in psutil.Process(worker.process.pid).children() for child in server.children()]
     chance.choice(workers).kill()
@@ -136,10 +138,8 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
 def test_an_interrupt_gives_a_one_line_message(tmp_path: Path):
     running = Running(tmp_path / "corpus", "--workers", "2")
     running.wait_for_units(2)
-    os.killpg(running.process.pid, signal.SIGINT)
-    errors = running.errors()
+    assert running.end(signal.SIGINT).rstrip().endswith("interrupted")
     assert running.process.returncode == 130
-    assert errors.rstrip().endswith("interrupted")
     assert not list((tmp_path / "corpus").rglob("*.partial"))
 
 
@@ -152,32 +152,55 @@ def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undistu
         survivor.finish()
     together[1].process.communicate()
     assert corpus_contents(tmp_path / "a" / "corpus") == undisturbed
-    alone = job(tmp_path / "b" / "corpus", REVIEWS, STORIES, heldout_fraction=0.1, unit_bytes=2**18)
-    with local_workers(1) as workers:
-        preprocess(alone, workers, share=(2, 3))
+    preprocess(job(tmp_path / "b" / "corpus", *INPUTS, **SETTINGS), Workers(None), share=(2, 3))
     assert corpus_contents(tmp_path / "b" / "corpus") == undisturbed
 
 
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
+def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str]):
+    running = Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "3"))
+    running.wait_for_units(3)
+    running.end(signal.SIGKILL)
+    Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "2")).finish()
+    assert corpus_contents(tmp_path / "corpus") == undisturbed
+
+
+def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path):
+    command = [*TOOL, *map(str, ARGUMENTS), "--output", str(tmp_path / "out"), "--mpi"]
+    environment = {**os.environ, "SLURM_NTASKS": "4"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROJECT, check=False)
+    assert done.returncode == 1
+    assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
+
+
+def test_the_task_at_which_a_process_aborts_is_named():
+    wait, abort = "__import__('time').sleep(600)", "[__import__('time').sleep(0.2), __import__('os').abort()]"
+    for tasks, named in (([wait, abort], f"{wait} or {abort}"), ([abort], abort)):
+        with (
+            local_workers(len(tasks), isolated=True) as workers,
+            pytest.raises(DataError, match=re.escape(f"a worker process was killed at {named}; start")),
+        ):
+            list(workers.run(eval, tasks))
+
+
 class _Disturbed(Workers):
-    """Real workers that call `before` or `after` once, before or after the named work."""
+    """Real workers that call `action` once, before or after the named work."""
 
-    def __init__(self, work: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None):
+    def __init__(self, work: str, when: str, action: Callable[[], None]) -> None:
         super().__init__(None)
-        self._work, self._before, self._after = work, before, after
+        self._work, self._when, self._actions = work, when, [action]
 
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any], **options: Any) -> Iterator[Any]:
+    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
         is_named = function.args[-1].func.__name__ == self._work  # of run_units
-        if is_named and self._before is not None:
-            self._before, action = None, self._before
-            action()
-        yield from super().run(function, tasks, **options)
-        if is_named and self._after is not None:
-            self._after, action = None, self._after
-            action()
+        if is_named and self._when == "before" and self._actions:
+            self._actions.pop()()
+        yield from super().run(function, tasks)
+        if is_named and self._when == "after" and self._actions:
+            self._actions.pop()()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("task", ["_read_file", "tokenize_unit"])
+@pytest.mark.parametrize("task", ["_split", "tokenize_unit"])
 def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
     """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))
@@ -185,102 +208,74 @@ def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, w
     alone = tokenize(tmp_path / "alone" / "corpus", source, **settings)
     output = tmp_path / "shared" / "corpus"
     others: list[Manifest] = []
-    disturbed = _Disturbed(task, **{when: lambda: others.append(tokenize(output, source, **settings))})
+    disturbed = _Disturbed(task, when, lambda: others.append(tokenize(output, source, **settings)))
     assert preprocess(job(output, source, **settings), disturbed) == alone
     assert others == [alone]
     assert corpus_contents(output) == corpus_contents(tmp_path / "alone" / "corpus")
     assert len(alone.shards) > 3
 
 
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
-def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str]):
-    running = Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "3"))
-    running.wait_for_units(3)
-    running.kill_everything()
-    Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "-n", "2")).finish()
-    assert corpus_contents(tmp_path / "corpus") == undisturbed
-
-
-def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path):
-    environment = {**os.environ, "SLURM_NTASKS": "4"}
-    command = [*TOOL, *map(str, ARGUMENTS), "--output", str(tmp_path / "out"), "--mpi"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROJECT, check=False)
-    assert done.returncode == 1
-    assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
-
-
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, finished: bool):
-    source = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7])
-    output = tmp_path / "corpus"
+    source, output = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7]), tmp_path / "corpus"
     with nullcontext() if finished else pytest.raises(DataError, match="bad"):
         tokenize(output, source, max_bad_fraction=float(finished))
     before = contents(output)
-
-    def refused(name: str, **changes: object) -> None:
-        message = f"was begun with another {name}: expected .*, found .*; set it back, or remove"
-        with pytest.raises(DataError, match=message):
-            tokenize(output, source, **changes)
-
-    refused("text key", text_key="body")
-    refused("heldout fraction", heldout_fraction=0.5)
-    refused("document end", end_of_document="<unk>")
-    write_jsonl(source, documents(30))
-    refused("inputs")
+    changes = {"text key": {"text_key": "body"}, "heldout fraction": {"heldout_fraction": 0.5}}
+    for name, change in {**changes, "document end": {"end_of_document": "<unk>"}, "inputs": {}}.items():
+        if not change:
+            write_jsonl(source, documents(30))
+        with pytest.raises(DataError, match=f"begun with another {name}: expected .*, found .*; set it back, or remov"):
+            tokenize(output, source, **change)
     assert contents(output) == before
 
 
-def test_of_two_different_jobs_that_begin_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The other begins, and stops at a bad record, after this one has found the folder empty."""
+@pytest.mark.parametrize("was_empty", [True, False])
+def test_of_two_different_jobs_that_begin_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_empty: bool
+):
+    """The other begins, and stops at a bad record, before or after this one looks whether the folder is empty."""
     output, check_replaceable = tmp_path / "corpus", jobs.check_replaceable
     source = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7])
 
     def other_begins(*arguments: Any, **options: Any) -> None:
         monkeypatch.setattr(jobs, "check_replaceable", check_replaceable)
+        if was_empty:
+            check_replaceable(*arguments, **options)
         with pytest.raises(DataError, match="bad"):
             tokenize(output, source, unit_bytes=500, max_bad_fraction=0)
-        check_replaceable(*arguments, **options)
+        if not was_empty:
+            check_replaceable(*arguments, **options)
 
     monkeypatch.setattr(jobs, "check_replaceable", other_begins)
     with pytest.raises(DataError, match="was begun with another unit size: expected 400, found 500"):
         tokenize(output, source, unit_bytes=400)
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_held_out_documents_are_chosen_by_their_hash(tmp_path: Path):
+def test_the_manifest_and_the_documents_held_out_by_their_hash(tmp_path: Path):
     texts = documents(400)
-    write_jsonl(tmp_path / "a.jsonl", texts[:200])
-    write_jsonl(tmp_path / "b.jsonl", [*texts[200:], texts[0], texts[1]])
-    tokenize(tmp_path / "corpus", tmp_path / "a.jsonl", tmp_path / "b.jsonl", heldout_fraction=0.2)
-    train, heldout = texts_in(tmp_path / "corpus"), texts_in(tmp_path / "corpus.heldout")
-    assert sorted(train + heldout) == sorted([*texts, texts[0], texts[1]])
-    assert not set(train) & set(heldout)
-    assert 50 < len(heldout) < 110
-    assert all(is_heldout(text, 0.2) for text in heldout)
-    # A larger fraction only adds to a smaller one.
-    assert all(is_heldout(text, 0.3) for text in heldout)
-
-
-def test_contents_of_the_manifest(tmp_path: Path):
-    texts = documents(50)
-    source = write_jsonl(tmp_path / "x.jsonl.gz", [*texts, 5])
-    made = tokenize(tmp_path / "corpus", source, heldout_fraction=0.3)
+    first = write_jsonl(tmp_path / "a.jsonl.gz", [*texts[:200], 5])
+    made = tokenize(
+        tmp_path / "corpus", first, write_jsonl(tmp_path / "b.jsonl", [*texts[200:], *texts[:2]]), heldout_fraction=0.2
+    )
+    train, held = texts_in(tmp_path / "corpus"), texts_in(tmp_path / "corpus.heldout")
+    assert sorted(train + held) == sorted([*texts, *texts[:2]]) and not set(train) & set(held)
+    assert 50 < len(held) < 110 and all(is_heldout(text, 0.2) for text in held)
+    assert all(is_heldout(text, 0.3) for text in held), "a larger fraction only adds to a smaller one"
     heldout = load_manifest(tmp_path / "corpus.heldout")
     assert (made.part, heldout.part) == ("train", "heldout")
-    assert made.documents + heldout.documents == 50
-    assert made.characters + heldout.characters == sum(map(len, texts))
-    assert made.bytes + heldout.bytes == sum(len(text.encode()) for text in texts)
+    assert (made.documents, heldout.documents) == (len(train), len(held))
+    assert (made.characters, heldout.characters) == (sum(map(len, train)), sum(map(len, held)))
+    assert made.bytes == sum(len(text.encode()) for text in train)
     assert made.rejected == heldout.rejected == {"text_not_string": 1}
     assert made.tokens_per_character == pytest.approx(made.tokens / made.characters, abs=1e-6)
-    (file,) = made.inputs
-    assert (file.path, file.bytes, file.sha256) == (str(source), source.stat().st_size, file_hash(source))
+    file = made.inputs[0]
+    assert (file.path, file.bytes, file.sha256) == (str(first), first.stat().st_size, file_hash(first))
     assert made.tokenizer.backend == "gigatoken"
     assert (made.tokenizer.vocab_size, made.token_dtype) == (512, "uint16")
     assert not (tmp_path / "corpus" / ".units").exists()
-    written = json.loads((tmp_path / "corpus" / "manifest.json").read_text())
-    assert written["documents"] == made.documents
+    assert load_manifest(tmp_path / "corpus") == made
 
 
 def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
@@ -294,11 +289,9 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 
     monkeypatch.setattr(GigatokenEncoder, "encode", erring)
-    monkeypatch.setattr(unit_work, "_BATCH_BYTES", 1)  # each document is compared
+    monkeypatch.setattr(preprocessing, "_BATCH_BYTES", 1)  # each document is compared
     output = tmp_path / "corpus"
-    with pytest.raises(
-        DataError, match=f"gigatoken and tokenizers differ on '거짓 하나'; remove {output} and start again"
-    ):
+    with pytest.raises(DataError, match=f"gigatoken and tokenizers differ on '거짓 하나'; remove {output} and start"):
         tokenize(output, source)
     with pytest.raises(DataError, match="was begun with another backend"):
         tokenize(output, source, reference_only=True)
@@ -308,33 +301,36 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path):
-    tokenizer = unit_work.cached_tokenizer(str(STORIES260K), None)
+    tokenizer = preprocessing.cached_tokenizer(STORIES260K, None)
     object.__setattr__(tokenizer, "vocab_size", 300)
     try:
         with pytest.raises(DataError, match="but has a vocabulary of 300"):
             tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(20)))
     finally:
-        unit_work.cached_tokenizer.cache_clear()
+        preprocessing.cached_tokenizer.cache_clear()
     assert not list((tmp_path / "corpus").glob("*.bin"))
 
 
-def test_memory_does_not_follow_the_corpus(tmp_path: Path):
-    """Four times the text takes the same memory."""
-    content = write_jsonl(tmp_path / "small.jsonl", documents(3000, words=200)).read_bytes()
-    (tmp_path / "small.jsonl").write_bytes(content * 4)
-    (tmp_path / "large.jsonl").write_bytes(content * 16)
-    assert (tmp_path / "large.jsonl").stat().st_size > 30e6
-    peaks = {}
-    for name in ("small", "large"):
-        running = Running(tmp_path / name, "--workers", "1", "--input", str(tmp_path / f"{name}.jsonl"))
-        peak = 0
-        while running.process.poll() is None:
-            status = Path(f"/proc/{running.process.pid}/status").read_text()
-            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
-            time.sleep(0.01)
-        running.finish()
-        peaks[name] = peak / 1024
-    assert peaks["large"] < peaks["small"] + 20
+def test_memory_follows_neither_the_corpus_nor_a_document_that_is_too_large(tmp_path: Path):
+    """Four times the text takes the same memory; a document of 200 MB costs itself alone."""
+    content = jsonl(documents(3000, words=200))
+    code = (
+        "import sys; from tests.data.helpers import tokenize; from pathlib import Path\n"
+        "made = tokenize(Path(sys.argv[1] + '.out'), sys.argv[1])\n"
+        "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "print(made.documents, dict(made.rejected), peak.split()[1], sep=';')"
+    )
+
+    def made(name: str, content: bytes) -> tuple[str, str, float]:
+        (path := tmp_path / name).write_bytes(content)
+        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+        count, rejected, peak_kib = done.stdout.split(";")
+        return count, rejected, int(peak_kib) / 1024
+
+    small, large = made("small.jsonl", content * 4), made("large.jsonl", content * 16)
+    assert large[2] < small[2] + 20
+    huge = made("huge.jsonl", jsonl(["first"]) + b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + jsonl(["last"]))
+    assert huge[:2] == ("2", "{'too_large': 1}") and huge[2] < 500
 
 
 def test_every_corpus_of_a_configuration(tmp_path: Path):
@@ -382,10 +378,8 @@ def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
     (tmp_path / "corpus").write_text("a file")
     source = write_jsonl(tmp_path / "x.jsonl", ["one"])
     arguments = ["--input", source, "--tokenizer", STORIES260K, "--workers", "1", "--output"]
-    for output, message in (
-        (tmp_path / "corpus", "corpus: expected nothing here"),
-        (tmp_path / "corpus" / "below", "below: Not"),
-    ):
+    named = {tmp_path / "corpus": "corpus: expected nothing here", tmp_path / "corpus" / "below": "below: Not"}
+    for output, message in named.items():
         done = run_main("preprocess_data.py", *arguments, output)
         assert (done.returncode, done.stderr.count("error: ")) == (1, 1) and message in done.stderr
     assert (tmp_path / "corpus").read_text() == "a file"

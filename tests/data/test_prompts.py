@@ -1,26 +1,37 @@
-"""Answers to prompts: what is stored, that prompts are recognized, and what is refused."""
+"""Answers to prompts, and chats: what is stored, that prompts are recognized, and what is refused."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
+from pipeline.data.chats import ChatTemplate, chat_template
+from pipeline.data.corpora import is_heldout
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import PromptedShard, shard_file
 from pipeline.errors import DataError
-from tests.data.helpers import documents, stories_tokenizer, tokenize
+from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize
 
 PAIRS = [(f"Who is {number}?\nAnswer:", answer) for number, answer in enumerate(documents(120))]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}{{ raise_exception('two users') }}{% endif %}"
+    "User: {{ message.content | trim }}\n"
+    "{% else %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
-def write_pairs(path: Path, pairs: list[tuple[str, str]] = PAIRS, *more: object) -> Path:
-    records = [*({"question": prompt, "text": answer} for prompt, answer in pairs), *more]
+def write_pairs(path: Path, *more: object) -> Path:
+    records = [*({"question": prompt, "text": answer} for prompt, answer in PAIRS), *more]
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
@@ -53,46 +64,122 @@ def test_prompt_and_answer_are_encoded_separately_and_recognized(tmp_path: Path,
     assert made.prompt_tokens == sum(len(expected(*pair)[0]) for pair in PAIRS)
     assert made.prompt_bytes == sum(len(prompt.encode()) for prompt, _ in PAIRS)
     assert made.bytes == sum(len((prompt + answer).encode()) for prompt, answer in PAIRS)
-
-
-def test_the_prompt_mask_of_any_range_of_tokens(tmp_path: Path):
-    tokenize(tmp_path / "out", write_pairs(tmp_path / "x.jsonl"), prompt_key="question", unit_bytes=700)
     corpus = TokenCorpus(tmp_path / "out")
     whole = corpus.prompt_mask(0, corpus.tokens)
-    for start, stop in np.sort(np.random.default_rng(0).integers(0, corpus.tokens, (200, 2))):
-        if start < stop:
-            assert np.array_equal(corpus.prompt_mask(start, stop), whole[start:stop])
+    for start, stop in np.sort(np.random.default_rng(0).integers(0, corpus.tokens, (100, 2))):
+        assert start == stop or np.array_equal(corpus.prompt_mask(start, stop), whole[start:stop])
 
 
 def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
     bad = [{"text": "an answer"}, {"text": "an answer", "question": 7}, {"text": "an answer", "question": " "}]
-    path = write_pairs(tmp_path / "x.jsonl", PAIRS, *bad, {"question": "and?"})
+    path = write_pairs(tmp_path / "x.jsonl", *bad, {"question": "and?"})
     made = tokenize(tmp_path / "out", path, prompt_key="question")
     assert made.rejected == {"no_prompt_key": 1, "no_text_key": 1, "prompt_not_usable": 2}
     assert made.documents == len(PAIRS)
-
-
-def test_lines_of_text_have_no_prompts(tmp_path: Path):
     (tmp_path / "x.txt").write_text("one\ntwo\n")
     with pytest.raises(DataError, match=r"x\.txt: a line has no 'question'"):
-        tokenize(tmp_path / "out", tmp_path / "x.txt", prompt_key="question")
-
-
-def test_a_column_that_is_missing_is_named(tmp_path: Path):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="has no column 'question'; set --prompt-key to one of: text"):
-        tokenize(tmp_path / "out", tmp_path / "x.parquet", prompt_key="question")
+        tokenize(tmp_path / "lines", tmp_path / "x.txt", prompt_key="question")
 
 
 def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
-    path = write_pairs(tmp_path / "x.jsonl")
-    tokenize(tmp_path / "out", path, prompt_key="question")
-    lengths_file = shard_file(tmp_path / "out" / "00000-000000", ".prompts.npy")
+    tokenize(tmp_path / "out", write_pairs(tmp_path / "x.jsonl"), prompt_key="question")
+    prefix = tmp_path / "out" / "00000-000000"
+    lengths_file = shard_file(prefix, ".prompts.npy")
     whole = np.load(lengths_file)
     np.save(lengths_file, whole + 1)
     with pytest.raises(DataError, match=r"prompts\.npy: damaged: the bytes 0 to"):
         TokenCorpus(tmp_path / "out").check()
-    for content, message in ((whole[:-1], r"expected 120 lengths, found an array of \(119,\)"), (None, "not an array")):
-        lengths_file.write_bytes(b"no array") if content is None else np.save(lengths_file, content)
-        with pytest.raises(DataError, match=rf"prompts\.npy: {message}"):
-            PromptedShard(tmp_path / "out" / "00000-000000")
+    np.save(lengths_file, whole[:-1])
+    with pytest.raises(DataError, match=r"prompts\.npy: expected 120 lengths, found an array of \(119,\)"):
+        PromptedShard(prefix)
+    lengths_file.write_bytes(b"no array")
+    with pytest.raises(DataError, match=r"prompts\.npy: not an array"):
+        PromptedShard(prefix)
+
+
+# --- Chats -----------------------------------------------------------------------------------------------------------
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CHAT = [
+    turn("user", "Who ran home? "),
+    turn("assistant", "Tom."),
+    turn("user", "Why?"),
+    turn("assistant", "It was late."),
+]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    shutil.copytree(STORIES260K, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "model"
+
+
+def make(model: Path, output: Path, chats: list[object], **settings: object):
+    path = output.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"id": 1, "messages": chat}) + "\n" for chat in chats))
+    return tokenize(output, path, tokenizer=model, messages_key="messages", max_bad_fraction=0.9, **settings)
+
+
+def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp_path):
+    """Also of ShareGPT's names."""
+    make(model, tmp_path / "out", [CHAT])
+    library = AutoTokenizer.from_pretrained(model)
+    found = stored(tmp_path / "out")
+    assert len(found) == 2
+    for pair, at in zip(found, (1, 3), strict=True):
+        text = library.apply_chat_template(CHAT[:at], tokenize=False, add_generation_prompt=True)
+        assert text.startswith("<s>")
+        # One BOS, the document's own, and one end.
+        assert pair == expected(text.removeprefix("<s>"), CHAT[at]["content"])
+    for user, assistant in (("human", "gpt"), ("user", "chatgpt"), ("human", "assistant")):
+        names = {"user": user, "assistant": assistant}
+        chat = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
+        make(model, tmp_path / f"{user}-{assistant}", [chat])
+        assert stored(tmp_path / f"{user}-{assistant}") == found
+
+
+def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
+    bad: list[object] = [
+        "text",
+        [{"role": "user"}, {"from": ["gpt"], "value": 1}],
+        [turn("user", "alone")],
+        [turn("user", "a"), turn("user", "b"), turn("assistant", "c")],
+        [turn("user", "a"), turn("assistant", "  ")],
+    ]
+    made = make(model, tmp_path / "out", [CHAT, *bad])
+    assert made.documents == 2
+    assert made.rejected == {"empty_text": 1, "messages_not_usable": 3, "no_answer": 1}
+
+
+def test_the_answers_of_a_chat_are_held_out_together(model, tmp_path):
+    chats = [[turn("user", f"{number}?"), *CHAT[1:]] for number in range(40)]
+    train = make(model, tmp_path / "out", chats, heldout_fraction=0.5)
+    heldout = TokenCorpus(tmp_path / "out.heldout").manifest
+    alone = sum(is_heldout(json.dumps(chat, separators=(",", ":")), 0.5) for chat in chats)
+    assert 0 < heldout.documents == 2 * alone < 80
+    assert train.documents + heldout.documents == 80
+
+
+def test_a_template_is_part_of_the_corpus_and_runs_in_a_sandbox(model, tmp_path):
+    make(model, tmp_path / "out", [CHAT])
+    template = model / "chat_template.jinja"
+    template.write_text("{{ cycler.__init__.__globals__.os.system('touch " + str(tmp_path / "ran") + "') }}")
+    chat_template.cache_clear()
+    with pytest.raises(DataError, match="begun with another chat template"):
+        make(model, tmp_path / "out", [CHAT])
+    with pytest.raises(DataError, match="messages_not_usable"):
+        make(model, tmp_path / "other", [CHAT])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    with pytest.raises(DataError, match="has no chat template; take the tokenizer of a chat model"):
+        ChatTemplate(STORIES260K)
+    (tmp_path / "x.model").write_bytes(b"")
+    with pytest.raises(DataError, match=r"x.model: it would read the markers of chats as text"):
+        ChatTemplate(tmp_path / "x.model")

@@ -17,26 +17,17 @@ FIXTURES = Path(__file__).parent / "fixtures"
 VOCABULARIES = {"uint16": 50_277, "int32": 128_256}
 
 
-def megatron_documents(vocab_size: int) -> list[np.ndarray]:
-    random = np.random.default_rng(7)
-    return [random.integers(0, vocab_size, size=int(length)) for length in random.integers(1, 40, size=20)]
-
-
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_we_write_what_megatron_writes(name: str, tmp_path: Path):
-    documents = megatron_documents(VOCABULARIES[name])
+def test_we_read_and_write_what_megatron_writes(name: str, tmp_path: Path):
+    random = np.random.default_rng(7)
+    documents = [random.integers(0, VOCABULARIES[name], size=int(length)) for length in random.integers(1, 40, size=20)]
     with writing_shard(tmp_path / "ours", token_dtype(VOCABULARIES[name])) as writer:
         for batch in (documents[:7], documents[7:]):
             writer.add(np.concatenate(batch), np.array([len(document) for document in batch]))
     for end in (".bin", ".idx"):
         theirs = shard_file(FIXTURES / f"megatron_{name}", end)
         assert shard_file(tmp_path / "ours", end).read_bytes() == theirs.read_bytes()
-
-
-@pytest.mark.parametrize("name", VOCABULARIES)
-def test_we_read_what_megatron_wrote(name: str):
     shard = Shard(FIXTURES / f"megatron_{name}")
-    documents = megatron_documents(VOCABULARIES[name])
     assert (shard.dtype.name, shard.documents, shard.tokens) == (name, 20, sum(map(len, documents)))
     for number, document in enumerate(documents):
         assert np.array_equal(shard.document(number), document)
@@ -45,9 +36,8 @@ def test_we_read_what_megatron_wrote(name: str):
 def test_documents_of_several_sequences_are_read_completely():
     shard = Shard(FIXTURES / "megatron_sentences")
     assert [list(shard.document(number)) for number in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    assert list(shard.document_starts(0, 9)) == [0, 3, 4]
-    assert list(shard.document_starts(1, 4)) == [3]
-    assert list(shard.document_starts(5, 9)) == []
+    starts = {(0, 9): [0, 3, 4], (1, 4): [3], (5, 9): []}
+    assert {where: list(shard.document_starts(*where)) for where in starts} == starts
 
 
 def test_beyond_32_bits(tmp_path: Path):
@@ -55,37 +45,32 @@ def test_beyond_32_bits(tmp_path: Path):
     lengths = np.array([2**31 - 1, 2**31 - 1, 5, 7, 2**29], dtype=np.int32)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     tokens = int(lengths.sum(dtype=np.int64))
-    bin_path, idx_path = tmp_path / "large.bin", tmp_path / "large.idx"
-    with bin_path.open("wb") as file:
+    with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(tokens * 4)
-        for document, ids in ((2, [11, 12, 13, 14, 15]), (3, [21, 22, 23, 24, 25, 26, 27])):
+        for document, ids in ((2, range(11, 16)), (3, range(21, 28))):
             file.seek(int(starts[document]) * 4)
             file.write(np.array(ids, np.int32).tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 5, 6)
-    idx_path.write_bytes(header + lengths.tobytes() + (starts * 4).tobytes() + np.arange(6).tobytes())
+    index = header + lengths.tobytes() + (starts * 4).tobytes() + np.arange(6).tobytes()
+    (tmp_path / "large.idx").write_bytes(index)
 
     shard = Shard(tmp_path / "large")
     assert shard.tokens == tokens > 2**32
-    assert list(shard.document(2)) == [11, 12, 13, 14, 15]
-    assert list(shard.document(3)) == [21, 22, 23, 24, 25, 26, 27]
+    assert list(shard.document(2)) == list(range(11, 16))
+    assert list(shard.document(3)) == list(range(21, 28))
     assert list(shard.read(2**32 - 3, 2**32 + 5)) == [0, 11, 12, 13, 14, 15, 21, 22]
     assert list(shard.document_starts(2**32 - 10, 2**32 + 20)) == [int(at) for at in starts[2:]]
-    assert shard.document_at(2**32 + 3) == 3
-    assert shard.document_at(tokens - 1) == 4
+    assert (shard.document_at(2**32 + 3), shard.document_at(tokens - 1)) == (3, 4)
 
 
 def test_the_type_follows_the_vocabulary():
     assert [token_dtype(size).name for size in (512, 65_499, 65_500, 128_256)] == ["uint16", "uint16", "int32", "int32"]
 
 
-def test_without_documents_there_are_no_files(tmp_path: Path):
+def test_without_documents_or_after_an_error_there_are_no_files(tmp_path: Path):
     with writing_shard(tmp_path / "empty", np.dtype(np.uint16)):
         # Another job that writes the same shard at the same time must not find an empty file.
         assert list(tmp_path.iterdir()) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_leaves_nothing_behind(tmp_path: Path):
     with pytest.raises(RuntimeError), writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
         writer.add(np.arange(5), np.array([5]))
         raise RuntimeError
@@ -96,35 +81,21 @@ def test_damage_gives_a_one_line_error(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         Shard(tmp_path / "missing")
     with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
-        writer.add(np.arange(50), np.array([20, 30]))
-    bin_path, idx_path = tmp_path / "s.bin", tmp_path / "s.idx"
-    whole = idx_path.read_bytes()
-    for damaged, message in ((b"", "Megatron"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
-        idx_path.write_bytes(damaged)
-        with pytest.raises(DataError, match=message):
-            Shard(tmp_path / "s")
-    idx_path.write_bytes(whole)
-    bin_path.write_bytes(bin_path.read_bytes()[:-2])
-    with pytest.raises(DataError, match="expected 50 tokens"):
-        Shard(tmp_path / "s")
-
-
-def test_an_index_of_another_program_is_checked(tmp_path: Path):
-    """But for a document's border that moves to that of another sequence."""
-    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
         writer.add(np.arange(9), np.array([2, 3, 4]))
     index = tmp_path / "s.idx"
     whole = index.read_bytes()
-    for at in range(len(whole) - 3 * 8):
+    for damaged, message in ((b"", "Megatron"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
+        index.write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            Shard(tmp_path / "s")
+    for at in range(len(whole) - 3 * 8):  # a document's border that moves to another sequence's is not noticed
         index.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(DataError):
             Shard(tmp_path / "s").check_index()
-
-
-def test_a_shard_cut_while_it_is_read(tmp_path: Path):
-    with writing_shard(tmp_path / "s", np.dtype(np.uint16)) as writer:
-        writer.add(np.arange(9), np.array([2, 3, 4]))
+    index.write_bytes(whole)
     shard = Shard(tmp_path / "s")
     os.truncate(shard.bin_path, 7)
     with pytest.raises(DataError, match=r"s\.bin: expected 8 bytes from token 5 on, found 0: it was cut while"):
         shard.document(2)
+    with pytest.raises(DataError, match="expected 9 tokens"):
+        Shard(tmp_path / "s")

@@ -58,9 +58,7 @@ def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
 
 def job(output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any) -> SamplingJob:
     own = {name: settings.pop(name) for name in ("text_key", "batch_size") if name in settings}
-    return SamplingJob(
-        base=base, output=output, sampling=Sampling(**{"tokens": 600, **settings}), max_tokens=max_tokens, **own
-    )
+    return SamplingJob(base, output, Sampling(**{"tokens": 600, **settings}), max_tokens, **own)
 
 
 def sample(output: Path, base: Path = STORIES, *, workers: int = 1, **settings: Any) -> Manifest:
@@ -73,8 +71,5 @@ def documents_in(folder: Path) -> list[list[int]]:
     """The ids of every document of a finished corpus, whose shards are checked."""
     corpus = TokenCorpus(folder)
     corpus.check()
-    found = []
-    for number in range(corpus.manifest.documents):
-        shard, document = corpus.locate_document(number)
-        found.append(shard.document(document).tolist())
-    return found
+    ids = corpus.read(0, corpus.tokens)
+    return [document.tolist() for document in np.split(ids, corpus.document_starts(0, corpus.tokens)[1:])]

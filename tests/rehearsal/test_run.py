@@ -46,7 +46,7 @@ def copied_tokens(tokens: Path, tmp_path: Path) -> Path:
 def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = rehearsing(tmp_path / "run", copied_tokens)
     config, cluster = load_config(path), Cluster(gpus=2, gpus_per_node=2)
-    with pytest.raises(DataError, match=r"corpus .*/own does not exist: start tools/sample_base\.py"):
+    with pytest.raises(DataError, match=r"/own does not exist: start .* \(or scale-cpt sample"):
         TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
     plan = make_plan(config, cluster)
     assert plan.faults == ()
@@ -69,7 +69,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
 
     made = contents(copied_tokens)
     again = run_main("sample_base.py", path)
-    assert (again.returncode, again.stdout) == (0, "")
+    assert again.returncode == 0
     assert "own: already complete" in again.stderr
     assert contents(copied_tokens) == made
     other = rehearsing(tmp_path / "run", copied_tokens, temperature=0.5)
@@ -99,15 +99,6 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (tmp_path / "run" / "attempts.jsonl").exists()
-
-
-def test_the_command_without_a_run(tmp_path: Path):
-    flags = ("--base", STORIES, "--output", tmp_path / "own", "--tokens", "50", "--max-tokens", "16", "--workers", "1")
-    done = run_main("sample_base.py", *flags, "--batch-size", "2", "--seed", "3", "--temperature", "0.5")
-    assert done.returncode == 0, done.stderr
-    sampling = load_manifest(tmp_path / "own").sampling
-    assert sampling is not None
-    assert (sampling.batch_size, sampling.seed, sampling.temperature, sampling.max_tokens) == (2, 3, 0.5, 16)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +149,13 @@ def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
     sample_to = ("sample_base.py", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
     tokenize_to = ("preprocess_data.py", "--tokenizer", STORIES, "--workers", "1")
     assert run_main(*tokenize_to, "--input", bad, "--output", begun).returncode == 1
-    assert run_main(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own).returncode == 0
-    for tool, maker, output in ((sample_to, "sample_base", begun), (tokenize_to, "preprocess_data", own)):
+    options = ("--batch-size", "2", "--seed", "3", "--temperature", "0.5")
+    done = run_main(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own, *options)
+    assert done.returncode == 0, done.stderr
+    sampling = load_manifest(own).sampling
+    assert sampling is not None
+    assert (sampling.batch_size, sampling.seed, sampling.temperature, sampling.max_tokens) == (2, 3, 0.5, 8)
+    for tool, maker, output in ((sample_to, "sample", begun), (tokenize_to, "tokenize", own)):
         done = run_main(*tool, *(("--input", file) if tool is tokenize_to else ()), "--output", output)
         assert done.returncode == 1
-        assert f"{output}: was not made by tools/{maker}.py; choose another --output" in done.stderr
+        assert f"{output}: was not made by scale-cpt {maker}; choose another --output" in done.stderr

@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, ServedPrecision, modeling_scale, precisions
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
-from pipeline.conversion.model_card import CARD, model_card
+from pipeline.conversion.publish import CARD, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, probe_maker, verify
 from pipeline.data.corpora import keys_of

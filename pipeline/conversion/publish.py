@@ -1,16 +1,170 @@
-"""Publishes a verified export on the Hugging Face Hub."""
+"""What an export needs to be published on the Hugging Face Hub: its model card, and the upload.
+
+The card says what the export is made of, under which terms, how it was trained, and what was measured. The hub reads
+its front matter. What that says of the base comes from the base's own card, which a stranger may have written: only
+plain values of known fields are taken.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, ModelCardData, constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pipeline.conversion.hf_folder import ADAPTER_CONFIG
-from pipeline.errors import ConversionError, faults_of_library
-from pipeline.files import read_object
+from pipeline import log
+from pipeline.config.method import title_of
+from pipeline.conversion.hf_folder import ADAPTER_CONFIG, Export, dtype_name, terms_in
+from pipeline.conversion.trained_model import TrainedModel
+from pipeline.conversion.verify import Report
+from pipeline.errors import BaseModelError, ConversionError, faults_of_library
+from pipeline.files import read_object, read_text
+from pipeline.run_folder.metrics import METRICS, read_metrics, validations_in
+
+CARD = "README.md"
+_ONE_LINE = re.compile(r"[^\n\r]{1,200}")
+_LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
+_LOADED_BY = {
+    "stock": ("transformers", "AutoModelForCausalLM.from_pretrained(folder)"),
+    "scale": ("transformers", "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"),
+    "peft": ("peft", "AutoPeftModelForCausalLM.from_pretrained(folder)"),
+}
+_logger = log.get_logger(__name__)
+
+
+def model_card(model: TrainedModel, export: Export, report: Report, command: str, base_name: str | None) -> str:
+    """The text of the card. `command` makes the folder again; `base_name` is the base's on the hub, if it is known."""
+    run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
+    kind = str(run.method.get("variant") or model.settings.name)
+    library, load = _LOADED_BY[export.format]
+    corpora, sources = _corpora(run.data)
+    card = _card_of(model.base.path)
+    languages = card.get("language")
+    languages = [one for one in (languages if isinstance(languages, list) else [languages]) if isinstance(one, str)]
+    front_matter = ModelCardData(
+        base_model=base_name,
+        base_model_relation=base_name and ("adapter" if export.format == "peft" else "finetune"),
+        language=_each_once([*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]),
+        datasets=_each_once(one.get("dataset") for one in sources),
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["continual-pretraining", "scale-cpt", kind],
+        **_terms(model.base.path, card),
+    )
+    settings = {
+        **{key: value for key, value in run.method.items() if value is not None and key != "expansion"},
+        "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
+        "gate": "none" if model.gate is None else f"before layer {model.gate.layer}, on {model.gate.features}",
+        "trained parameters": f"{trained:,} of {total:,}",
+        "format": f"{export.format}, {dtype_name(export.dtype)}",
+    }
+    if model.plan is not None:
+        base, added = asdict(model.spec.widths), asdict(model.plan.expansion)
+        # A stock export may have more than the sum: zeros.
+        whole = export.config if export.format == "stock" else {name: base[name] + added[name] for name in base}
+        settings |= {name: f"{base[name]} + {added[name]}, here {whole[name]}" for name in base}
+    verified = [
+        (name, one.tokens, one.training_perplexity, one.exported_perplexity, f"{one.top1_agreement:.2%}")
+        for name, one in report.texts.items()
+    ]
+    paragraphs = [
+        f"---\n{front_matter.to_yaml()}\n---",
+        f"# {run.name}",
+        f"`{base_name or model.base.path.resolve().name}`, trained further with the method {title_of(kind)} by "
+        f"scale-cpt, on {position.tokens_seen:,} tokens in {position.step:,} steps. The terms of use are those of the "
+        "base, and of the texts below.",
+        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {load.partition('.')[0]}\n\n"
+        f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
+        "## Method",
+        _table(("setting", "value"), settings.items()),
+        "## Text",
+        _table(("corpus", "role", "dataset", "licence"), corpora),
+        "## Figures",
+        *_validations(model),
+        "The first held-out documents, by the model that trained and by this one as "
+        f"{library} loads it. Made by `{command}`:",
+        _table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
+    ]
+    return "\n\n".join(paragraphs)
+
+
+def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the front matter on the base's licence."""
+    files = terms_in(base)
+    stated = {name: card.get(name) for name in ("license", "license_name", "license_link")}
+    found = {name: text for name, text in stated.items() if isinstance(text, str) and _ONE_LINE.fullmatch(text)}
+    link = found.get("license_link", "")
+    if link not in files and not link.startswith("https://"):
+        found.pop("license_link", None)
+    licence = next((name for name in files if name.lower().startswith("licen")), None)
+    if "license" not in found and licence is not None:
+        return {"license": "other", "license_name": "the base's", "license_link": licence}
+    return found
+
+
+def _card_of(base: Path) -> dict[str, Any]:
+    """The front matter of the base's card; empty if there is none, or none that can be read."""
+    path = base / CARD
+    if not path.exists():
+        return {}
+    try:
+        with faults_of_library(f"{path}: its front matter cannot be read", BaseModelError):
+            return dict(ModelCard(read_text(path, BaseModelError)).data.to_dict())
+    except BaseModelError as error:
+        _logger.warning("%s; the model card does not name the base's licence", error)
+        return {}
+
+
+def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
+    """A row for each corpus that trained, and what the run's configuration says of its source."""
+    rows, sources = [], []
+    for name, corpus in data["corpora"].items():
+        role, source = corpus["role"], {key: value for key, value in (corpus.get("source") or {}).items() if value}
+        share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
+        if share:
+            what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
+            stated = [source.get(key, "not stated") for key in ("dataset", "license")]
+            rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
+            sources.append(source)
+    return rows, sources
+
+
+def _validations(model: TrainedModel) -> list[str]:
+    """The run's own figures before and after training, if there are any."""
+    found = validations_in(read_metrics(model.checkpoint.parent.parent / METRICS))
+    found = [one for one in found if one.step <= model.manifest.position.step]
+    if len(found) < 2:
+        return []
+    before, after = found[0].figures, found[-1].figures
+    rows = [
+        (corpus, name.replace("_", " "), before[corpus][name], figures[name])
+        for corpus, figures in after.items()
+        for name in ("perplexity", "bits_per_byte")
+        if name in figures and name in before.get(corpus, {})
+    ]
+    step = f"Held-out text before training and after step {found[-1].step:,}, from the run's own `{METRICS}`:"
+    return [step, _table(("corpus", "figure", "before", "after"), rows)]
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    def shown(value: object) -> str:
+        if isinstance(value, Mapping):
+            return ", ".join(f"{name} {inner}" for name, inner in value.items())
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = [head, ["---"] * len(head), *(map(shown, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _each_once(values: Iterable[str | None]) -> list[str] | None:
+    return list(dict.fromkeys(value for value in values if value)) or None
 
 
 def check_name(name: str, option: str) -> None:

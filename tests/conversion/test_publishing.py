@@ -21,8 +21,7 @@ from pipeline import cli
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import copy_base_files, load_hf_model
-from pipeline.conversion.model_card import _card_of, _terms
-from pipeline.conversion.publish import check_can_push, push
+from pipeline.conversion.publish import _card_of, _terms, check_can_push, push
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError, ConversionError, in_one_line
 from pipeline.hub import source_of

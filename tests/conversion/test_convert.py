@@ -21,8 +21,6 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, probe_maker, verify
 from pipeline.data.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
-from pipeline.methods.scale import origin_of
-from pipeline.scale.expansion import open_expansion
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import run_main
@@ -164,16 +162,6 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
     needed = f"transformers>={re.escape(NEEDED)} is required .*found transformers==4.57.0"
     with pytest.raises(ImportError, match=needed):
         runpy.run_path(str(published.output / "modeling_scale.py"))
-
-
-def test_the_expansion_alone_starts_a_run_on_its_base(conversion):
-    assert convert(replace(conversion, format="expansion"), probe_maker({}))
-    model, expansion = open_trained(conversion.checkpoint, STORIES), open_expansion(conversion.output)
-    assert expansion.names == model.trained
-    assert all(torch.equal(expansion.read(name, model.shapes[name]), model.read(name)) for name in model.trained)
-    # A run can start from it.
-    expansion.check_origin(model.base.hashes(), origin_of(model.settings), seed=model.manifest.run.seed)
-    assert not convert(replace(conversion, format="expansion"), probe_maker({}))
 
 
 def test_the_command_line(models, tmp_path):

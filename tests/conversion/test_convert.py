@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.modeling_scale import NEEDED
-from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import GRANTED, ROUNDINGS, Difference, Report, check, probe_maker, verify
 from pipeline.data.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError

@@ -223,7 +223,8 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
     runs, _ = fitted
     config = copied(runs["adapt"], tmp_path)
     conversion = latest_conversion(config)
-    assert convert(replace(conversion, format="expansion", output=tmp_path / "expansion"), run_probe(config))
+    alone = replace(conversion, format="expansion", output=tmp_path / "expansion")
+    assert convert(alone, run_probe(config)) and not convert(alone, run_probe(config))
     assert "without the gate" in caplog.text
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
         convert(conversion, run_probe(config))

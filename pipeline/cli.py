@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +42,6 @@ PROGRAMS = {
     "study": "run_study",
     "frontier": "show_frontier",
     # for scripts and shells
-    "launch": "launch_here",
     "may-retry": "may_retry",
     "describe-config": "describe_config",
     "completion": "completion",
@@ -58,8 +57,6 @@ def main() -> None:
         hint = nearest(command, PROGRAMS)
         print(f"error: {command}: no such command{hint}; {PROGRAM} --help lists them", file=sys.stderr)
         sys.exit(CONFIG_ERROR)
-    if command == "inspect" and _holds_corpora(words[1:]):
-        command = "inspect-data"
     parser = build_parser([command])
     from pipeline import command_line  # after the parser: --help waits for nothing
 
@@ -102,10 +99,3 @@ def _path_of(program: str) -> Path:
     if program == "train":
         return Path(__file__).with_name("train.py")
     return shipped() / "tools" / f"{program}.py"
-
-
-def _holds_corpora(arguments: Sequence[str]) -> bool:
-    """Whether what is to be inspected is a token corpus, or a folder of them; a run's folder may hold them too."""
-    folders = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    folders = [folder for folder in folders if not (folder / "checkpoints").is_dir()]
-    return any(next(folder.glob(name), None) for folder in folders for name in ("*.idx", "*/*.idx"))

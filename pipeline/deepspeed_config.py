@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config.run import RunConfig, Schedule
+from pipeline.config.run import RunConfig
+from pipeline.config.schedule import Schedule
 from pipeline.errors import ConfigError, LayoutError, nearest
 from pipeline.files import read_object, shipped
 from pipeline.parallel.topology import Layout
@@ -132,42 +133,34 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
 
 
 def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
-    if faults := _misshapen(values):
-        return faults
-    settings = dict(_flat(values))
-    faults += [
-        f"{name}: remove it, the run configuration sets it ({_OWNED[name]})" for name in values if name in _OWNED
-    ]
-    unknown = [name for name in values if name not in _OWNED and name not in _ALLOWED]
-    faults += [f"{name}: not among {', '.join(sorted(_ALLOWED))}{nearest(name, _ALLOWED)}" for name in unknown]
-    autos = [name for name, value in settings.items() if value == "auto"]
-    faults += [f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value' for name in autos]
-    unguarded = [name for name in _GUARDS if settings.get(name) is False]
-    faults += [f"{name}: a gradient that is not finite would reach the weights; remove it" for name in unguarded]
-    faults += [f"{name}: {why}; remove it" for name, why in _BROKEN.items() if settings.get(name)]
-    if layout.tp_size > 1:
-        for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
-            if isinstance(size := settings.get(name), int) and size > 1:
-                faults.append(
-                    f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the weights "
-                    "silently; remove it, or use tp_size 1"
-                )
-    return faults
-
-
-def _misshapen(values: dict[str, Any]) -> list[str]:
-    """The sections that are no objects, and the numbers that are none, where this project reads inside."""
     zero = values.get("zero_optimization")
     if not isinstance(zero, dict):
         return ["expected an object with zero_optimization"]
-    sections = {"bf16": values.get("bf16", {})}
-    sections |= {f"zero_optimization.{name}": zero.get(name, {}) for name in ("offload_param", "offload_optimizer")}
-    faults = [f"{name}: expected an object" for name, section in sections.items() if not isinstance(section, dict)]
+    settings, faults = dict(_flat(values)), []
     if zero.get("stage") not in (1, 2, 3):
         faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r:.80}")
-    for name in ("zero_hpz_partition_size", "mics_shard_size"):
-        if not isinstance(size := zero.get(name, 0), int) and size != "auto":
-            faults.append(f"zero_optimization.{name}: expected a whole number, found {size!r:.80}")
+    for name in ("bf16", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
+        if not isinstance(settings.get(name, {}), dict):
+            faults.append(f"{name}: expected an object")
+    for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
+        size = settings.get(name, 0)
+        if not isinstance(size, int):
+            faults.append(f"{name}: expected a whole number, found {size!r:.80}")
+        elif layout.tp_size > 1 and size > 1:
+            why = "it mixes different shards of the weights silently; remove it, or use tp_size 1"
+            faults.append(f"{name}: with parallel.tp_size {layout.tp_size} {why}")
+    for name in values:
+        if name in _OWNED:
+            faults.append(f"{name}: remove it, the run configuration sets it ({_OWNED[name]})")
+        elif name not in _ALLOWED:
+            faults.append(f"{name}: not among {', '.join(sorted(_ALLOWED))}{nearest(name, _ALLOWED)}")
+    for name, value in settings.items():
+        if value == "auto":
+            faults.append(f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value')
+        elif name in _GUARDS and value is False:
+            faults.append(f"{name}: a gradient that is not finite would reach the weights; remove it")
+        elif name in _BROKEN and value:
+            faults.append(f"{name}: {_BROKEN[name]}; remove it")
     return faults
 
 

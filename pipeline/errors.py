@@ -139,25 +139,9 @@ class ConversionError(UserError):
     """A model that cannot be exported, or an export that differs from its source."""
 
 
-_OF_THE_USER = {
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
-_PASSING = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ENOTCONN,
-    errno.ETIMEDOUT,
-    errno.EHOSTDOWN,
-    errno.EREMOTEIO,
-}
+_OF_THE_USER = {errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PASSING = _FULL | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO}
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -206,7 +190,7 @@ def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
 
 def _fault_of_the_system(error: OSError) -> str:
     where = error.filename or "the output"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         return f"no space left on the disk of {where}; free some and start again"
     if error.errno in _PASSING:
         return f"{where}: {error.strerror}; check that file system, then start again"

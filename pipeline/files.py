@@ -66,17 +66,12 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again")
         raise error(f"{path}: not UTF-8 ({fault.reason} at byte {fault.start}); {advice}") from None
 
 
-def read_json(path: Path, error: type[UserError], advice: str = "copy it again") -> Any:  # noqa: ANN401
-    """The value in a JSON file. Raises as `read_bytes`, and `error` for other content."""
+def read_object(path: Path, error: type[UserError], advice: str = "copy it again") -> dict[str, Any]:
+    """The object in a JSON file. Raises as `read_bytes`, and `error` for other content."""
     try:
-        return orjson.loads(read_bytes(path, error, advice))
+        value = orjson.loads(read_bytes(path, error, advice))
     except orjson.JSONDecodeError as fault:
         raise error(f"{path}: not JSON ({fault}); {advice}") from None
-
-
-def read_object(path: Path, error: type[UserError], advice: str = "copy it again") -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_json`, and `error` for another value."""
-    value = read_json(path, error, advice)
     if not isinstance(value, dict):
         raise error(f"{path}: expected a JSON object, found {type(value).__name__}; {advice}")
     return value
@@ -182,15 +177,11 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is.
-
-    `keys`: of such a file from before it had a `format`.
-    """
+    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is."""
 
     name: str
     record: str
     format: str
-    keys: tuple[str, ...] = ()
 
 
 def check_replaceable(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> None:
@@ -227,9 +218,7 @@ def holds(kind: FolderKind | None, path: Path) -> bool:
         content = read_object(path / kind.record, OutputError)
     except (FileNotFoundError, OutputError):
         return False
-    if "format" not in content:
-        return bool(kind.keys) and content.keys() >= {*kind.keys}
-    found = str(content["format"])
+    found = str(content.get("format"))
     return found.rpartition(" ")[0] == kind.format.rpartition(" ")[0]  # the last word is the version
 
 

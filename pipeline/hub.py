@@ -23,9 +23,22 @@ _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
 _IGNORED = ("*/*", "consolidated*")
 _OUT_OF_REACH = (
-    ": the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it where there is a "
+    "the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it where there is a "
     "network, with the same HF_HOME, or name a folder"
 )
+_ADVICE = {
+    "GatedRepoError": "its owner grants access; accept the terms on its page, then `hf auth login`",
+    "RepositoryNotFoundError": "it does not exist, or is private; check the name, or `hf auth login`",
+    "RevisionNotFoundError": "it has no such revision; name a branch, tag or commit of it",
+    "LocalEntryNotFoundError": _OUT_OF_REACH,
+    "OfflineModeIsEnabled": _OUT_OF_REACH,
+    "HFValidationError": "",
+    "HfHubHTTPError": "",
+    "EntryNotFoundError": "",
+    "TransportError": _OUT_OF_REACH,
+    "ConnectionError": _OUT_OF_REACH,
+}
+"""By the names of the exceptions of huggingface_hub and of its HTTP libraries; empty: what the exception says."""
 _logger = log.get_logger(__name__)
 
 
@@ -68,31 +81,12 @@ def source_of(folder: Path) -> str | None:
 @contextmanager
 def hub_faults(what: str, kind: type[UserError]) -> Iterator[None]:
     """Turns what the libraries of the hub raise into an error of one line, of the type `kind`."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     try:
         yield
-    except GatedRepoError:
-        raise kind(f"{what}: its owner grants access; accept the terms on its page, then `hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise kind(f"{what}: it does not exist, or is private; check the name, or `hf auth login`") from None
-    except RevisionNotFoundError:
-        raise kind(f"{what}: it has no such revision; name a branch, tag or commit of it") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise kind(what + _OUT_OF_REACH) from None
-    except (HFValidationError, HfHubHTTPError, EntryNotFoundError) as error:
-        raise kind(f"{what}: {in_one_line(error):.300}") from None
     except Exception as error:
-        # The hub's client has another HTTP library from version to version.
-        if not {"TransportError", "ConnectionError"} & {base.__name__ for base in type(error).__mro__}:
-            raise
-        raise kind(what + _OUT_OF_REACH) from None
+        # By name: the hub's client has another HTTP library from version to version.
+        names = [base.__name__ for base in type(error).__mro__]
+        for name in names:
+            if name in _ADVICE:
+                raise kind(f"{what}: {_ADVICE[name] or f'{in_one_line(error):.300}'}") from None
+        raise

@@ -1,4 +1,10 @@
-"""Starts one process per rank on this machine, forwards signals to them, and ends all of them."""
+"""Starts one process per rank on this machine, forwards signals to them, and ends all of them.
+
+    python -m pipeline.local_ranks 2 -m pipeline.train configs/demo.yaml
+
+torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and starts each rank in a
+session of its own, where it survives when torchrun is killed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -34,15 +41,11 @@ def reserved_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
-def exit_grace_s() -> float:
-    """How long the other ranks may take to end after the first: EXIT_GRACE_S of the environment, or 15 seconds."""
-    return float(os.environ.get("EXIT_GRACE_S", "15"))
+def run_ranks(command: Sequence[str], count: int) -> int:
+    """Runs `command`, Python's arguments, as `count` ranks and returns their highest exit code, as srun does.
 
-
-def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
-    """Runs `command` as `count` ranks and returns their highest exit code, as srun does.
-
-    After the first rank has ended, the others have `grace_s` seconds before they are killed, stopped ones included.
+    After the first rank has ended, the others have EXIT_GRACE_S seconds of the environment, or 15, before they are
+    killed, stopped ones included.
     Signals to this process are forwarded to all ranks. A rank that a signal ended counts as 128 + the signal's number,
     but not one that aborts after another has failed: NCCL aborts where a peer is gone.
     """
@@ -54,8 +57,8 @@ def run_ranks(command: Sequence[str], count: int, grace_s: float) -> int:
         started.enter_context(_forwarded_signals(ranks))
         for rank in range(count):
             environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=environment))
-        return _highest_exit_code(ranks, grace_s)
+            ranks.append(subprocess.Popen([sys.executable, *command], env=environment))
+        return _highest_exit_code(ranks, float(os.environ.get("EXIT_GRACE_S", "15")))
 
 
 def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
@@ -103,3 +106,8 @@ def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in ranks:
         process.wait()
+
+
+if __name__ == "__main__":
+    log.configure()
+    sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1])))

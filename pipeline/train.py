@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 from pipeline import command_line, log
 from pipeline.errors import ConfigError
-from pipeline.local_ranks import exit_grace_s, run_ranks
+from pipeline.local_ranks import run_ranks
 from pipeline.sizing.cluster import Cluster, add_cluster_options
 
 
@@ -50,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks)))
         own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
-        return run_ranks([sys.executable, "-m", "pipeline.train", *own], arguments.ranks, exit_grace_s())
+        return run_ranks(["-m", "pipeline.train", *own], arguments.ranks)
     from pipeline.training import launch  # after --help: it loads torch
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))

@@ -95,7 +95,7 @@ on_this_machine() {
     share_the_cores "$(nproc)" "$ranks"
     export EXPECTED_WORLD_SIZE=$ranks
     [[ "$1" == python ]] || die "outside Slurm on_every_rank starts python only, not $1"
-    here python tools/launch_here.py --ranks "$ranks" "${@:2}"
+    here python -m pipeline.local_ranks "$ranks" "${@:2}"
 }
 
 # The first node's address as Slurm knows it; a port computed from the job's number, below the kernel's ephemeral ports.

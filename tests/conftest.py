@@ -17,8 +17,7 @@ from tests import threads
 from tests.bases import STORIES, save_base
 from tests.conversion.exports import Exports, Models
 from tests.disks import SmallDisk
-from tests.slurm.cluster import Cluster, guarded_cluster
-from tests.slurm.daemons import why_not
+from tests.slurm.cluster import Cluster, guarded_cluster, why_not
 
 _NO_SLURM = "no Slurm: "
 _SKIPPED = pytest.StashKey[list[str]]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -52,76 +53,59 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died, or did not end within `timeout_s` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        pipes, ranks = [], []
-        for rank in range(world_size):
-            receiver, sender = processes.Pipe(duplex=False)
-            store = Path(folder) / "rendezvous"
-            process = processes.Process(
-                target=_rank, args=(sender, store, rank, world_size, function, arguments), daemon=True
-            )
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        ranks = [
+            processes.Process(target=_rank, args=(folder, rank, world_size, function, arguments), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
             process.start()
-            sender.close()
-            pipes.append(receiver)
-            ranks.append(process)
         try:
-            results = _results(pipes, time.monotonic() + timeout_s)
-            for process in ranks:
-                process.join(timeout=PATIENCE_S)
-            return results
+            _await_all(ranks, time.monotonic() + timeout_s)
+            late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+            answers = [_answer(folder / str(rank)) for rank in range(world_size) if rank not in late]
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
+    # The earliest failure is the cause of others.
+    if failures := sorted((moment, result) for moment, succeeded, result in answers if not succeeded):
+        raise RankError("\n".join(failure for _, failure in failures))
+    if late:
+        raise RankError(f"ranks {late} did not end in time")
+    return [result for _, _, result in answers]
 
 
-def _results(pipes: list[connection.Connection], deadline: float) -> list[Any]:
-    """The result of each pipe. A failure shortens the wait to GRACE_S, since the other ranks may wait for that one."""
-    results: dict[int, Any] = {}
-    failures: list[tuple[float, str]] = []
-    while waiting := [pipe for pipe in pipes if not pipe.closed]:
-        ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
-        for pipe in ready:
-            assert isinstance(pipe, connection.Connection)
-            rank = pipes.index(pipe)
-            try:
-                moment, succeeded, result = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                moment, succeeded, result = time.monotonic(), False, "died without a result"
-            pipe.close()
-            if succeeded:
-                results[rank] = result
-            else:
-                failures.append((moment, f"rank {rank} {result}"))
+def _await_all(ranks: list[Any], deadline: float) -> None:
+    """Waits for the ranks' end, and for at most GRACE_S after one failed."""
+    running = {process.sentinel: process for process in ranks}
+    while running and (ready := connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))):
+        for sentinel in ready:
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    if failures:
-        # The earliest failure is the cause. Its consequences on other ranks may have arrived before it.
-        raise RankError("\n".join(failure for _, failure in sorted(failures)))
-    if waiting:
-        raise RankError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not end in time")
-    return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(
-    sender: connection.Connection,
-    store: Path,
-    rank: int,
-    world_size: int,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def _answer(file: Path) -> tuple[float, bool, Any]:
+    """When a rank ended, whether it succeeded, and its result or fault."""
+    if not file.exists():
+        return time.monotonic(), False, f"rank {file.name} died without a result"
+    answer: tuple[float, bool, Any] = pickle.loads(file.read_bytes())
+    return answer
+
+
+def _rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", **options)
+    failed = 0
     try:
-        # Pickled here: the pipe would send tensors through shared memory, which ends with this rank.
         answer = pickle.dumps((time.monotonic(), True, function(*arguments)))
     except BaseException:  # noqa: BLE001  the test must see every error
-        answer = pickle.dumps((time.monotonic(), False, f"raised:\n{traceback.format_exc()}"))
-    finally:
-        dist.destroy_process_group()
-    sender.send_bytes(answer)
-    sender.close()
+        answer, failed = pickle.dumps((time.monotonic(), False, f"rank {rank} raised:\n{traceback.format_exc()}")), 1
+    (folder / str(rank)).write_bytes(answer)
+    dist.destroy_process_group()
+    sys.exit(failed)

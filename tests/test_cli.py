@@ -56,21 +56,6 @@ def test_a_misspelt_command_gets_the_nearest_one(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: evalute: no such command (did you mean evaluate?)")
 
 
-def test_inspect_takes_checkpoints_and_token_corpora(tokens, tmp_path, monkeypatch, capsys):
-    for folder in (tokens / "korean", tokens):
-        assert cli._holds_corpora([str(folder)])
-    (tmp_path / "run" / "tokens" / "korean").mkdir(parents=True)
-    (tmp_path / "run" / "tokens" / "korean" / "000.idx").touch()
-    for arguments in ([str(tmp_path / "run")], ["--json", str(tmp_path / "none")], ["--help"]):
-        assert not cli._holds_corpora(arguments)
-    (tmp_path / "own" / "korean").mkdir(parents=True)  # data.folder may be the run's own
-    (tmp_path / "own" / "korean" / "000.idx").touch()
-    (tmp_path / "own" / "checkpoints").mkdir()
-    assert not cli._holds_corpora([str(tmp_path / "own")])
-    assert called(monkeypatch, "inspect", tokens / "korean") == 0
-    assert "tokens " in capsys.readouterr().out
-
-
 def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeypatch, capsys):
     """tools/run_config.py"""
     write_config(tmp_path, tmp_path, name="base.yaml")

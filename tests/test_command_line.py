@@ -20,13 +20,10 @@ from pipeline.errors import (
     worth_another_attempt,
 )
 
-OF_THE_USER = ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP")
-PASSING = ("ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EREMOTEIO")
-BUGS = ("ENOENT", "EBADF", "EINVAL", "ECONNREFUSED", "EEXIST")
 CODES = {
-    **dict.fromkeys(OF_THE_USER, USER_ERROR),
-    **dict.fromkeys(PASSING, PASSING_FAULT),
-    **dict.fromkeys(BUGS, INTERNAL_FAULT),
+    USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
+    PASSING_FAULT: ("ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EREMOTEIO"),
+    INTERNAL_FAULT: ("ENOENT", "EBADF", "EINVAL", "ECONNREFUSED", "EEXIST"),
 }
 
 
@@ -40,17 +37,18 @@ def ended(error: BaseException) -> int:
     return end.value.code
 
 
-@pytest.mark.parametrize("name", CODES)
-def test_a_fault_of_the_file_system_has_its_own_code_and_line(name, capsys):
-    number = getattr(errno, name)
-    error = OSError(number, os.strerror(number), "/some/file")
-    assert exit_code_of(error) == ended(error) == CODES[name]
-    assert worth_another_attempt(CODES[name]) == (name not in OF_THE_USER)
-    printed = capsys.readouterr().err
-    if CODES[name] == INTERNAL_FAULT:
-        assert printed.startswith("Traceback")
-    else:
-        assert printed == f"error: {in_one_line(error)}\n" and "/some/file" in printed
+@pytest.mark.parametrize("code", CODES)
+def test_a_fault_of_the_file_system_has_its_own_code_and_line(code, capsys):
+    for name in CODES[code]:
+        number = getattr(errno, name)
+        error = OSError(number, os.strerror(number), "/some/file")
+        assert exit_code_of(error) == ended(error) == code, name
+        assert worth_another_attempt(code) == (code != USER_ERROR)
+        printed = capsys.readouterr().err
+        if code == INTERNAL_FAULT:
+            assert printed.startswith("Traceback")
+        else:
+            assert printed == f"error: {in_one_line(error)}\n" and "/some/file" in printed
 
 
 def test_a_users_fault_is_one_line_whatever_its_code(capsys):
@@ -59,15 +57,6 @@ def test_a_users_fault_is_one_line_whatever_its_code(capsys):
     assert capsys.readouterr().err == "error: two lines\nerror: a run failed\n"
     assert ended(ValueError("a bug")) == INTERNAL_FAULT
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_real_paths_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to("loop")
-    for path in (tmp_path / "file" / "run", tmp_path / ("x" * 300), tmp_path / "loop" / "run", tmp_path):
-        with pytest.raises(OSError) as error:
-            path.open("w")
-        assert exit_code_of(error.value) == USER_ERROR and str(path) in in_one_line(error.value)
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "inf"])

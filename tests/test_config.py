@@ -14,19 +14,9 @@ from pipeline.errors import ConfigError
 from tests.training.runs import write_config
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"schedule__steps": True}, "schedule: steps: expected neither true nor false"),
-        ({"schedule__betas": [0.9, True]}, "schedule: betas: expected neither true nor false"),
-        ({"data__replay_fraction": True}, "data: replay_fraction: expected neither true nor false"),
-        ({"method__expansion__hidden_size": True}, "hidden_size: expected neither true nor false"),
-        ({"data__replay_fraction": 1.0}, "leave no sample of the role new"),
-    ],
-)
-def test_a_value_of_another_kind_is_a_fault(tmp_path, changes, fault):
-    with pytest.raises(ConfigError, match=fault):
-        load_config(write_config(tmp_path, tmp_path, **changes))
+def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
+    with pytest.raises(ConfigError, match="leave no sample of the role new"):
+        load_config(write_config(tmp_path, tmp_path, data__replay_fraction=1.0))
 
 
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
@@ -133,6 +123,8 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         ("schedule.stps=20", r"--set schedule\.stps=20: .*: schedule\.stps: unknown key \(did you mean steps\?\)"),
         ("shedule.steps=20", r"shedule: unknown key \(did you mean schedule\?\)"),
         ("method.expansion.hiden_size=8", r"method\.expansion\.hiden_size: unknown key \(did you mean hidden_size\?\)"),
+        ("data.corpora.korean.inputs=[]", r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)"),
+        ("qqqq=3", "qqqq: unknown key;"),
         ("schedule.steps.more=1", r"schedule\.steps: Input should be a valid integer"),
         ("method.rank=8", "rank: unknown key"),  # of LoRA, which this run is not
         ("schedule.steps", "expected KEY=VALUE"),
@@ -147,20 +139,3 @@ def test_a_change_that_fits_no_setting_is_refused_by_its_name(tmp_path, change, 
     with pytest.raises(ConfigError, match=fault) as error:
         load_config(write_config(tmp_path, tmp_path), [change])
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"schedule__stepz": 3}, r"schedule\.stepz: unknown key \(did you mean steps\?\)"),
-        ({"metod": {}}, r"metod: unknown key \(did you mean method\?\)"),
-        ({"method__expansion__hidden": 3}, r"method\.expansion\.hidden: unknown key \(did you mean hidden_size\?\)"),
-        ({"method__lfp": 3}, r"method\.lfp: unknown key \(did you mean l_fp\?\)"),
-        ({"data__corpora__korean__inputs": []}, r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)"),
-        ({"observers__wandb": {"projekt": "x"}}, r"wandb\.projekt: unknown key \(did you mean project\?\)"),
-        ({"qqqq": 3}, "qqqq: unknown key;"),
-    ],
-)
-def test_a_misspelt_key_gets_the_nearest_one(tmp_path, changes, fault):
-    with pytest.raises(ConfigError, match=fault):
-        load_config(write_config(tmp_path, tmp_path, **changes))

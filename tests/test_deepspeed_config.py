@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.run import Schedule
+from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.errors import ConfigError, LayoutError
 from pipeline.parallel.topology import Layout

@@ -75,11 +75,8 @@ def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
 
 @pytest.mark.parametrize("path", ["stories", "/org/stories", "a/b/c", "../stories", "~/stories"])
 def test_other_paths_are_left_alone(path, tmp_path, monkeypatch):
-    def no_network(*_: object, **__: object) -> None:
-        raise AssertionError("asked the hub")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nobody calls it
     assert model_folder(Path(path)) == Path(path)
 
 

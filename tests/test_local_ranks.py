@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 
 import pytest
 
@@ -29,12 +28,12 @@ FAULTS = {"sys.exit(2)": 2, "os.kill(os.getpid(), signal.SIGKILL)": 137, "sys.ex
 @pytest.mark.parametrize(("fault", "code"), FAULTS.items())
 def test_aborts_after_a_rank_failed_are_its_consequence(tmp_path, caplog, monkeypatch, fault, code):
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
-    command = [sys.executable, "-c", PROGRAM.format(fault=fault), str(tmp_path / "failed")]
-    assert run_ranks(command, 2, PATIENCE_S) == code
+    monkeypatch.setenv("EXIT_GRACE_S", str(PATIENCE_S))
+    assert run_ranks(["-c", PROGRAM.format(fault=fault), str(tmp_path / "failed")], 2) == code
     assert "rank 0 aborted because rank 1 had failed before" in caplog.text
 
 
 def test_an_abort_without_another_fault_counts():
     before = [signal.getsignal(number) for number in FORWARDED]
-    assert run_ranks([sys.executable, "-c", "import os; os.abort()"], 1, PATIENCE_S) == 134
+    assert run_ranks(["-c", "import os; os.abort()"], 1) == 134
     assert [signal.getsignal(number) for number in FORWARDED] == before

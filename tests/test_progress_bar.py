@@ -58,11 +58,3 @@ def test_a_bar_goes_back_and_shows_what_is_forced(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert [line.split(" (")[0] for line in said] == ["training: 3 of 300 steps", "training: 1 of 300 steps"]
     assert [line.rsplit(", ", 2)[1] for line in said] == ["loss 2.5", "loss 2.6"]
-
-
-@pytest.mark.parametrize("stderr", [io.StringIO, Terminal])
-def test_short_work_shows_nothing(stderr, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "stderr", where := stderr())
-    with caplog.at_level(logging.INFO, "pipeline"):
-        assert list(counted(range(5), "upscaling", 5, " blocks")) == list(range(5))
-    assert where.getvalue() == "" and not caplog.records

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline import command_line
-from pipeline.config.reading import is_section
 from pipeline.config.run import RunConfig
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
@@ -89,7 +88,7 @@ def _row(key: str, field: FieldInfo, summary: str = "") -> str:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
-    if is_section(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [inner for part in get_args(annotation) for inner in _sections(part)]
 
@@ -104,7 +103,7 @@ def _type(annotation: Any) -> str:  # noqa: ANN401
         return " or ".join(dict.fromkeys(_type(part) for part in parts))
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
-    if is_section(annotation):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line, log
-from pipeline.config.run import RunConfig, load_config, write_run
+from pipeline.config.run import RunConfig, load_config
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.run_file import write_run
 
 logger = log.get_logger(__name__)
 

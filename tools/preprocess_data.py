@@ -20,7 +20,7 @@ from pipeline.command_line import add_run, folder_or_hub, positive, run_program,
 from pipeline.config.data import Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import Job, corpus_jobs, tokens_in
+from pipeline.data.corpora import Job, corpus_jobs, is_tokenized, tokens_in
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
 from pipeline.data.units import TOKENS, named_files
@@ -58,10 +58,11 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _of_run(config: RunConfig) -> list[Job]:
-    from pipeline.checks.door import begin  # only a run has a base to check
+    if not is_tokenized(config.data):  # every restart of a run passes this stage
+        from pipeline.checks.door import begin  # loads torch
 
-    # cpt_korean.sh knows how many ranks will train on the tokens.
-    begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
+        # cpt_korean.sh knows how many ranks will train on the tokens.
+        begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
     return list(corpus_jobs(config.data, config.tokenizer))
 
 

@@ -71,7 +71,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     # Imported after the options are checked: torch takes seconds.
-    from pipeline.checks.plan import as_text, make_plan
+    from pipeline.checks.plan import make_plan
     from pipeline.sizing.first_config import propose
 
     cluster = cluster_of(arguments)
@@ -87,7 +87,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)
-    print(as_text(plan), f"wrote {output}", sep="\n\n")
+    print(plan, f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
 
 

@@ -15,6 +15,7 @@ from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 
 logger = log.get_logger(__name__)
 
@@ -34,8 +35,10 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
+    if newest_checkpoint_step(config.folder) and output.is_dir():  # every restart of a run passes here
+        logger.info("%s is there already, and training has begun", output)
+        return
     # Imported after the configuration is checked: a mistake in it is reported at once.
-    from pipeline.conversion.parity import check_against_transformers
     from pipeline.methods.scale import made_expansion, upscale
     from pipeline.model.from_hf import open_base
     from pipeline.scale.plan import plan_expansion
@@ -45,6 +48,8 @@ def _upscale(config: RunConfig) -> None:
         expansion.check_files()
         logger.info("%s is there already", output)
         return
+    from pipeline.conversion.parity import check_against_transformers  # half of all imports
+
     plan_expansion(config.method, base.spec.widths, base.spec.num_layers)  # its faults come before slow checks
     check_against_transformers(base)
     upscale(config.method, base, output, config.seed)

@@ -1,16 +1,14 @@
-"""Memory, disk and files of an allocation before the first step. Every rank calls these checks together.
-
-The functions named `judge_...` are pure: they judge what all ranks measured.
-"""
+"""Memory, disk and files of an allocation before the first step. Every rank calls these checks together."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.checks.devices import Fault, Finding, Ranks
+from pipeline.checks.devices import Fault, Finding
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
 from pipeline.data.tokenizer import tokenizer_file
-from pipeline.errors import DataError, PreflightError
-from pipeline.files import free_bytes, read_bytes, sync
+from pipeline.errors import DataError
+from pipeline.files import file_hash, free_bytes, sync
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.scale import expansion as expansions
@@ -38,29 +36,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The ranks that are to train a run."""
+    """The ranks that are to train a run; `nodes` holds the node of every rank, by rank, under its Slurm name."""
 
     inputs: Inputs
     groups: ProcessGroups
     device: torch.device
-    ranks: Ranks
+    nodes: list[str]
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The lowest rank of each node."""
+        return [self.nodes.index(node) for node in dict.fromkeys(self.nodes)]
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return dist.get_rank() in self.first_ranks
+
+    @property
+    def ranks_here(self) -> int:
+        """How many ranks share this one's node."""
+        return self.nodes.count(self.nodes[dist.get_rank()])
 
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
         from pipeline.sizing.estimate import Estimator  # its imports take seconds, and every stage reads this module
 
-        cluster = Cluster(len(self.ranks.nodes), gpus_per_node=self.ranks.count_on_node)
+        cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_here)
         return Estimator(self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster)
 
 
 # --- Memory: what the estimate needs, and what devices and hosts have ------------------------------------------------
-
-
-class Need(NamedTuple):
-    """Bytes that a rank will hold on its GPU and in host memory; without GPUs all is in host memory."""
-
-    device: int
-    host: int
 
 
 class Room(NamedTuple):
@@ -72,57 +78,46 @@ class Room(NamedTuple):
 
 
 def check_memory(run: Allocation) -> Finding:
-    """Compares the estimate with every rank's room."""
+    """Compares the estimate with every rank's room; without GPUs all is in host memory."""
 
-    def needed() -> Need:
+    def needed() -> tuple[int, int]:
         estimator = run.estimator()
         memory, host_bytes = estimator.memory(estimator.own_choice)
-        return Need(memory.total, host_bytes) if on_gpu else Need(0, memory.total + host_bytes)
+        return (memory.total, host_bytes) if on_gpu else (0, memory.total + host_bytes)
 
     def available() -> Room:
-        host = int(host_memory() * USABLE_FRACTION) // run.ranks.count_on_node
         free, total = torch.cuda.mem_get_info(run.device) if on_gpu else (0, 0)
+        host = int(host_memory() * USABLE_FRACTION) // run.ranks_here
         return Room(int(free), int(total * USABLE_FRACTION), host)
 
     on_gpu = run.device.type == "cuda"
-    return judge_memory(broadcast_from_rank0(needed), all_gathered(run_on_all_ranks(available)), run.ranks)
+    device_bytes, host_bytes = broadcast_from_rank0(needed)
+    return judge_memory(device_bytes, host_bytes, all_gathered(run_on_all_ranks(available)), run.nodes)
 
 
-def judge_memory(need: Need, rooms: Sequence[Room], ranks: Ranks) -> Finding:
-    """Judges `rooms`, by rank."""
+def judge_memory(device_bytes: int, host_bytes: int, rooms: Sequence[Room], nodes: Sequence[str]) -> Finding:
+    """Judges `rooms`, by rank, for a rank that needs so much on its GPU and of its host."""
     faults = []
     smallest = min(range(len(rooms)), key=lambda rank: rooms[rank].usable)
-    if need.device > rooms[smallest].usable:
-        faults.append(
-            Fault(
-                f"a rank needs {_gib(need.device)} of the {_gib(rooms[smallest].usable)} GiB that are usable on a GPU "
-                f"of {ranks.nodes[smallest]}; scale-cpt estimate recommends a layout that fits"
-            )
-        )
-    else:
-        faults += [
-            Fault(
-                f"rank {rank} on {ranks.nodes[rank]}: {_gib(room.free)} GiB of its GPU are free, expected "
-                f"{_gib(need.device)}: another process holds the rest",
-                ranks.nodes[rank],
-                passing=True,
-            )
-            for rank, room in enumerate(rooms)
-            if need.device > room.free
-        ]
     tightest = min(range(len(rooms)), key=lambda rank: rooms[rank].host)
-    if need.host > rooms[tightest].host:
-        faults.append(
-            Fault(
-                f"a rank needs {_gib(need.host)} GiB of host memory, found {_gib(rooms[tightest].host)} for each rank "
-                f"on {ranks.nodes[tightest]}; start fewer ranks a node, or ask Slurm for more (--mem)"
-            )
-        )
+    if device_bytes > rooms[smallest].usable:
+        needs = f"a rank needs {_gib(device_bytes)} of the {_gib(rooms[smallest].usable)} GiB that are usable on a GPU"
+        faults.append(Fault(f"{needs} of {nodes[smallest]}; scale-cpt estimate recommends a layout that fits"))
+    else:
+        for rank, room in enumerate(rooms):
+            if device_bytes > room.free:
+                found = f"{_gib(room.free)} GiB of its GPU are free, expected {_gib(device_bytes)}"
+                text = f"rank {rank} on {nodes[rank]}: {found}: another process holds the rest"
+                faults.append(Fault(text, nodes[rank], passing=True))
+    if host_bytes > rooms[tightest].host:
+        found = f"found {_gib(rooms[tightest].host)} for each rank on {nodes[tightest]}"
+        advice = "start fewer ranks a node, or ask Slurm for more (--mem)"
+        faults.append(Fault(f"a rank needs {_gib(host_bytes)} GiB of host memory, {found}; {advice}"))
     measured = []
-    if need.device:
-        measured.append(f"{_gib(need.device)} of {_gib(rooms[smallest].usable)} usable GiB on a GPU")
-    if need.host:
-        measured.append(f"{_gib(need.host)} of {_gib(rooms[tightest].host)} GiB of host memory")
+    if device_bytes:
+        measured.append(f"{_gib(device_bytes)} of {_gib(rooms[smallest].usable)} usable GiB on a GPU")
+    if host_bytes:
+        measured.append(f"{_gib(host_bytes)} of {_gib(rooms[tightest].host)} GiB of host memory")
     return Finding(f"a rank needs {' and '.join(measured)}", faults)
 
 
@@ -155,34 +150,28 @@ def check_disk(run: Allocation) -> Finding:
     Free space is statvfs's, which respects quotas on some file systems only. If the run has already saved, a full disk
     is a passing fault: other users filled it and may make room.
     """
-    folder, ranks = run.inputs.config.folder / "checkpoints", run.ranks
+    folder, nodes = run.inputs.config.checkpoint_folder, run.nodes
     probe = folder / f".preflight.{uuid.uuid4().hex}"
-    refusals = all_gathered(_why_not_written(probe) if ranks.is_first_on_node else None)
+    refusals = all_gathered(_why_not_written(probe) if run.is_first_on_node else None)
     names = all_gathered(probe.name)
-    written = [names[rank] for rank in ranks.first_rank_of.values() if refusals[rank] is None]
-    unseen = all_gathered(run_on_all_ranks(lambda: _unseen(folder, written) if ranks.is_first_on_node else []))
-    if probe.name in written:
-        probe.unlink(missing_ok=True)
+    writer_of = {names[rank]: nodes[rank] for rank in run.first_ranks if refusals[rank] is None}
+    unseen = all_gathered(run_on_all_ranks(lambda: _unseen(folder, [*writer_of]) if run.is_first_on_node else []))
+    with contextlib.suppress(OSError):  # it was not written
+        probe.unlink()
 
     def measure() -> tuple[int, int, int]:
         return checkpoints_bytes(run.inputs.config, run.estimator().parameters), held_bytes(folder), free_bytes(folder)
 
     needed, held, free = broadcast_from_rank0(measure)
     more = max(0, needed - held)
-    faults = [
-        Fault(f"{folder}: {ranks.nodes[rank]} cannot write there: {why}", passing=held > 0)
-        for rank, why in enumerate(refusals)
-        if why is not None
-    ]
-    for rank, missing in enumerate(unseen):
-        if missing:
-            writers = ", ".join(ranks.nodes[names.index(name)] for name in missing)
-            faults.append(
-                Fault(
-                    f"{folder}: {ranks.nodes[rank]} does not see what {writers} wrote there; set folder to a file "
-                    "system that all nodes share"
-                )
-            )
+    faults = []
+    for rank, node in enumerate(nodes):
+        if refusals[rank] is not None:
+            faults.append(Fault(f"{folder}: {node} cannot write there: {refusals[rank]}", passing=held > 0))
+        if unseen[rank]:
+            writers = ", ".join(writer_of[name] for name in unseen[rank])
+            advice = "set folder to a file system that all nodes share"
+            faults.append(Fault(f"{folder}: {node} does not see what {writers} wrote there; {advice}"))
     if free < more and not faults:
         faults.append(Fault(str(no_room(folder, more, free)), passing=held > 0))
     return Finding(f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults)
@@ -204,9 +193,7 @@ def _why_not_written(probe: Path) -> str | None:
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of `names` that are still missing after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
-    while missing := [name for name in names if not (folder / name).exists()]:
-        if time.monotonic() > deadline:
-            break
+    while (missing := [name for name in names if not (folder / name).exists()]) and time.monotonic() < deadline:
         time.sleep(0.2)
     return missing
 
@@ -220,43 +207,34 @@ BLOCK_BYTES = 4096
 BLOCKS = 512
 """Over all weight files; at least two in each."""
 
-Digests = Mapping[str, str]
-
 
 def check_same_files(run: Allocation) -> Finding:
     """Compares the hashes of every node's files with the first node's."""
-    ranks = run.ranks
-    seen = all_gathered(run_on_all_ranks(lambda: _digests(run.inputs) if ranks.is_first_on_node else {}))
-    nodes = [(node, seen[rank]) for node, rank in ranks.first_rank_of.items()]
-    reference_node, reference = nodes[0]
+    seen = all_gathered(run_on_all_ranks(lambda: _hashes(run.inputs) if run.is_first_on_node else {}))
+    reference = seen[0]
     faults = [
         Fault(
-            f"{name}: differs between {node} and {reference_node}; every node must read the same file: copy it there "
-            "again, or use a file system that all nodes share"
+            f"{name}: differs between {run.nodes[rank]} and {run.nodes[0]}; every node must read the same file: copy "
+            "it there again, or use a file system that all nodes share"
         )
-        for node, own in nodes
-        for name in sorted({*reference, *own})
-        if own.get(name) != reference.get(name)
+        for rank in run.first_ranks
+        for name in sorted({*reference, *seen[rank]})
+        if seen[rank].get(name) != reference.get(name)
     ]
-    result = "differ between nodes" if faults else f"are the same on {len(nodes)} node(s)"
+    result = "differ between nodes" if faults else f"are the same on {len(run.first_ranks)} node(s)"
     return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
 
 
-def _digests(inputs: Inputs) -> Digests:
+def _hashes(inputs: Inputs) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
     config, weights = inputs.config, sorted(set(inputs.base.file_of.values()))
-    seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
     small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
     if isinstance(config.method, ScaleMethod):
         small.append(config.upscaled_folder / expansions.MANIFEST)
     for name in config.data.corpora:
         small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
-    for file in small:
-        try:
-            seen[str(file)] = hashlib.sha256(read_bytes(file, PreflightError)).hexdigest()
-        except FileNotFoundError:
-            seen[str(file)] = "missing"
-    return seen
+    seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
+    return seen | {str(file): file_hash(file) if file.exists() else "missing" for file in small}
 
 
 def sampled_hash(path: Path, blocks: int) -> str:
@@ -273,7 +251,7 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 def check_corpora(run: Allocation) -> Finding:
     """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
-    data, nodes = run.inputs.config.data, run.ranks.nodes
+    data, nodes = run.inputs.config.data, run.nodes
     folders = [train_folder(data, name) for name in data.corpora]
     folders += [heldout_folder(data, name) for name in data.corpora if has_heldout(data, name)]
     folders = [folder for folder in folders if (folder / MANIFEST).exists()]  # check_same_files finds missing ones

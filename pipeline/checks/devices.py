@@ -1,19 +1,19 @@
-"""Nodes, devices and links before the first step: exact matrix products and sums, and their speed.
+"""Processors and links before the first step: exact matrix products and sums, and their speed.
 
-`measure_...` measures this rank's; `judge_...` is a pure function of what all ranks measured.
+`measure_...` measures this rank's; `judge_...` is a pure function of what all ranks measured. `nodes` holds the node of
+every rank, by rank, under its Slurm name.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 class Fault(NamedTuple):
@@ -35,44 +35,11 @@ class Finding(NamedTuple):
     warnings: Sequence[str] = ()
 
 
-class Ranks(NamedTuple):
-    """The node of every rank, by rank, under its Slurm name; and this rank's number."""
-
-    nodes: tuple[str, ...]
-    rank: int
-
-    @property
-    def first_rank_of(self) -> dict[str, int]:
-        """The lowest rank of each node, in the order of ranks."""
-        return {node: self.nodes.index(node) for node in dict.fromkeys(self.nodes)}
-
-    @property
-    def is_first_on_node(self) -> bool:
-        """Whether this rank is the first of its node."""
-        return self.nodes.index(self.nodes[self.rank]) == self.rank
-
-    @property
-    def count_on_node(self) -> int:
-        """How many ranks share this one's node."""
-        return self.nodes.count(self.nodes[self.rank])
-
-    def nodes_of(self, ranks: Iterable[int]) -> list[str]:
-        """The distinct nodes of `ranks`."""
-        return list(dict.fromkeys(self.nodes[rank] for rank in ranks))
-
-
-def describe_ranks(ranks: Ranks) -> Finding:
-    """The number of ranks per node."""
-    counts = Counter(ranks.nodes)
-    most, least = max(counts.values()), min(counts.values())
-    shares = f"{most} on each of" if most == least else f"{least} to {most} on each of"
-    return Finding(f"{len(ranks.nodes)} rank(s), {shares} {len(counts)} node(s): {', '.join(counts)}")
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has finished its work."""
+def _now(device: torch.device) -> float:
+    """The time in seconds, once a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 # --- Matrix products: correct on every rank, and about equally fast -------------------------------------------------
@@ -93,30 +60,19 @@ class Product(NamedTuple):
     seconds: float
 
 
-def sylvester(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix, [size, size]; `size` is a power of two."""
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
-    while len(matrix) < size:
-        upper, lower = torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)
-        matrix = torch.cat([upper, lower])
-    return matrix
-
-
 def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
     """Multiplies several times and compares every element with its known value."""
     size = SIZE[device.type]
-    hadamard = sylvester(size, dtype, device)
+    pair = torch.tensor([[1, 1], [1, -1]], dtype=dtype, device=device)
+    hadamard = reduce(torch.kron, [pair] * (size.bit_length() - 1))
     scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
-    left, right = scales[:, None] * hadamard, hadamard * (scales / size)
-    expected = torch.diag(scales * scales)
+    left, right, expected = scales[:, None] * hadamard, hadamard * (scales / size), torch.diag(scales * scales)
     seconds, differing = [], 0
     try:
         for _ in range(1 + REPEATS):
-            synchronize(device)
-            started = time.perf_counter()
+            started = _now(device)
             product = torch.mm(left, right)
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(_now(device) - started)
             differing = max(differing, int((product != expected).sum()))
         if device.type == "cuda":
             del left, right, hadamard, product, expected
@@ -128,46 +84,35 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
 
 
 def judge_products(
-    products: Sequence[Product], ranks: Ranks, dtype: torch.dtype, device: torch.device, slow_factor: float | None
+    products: Sequence[Product], nodes: Sequence[str], device_type: str, slow_factor: float | None
 ) -> Finding:
     """Judges the products of all ranks, each compared with those of other nodes, if there are any.
 
     A rank slower by `slow_factor` is a fault; by default, one by 1.5 (20 on CPUs) is a warning.
     """
     faults, warnings = [], []
-    slownesses = [_slowness(rank, products, ranks) for rank in range(len(products))]
+    slowness = []
     for rank, product in enumerate(products):
+        correct = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
+        others = [other for other in correct if nodes[other] != nodes[rank]] or correct
         if product.wrong is not None:
-            text = f"rank {rank} on {ranks.nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
-            faults.append(Fault(text, ranks.nodes[rank], passing=True))
-    for node in ranks.first_rank_of:
-        worst = max((rank for rank, own in enumerate(ranks.nodes) if own == node), key=slownesses.__getitem__)
-        text = f"rank {worst} on {node}: a matrix product takes {slownesses[worst]:.1f} times as long as elsewhere"
-        if slow_factor is not None and slownesses[worst] > slow_factor:
+            text = f"rank {rank} on {nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
+            faults.append(Fault(text, nodes[rank], passing=True))
+        comparable = product.wrong is None and others
+        slowness.append(product.seconds / statistics.median(products[o].seconds for o in others) if comparable else 1.0)
+    for node in dict.fromkeys(nodes):
+        worst = max((rank for rank, own in enumerate(nodes) if own == node), key=slowness.__getitem__)
+        text = f"rank {worst} on {node}: a matrix product takes {slowness[worst]:.1f} times as long as elsewhere"
+        if slow_factor is not None and slowness[worst] > slow_factor:
             limit = f"expected at most {slow_factor:g} (preflight.slow_factor)"
             faults.append(Fault(f"{text}, {limit}", node, passing=True))
-        elif slow_factor is None and slownesses[worst] > _NOTABLY_SLOW[device.type]:
+        elif slow_factor is None and slowness[worst] > _NOTABLY_SLOW[device_type]:
             warnings.append(f"{text}: every step waits for it (preflight.slow_factor refuses it)")
-    worst = max(range(len(products)), key=slownesses.__getitem__)
-    wrong_ranks = sum(product.wrong is not None for product in products)
-    verdict = f"wrong on {wrong_ranks} rank(s)" if wrong_ranks else "right on every rank"
-    speed = 2 * SIZE[device.type] ** 3 / max(products[0].seconds, 1e-9) / 1e12
-    return Finding(
-        f"matrix products {verdict}; the slowest, rank {worst} on {ranks.nodes[worst]}, takes "
-        f"{products[worst].seconds * 1e3:.3g} ms, {slownesses[worst]:.2f} times what others take, {speed:.3g} TFLOP/s "
-        f"in {str(dtype).removeprefix('torch.')}",
-        faults,
-        warnings,
-    )
-
-
-def _slowness(rank: int, products: Sequence[Product], ranks: Ranks) -> float:
-    """The time of `rank`'s product divided by the median of the others; 1 where there are no others."""
-    correct = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
-    elsewhere = [other for other in correct if ranks.nodes[other] != ranks.nodes[rank]]
-    if products[rank].wrong is not None or not correct:
-        return 1.0
-    return products[rank].seconds / statistics.median(products[other].seconds for other in elsewhere or correct)
+    worst = max(range(len(products)), key=slowness.__getitem__)
+    speed = 2 * SIZE[device_type] ** 3 / max(products[worst].seconds, 1e-9) / 1e12
+    verdict = "not right on every rank" if any(product.wrong for product in products) else "right on every rank"
+    where = f"rank {worst} on {nodes[worst]}: {speed:.3g} TFLOP/s, {slowness[worst]:.2f} times the others' time"
+    return Finding(f"matrix products {verdict}; the slowest, {where}", faults, warnings)
 
 
 # --- All-reduce: correct and fast enough, within tensor-parallel and within data-parallel groups ---------------------
@@ -196,11 +141,9 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
             message = pattern * (rank + 1)
             # The first call of a group: NCCL would guess its device.
             dist.barrier(group, device_ids=None if device.index is None else [device.index])
-            synchronize(device)
-            started = time.perf_counter()
+            started = _now(device)
             dist.all_reduce(message, group=group)
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(_now(device) - started)
             wrong = wrong if torch.equal(message, expected) else "a wrong sum"
     except RuntimeError as error:  # raised by gloo and NCCL where a connection fails
         return Link(f"failed ({str(error).splitlines()[0]})", 0.0)
@@ -209,26 +152,31 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def judge_all_reduce(
-    kind: str, links: Sequence[Link], groups: Sequence[Sequence[int]], ranks: Ranks, min_gb_per_s: float
+    kind: str, links: Sequence[Link], groups: Sequence[Sequence[int]], nodes: Sequence[str], min_gb_per_s: float
 ) -> Finding:
     """Judges the links of all ranks, whose `groups` of a `kind` were measured at the same time, as training does."""
     faults = []
     for group in groups:
-        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(ranks.nodes_of(group))})"
+        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(_distinct(group, nodes))})"
+        speed = min(links[rank].gb_per_s for rank in group)
         if wrong := [rank for rank in group if links[rank].wrong is not None]:
-            on = _join([f"{rank} ({ranks.nodes[rank]})" for rank in wrong])
+            on = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
             what = links[wrong[0]].wrong
             text = f"{where}: {what} on rank(s) {on}; exclude the nodes of the group one after the other"
             faults.append(Fault(text, passing=True))
-        elif (slowest := min(links[rank].gb_per_s for rank in group)) < min_gb_per_s:
-            text = f"{where}: {slowest:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
+        elif speed < min_gb_per_s:
+            text = f"{where}: {speed:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
             advice = "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
             faults.append(Fault(f"{text}; {advice}", passing=True))
     slow = min(groups, key=lambda group: min(links[rank].gb_per_s for rank in group))
     speed = min(links[rank].gb_per_s for rank in slow)
-    reach = "within a node" if all(len(ranks.nodes_of(group)) == 1 for group in groups) else "across nodes"
+    reach = "within a node" if all(len(_distinct(group, nodes)) == 1 for group in groups) else "across nodes"
     measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s"
     return Finding(f"{measured} (the slowest group: ranks {_join(slow)})", faults)
+
+
+def _distinct(group: Sequence[int], nodes: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(nodes[rank] for rank in group))
 
 
 def _join(items: Sequence[object], most: int = 8) -> str:

@@ -7,6 +7,7 @@ preflight makes those that need the ranks of the allocation, and raises all faul
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,6 @@ from pipeline import log
 from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
 from pipeline.checks.devices import (
     Finding,
-    Ranks,
-    describe_ranks,
     judge_all_reduce,
     judge_products,
     measure_all_reduce,
@@ -30,7 +29,7 @@ from pipeline.checks.inputs import (
     Inputs,
     Samples,
     check_context,
-    check_imagined_model,
+    check_fits,
     check_resume,
     check_trackers,
     encoded_prompts,
@@ -101,7 +100,7 @@ class Opened:
     @cached_property
     def model(self) -> DecoderSpec:
         """The architecture of a base on which the run's model can be built."""
-        check_imagined_model(self.config, self.spec)
+        check_fits(self.config, self.spec)
         return self.spec
 
     @cached_property
@@ -160,9 +159,7 @@ def _sampled(run: Opened) -> list[UserError]:
 def _expansion(run: Opened) -> None:
     if isinstance(run.config.method, ScaleMethod):
         check_named_expansion(run.config.upscaled)
-    # Every restart of a run passes the stage tokenize, and a base may have hundreds of GB, which this reads.
-    if run.stage is None or not is_tokenized(run.config.data):
-        made_expansion(run.config, run.base)
+    made_expansion(run.config, run.base)  # hashes the base
 
 
 def _resume(run: Opened) -> object:
@@ -171,26 +168,25 @@ def _resume(run: Opened) -> object:
     return None
 
 
-def _all_reduce(run: Allocation, kind: str, group: dist.ProcessGroup, groups: list[list[int]]) -> Finding:
+def _links(run: Allocation, kind: str, group: dist.ProcessGroup, groups: list[list[int]]) -> Finding:
     if len(groups[0]) == 1:
         return Finding(f"no {kind} all-reduce: a group is one rank")
     links = all_gathered(measure_all_reduce(group, run.device))
     limit = run.inputs.config.preflight.min_gb_per_s_on(run.device.type)
-    return judge_all_reduce(kind, links, groups, run.ranks, limit)
+    return judge_all_reduce(kind, links, groups, run.nodes, limit)
 
 
 def _tp_links(run: Allocation) -> Finding:
-    return _all_reduce(run, "tensor-parallel", run.groups.get_model_parallel_group(), run.groups.layout.tp_groups())
+    return _links(run, "tensor-parallel", run.groups.get_model_parallel_group(), run.groups.layout.tp_groups())
 
 
 def _dp_links(run: Allocation) -> Finding:
-    return _all_reduce(run, "data-parallel", run.groups.get_data_parallel_group(), run.groups.layout.dp_groups())
+    return _links(run, "data-parallel", run.groups.get_data_parallel_group(), run.groups.layout.dp_groups())
 
 
 def _products(run: Allocation) -> Finding:
-    dtype, slow_factor = run.inputs.deepspeed_config.dtype, run.inputs.config.preflight.slow_factor
-    products = all_gathered(measure_product(dtype, run.device))
-    return judge_products(products, run.ranks, dtype, run.device, slow_factor)
+    products = all_gathered(measure_product(run.inputs.deepspeed_config.dtype, run.device))
+    return judge_products(products, run.nodes, run.device.type, run.inputs.config.preflight.slow_factor)
 
 
 class Check(NamedTuple):
@@ -211,7 +207,7 @@ CHECKS = (
     Check("config", ("tokenize",), lambda run: check_heldout(run.config)),
     Check("files", ("tokenize", "train"), lambda run: run.base),
     Check("files", ("tokenize",), lambda run: run.base.file_of),  # the header of every weight file
-    Check("files", ("tokenize", "train"), lambda run: check_context(run.config, run.spec)),
+    Check("files", ("train",), lambda run: check_context(run.config, run.spec)),
     Check("files", ("tokenize",), lambda run: run.model),  # training builds it
     Check("files", ("tokenize", "train"), lambda run: check_vocabulary(run.tokenizer, run.spec)),
     Check("files", ("tokenize", "train"), lambda run: encoded_prompts(run.config, run.tokenizer, run.spec)),
@@ -222,7 +218,6 @@ CHECKS = (
     Check("files", ("tokenize",), _expansion),
     Check("files", ("train",), _resume),
     Check("files", (), _sampled),
-    Check("ranks", ("train",), lambda run: describe_ranks(run.ranks)),
     Check("ranks", ("train",), _tp_links),
     Check("ranks", ("train",), _dp_links),
     Check("ranks", ("train",), _products),
@@ -285,7 +280,9 @@ def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device
     if not inputs.config.preflight.enabled:
         return
     started = time.perf_counter()
-    run = Allocation(inputs, groups, device, Ranks(tuple(all_gathered(log.node())), dist.get_rank()))
+    run = Allocation(inputs, groups, device, all_gathered(log.node()))
+    counts = ", ".join(f"{count} on {node}" for node, count in Counter(run.nodes).items())
+    _logger.info("preflight: %d rank(s): %s", len(run.nodes), counts)
     findings: list[Finding] = []
     for check in CHECKS:
         if check.needs == "ranks":

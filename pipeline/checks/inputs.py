@@ -137,13 +137,8 @@ def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> Non
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where the run's method or sequence length does not fit a base of that architecture."""
+    """Raises ConfigError where the run's method, layout or sequence length does not fit a base of that architecture."""
     check_context(config, spec)
-    check_imagined_model(config, spec)
-
-
-def check_imagined_model(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises what building the model on the run's layout would, in one process."""
     parallel = config.parallel
     check_model(config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel))
 
@@ -155,7 +150,7 @@ def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str
         CheckpointError: the newest checkpoint is of another base, base_precision or method, or, unless the run is
             finished, of other data.
     """
-    for checkpoint in candidates(config.folder / "checkpoints"):
+    for checkpoint in candidates(config.checkpoint_folder):
         try:
             manifest = load_manifest(checkpoint)
         except DamagedCheckpointError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.errors import ConfigError, nearest
 from pipeline.files import read_text
@@ -26,16 +25,6 @@ class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _true_is_no_number(cls, values: Any) -> Any:  # noqa: ANN401  # pydantic would read it as 1
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            given = value if isinstance(value, (list, tuple)) else [value]
-            field = cls.model_fields.get(name)
-            if field is not None and field.annotation is not bool and any(isinstance(item, bool) for item in given):
-                raise ValueError(f"{name}: expected neither true nor false")
-        return values
 
 
 S = TypeVar("S", bound=Section)
@@ -93,41 +82,13 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
         ) from None
 
 
-def types_of(annotation: Any) -> list[Any]:  # noqa: ANN401
-    """The types that a value of this annotation may have, without None and without limits."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return types_of(parts[0])
-    if origin in (Union, types.UnionType):
-        return [kind for part in parts if part is not types.NoneType for kind in types_of(part)]
-    return [annotation]
-
-
 def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
-    """`value`, recorded as JSON, with the defaults of settings that did not exist at the time, at any depth."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    for kind in types_of(annotation) if isinstance(value, dict) else ():
-        if is_section(kind) and _tag(kind) in (None, value.get("name")):
-            fields = kind.model_fields
-            whole = {name: field.default for name, field in fields.items() if not field.is_required()} | value
-            whole |= {
-                name: with_defaults(fields[name].annotation, whole[name]) for name in whole.keys() & fields.keys()
-            }
-            return whole
-        if get_origin(kind) is dict:
-            return {name: with_defaults(get_args(kind)[1], item) for name, item in value.items()}
-    return value
-
-
-def is_section(kind: Any) -> bool:  # noqa: ANN401
-    """Whether a type is that of a section."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _tag(kind: type[BaseModel]) -> object:
-    name = kind.model_fields.get("name")
-    return get_args(name.annotation)[0] if name is not None and get_args(name.annotation) else None
+    """`value`, recorded as JSON, with the defaults of settings that did not exist at the time."""
+    kind = TypeAdapter[Any](annotation)
+    try:
+        return kind.dump_python(kind.validate_python(value), mode="json")
+    except ValidationError:  # of an earlier version
+        return value
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

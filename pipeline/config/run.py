@@ -5,19 +5,15 @@ Unknown keys are refused, and all faults are reported together with their dotted
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.reading import (
-    Decay,
-    Fraction,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -25,10 +21,10 @@ from pipeline.config.reading import (
     Texts,
     checked,
 )
-from pipeline.config.sources import COMMAND_LINE, RUN_FILE, Layer, change_of, combined, read_layers
-from pipeline.errors import BaseModelError, ConfigError, in_one_line
-from pipeline.files import write_text
-from pipeline.hub import model_folder, source_of
+from pipeline.config.schedule import Schedule
+from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, Layer, change_of, combined, read_layers
+from pipeline.errors import BaseModelError
+from pipeline.hub import model_folder
 
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
@@ -184,33 +180,6 @@ class Watchdog(Section):
     """the same for the start, validation and saving"""
 
 
-class Schedule(Section):
-    """Steps, batch and learning rate. A batch counts sequences."""
-
-    steps: PositiveInt
-    """optimizer steps"""
-    global_batch_size: PositiveInt
-    """sequences per step"""
-    micro_batch_size: PositiveInt
-    """sequences that a rank processes at a time; times the data-parallel size it divides global_batch_size"""
-    learning_rate: PositiveFloat
-    """the peak"""
-    decay: Literal["linear", "cosine", "wsd"] = "linear"
-    """after the warm-up"""
-    warmup_fraction: Fraction = 0.06
-    """share of the steps"""
-    decay_fraction: Fraction = 0.1
-    """share of the steps that wsd spends decaying"""
-    final_learning_rate_fraction: Fraction = 0.0
-    """share of the peak that is left at the end"""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """of matrices; vectors do not decay"""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """of AdamW"""
-    gradient_clipping: PositiveFloat = 1.0
-    """the largest global norm"""
-
-
 class Parallel(Section):
     """The layout of the ranks; the data-parallel size is the world size divided by tp_size."""
 
@@ -328,19 +297,10 @@ class RunConfig(Section):
         if self.gate is None:
             return self
         if not isinstance(self.method, ScaleMethod):
-            raise ValueError(
-                f"gate: closes what SCALE adds, and method {self.method.name} adds no such blocks; remove it"
-            )
-        l_fp = self.method.l_fp
-        if (
-            self.method.variant == "adapt"
-            and self.gate.layer is not None
-            and l_fp is not None
-            and self.gate.layer > l_fp
-        ):
-            raise ValueError(
-                f"gate.layer: {self.gate.layer} is above method.l_fp {l_fp}, where adapt changes the base's stream"
-            )
+            raise ValueError(f"gate: method {self.method.name} adds no blocks that it could close; remove it")
+        layer, l_fp = self.gate.layer, self.method.l_fp
+        if self.method.variant == "adapt" and layer is not None and l_fp is not None and layer > l_fp:
+            raise ValueError(f"gate.layer: {layer} is above method.l_fp {l_fp}, where adapt changes the base's stream")
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
                 raise ValueError(f"gate.negatives: {name} is no corpus of role rehearsal or replay")
@@ -363,17 +323,18 @@ class RunConfig(Section):
         return self.base if self.vocabulary is None else self.vocabulary.folder
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return self.folder / CHECKPOINTS
+
+    @property
     def upscaled_folder(self) -> Path:
         """Where the initial expansion lies."""
         return self.upscaled or self.folder / "upscaled"
 
 
 def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """The configuration in `values`.
-
-    Raises:
-        ConfigError: all faults with their dotted paths, in one line; `source` is the origin of the values.
-    """
+    """The configuration in `values`. Raises ConfigError, with all faults, after `source`, the origin of the values."""
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
@@ -386,7 +347,8 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
         ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is none of its settings.
     """
     source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
-    return with_models(parse_config(combined(run_layers(path, changes)), source=source), base)
+    config = parse_config(combined(run_layers(path, changes)), source=source)
+    return config if base == "named" else _with_models(config, base)
 
 
 def run_layers(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
@@ -394,61 +356,11 @@ def run_layers(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
     return [*read_layers(path), *map(change_of, changes)]
 
 
-_HEADER = "# This run as it was last started, written by scale-cpt: its commands take this folder in place of a file.\n"
-
-
-def write_run(config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Writes `<folder>/run.yaml`, unless the user wrote the file there.
-
-    Returns:
-        Each setting that differs from the file's, by its dotted key: there, and now. Empty for the first.
-
-    Raises:
-        ConfigError: the user wrote the file, and it is no run. One of an earlier version is replaced.
-    """
-    path = config.folder / RUN_FILE
-    changed: dict[str, tuple[Any, Any]] = {}
-    if path.exists():
-        own = path.read_bytes().startswith(_HEADER.encode())
-        try:
-            before, now = (dict(_flat(_named(run))) for run in (load_config(path, base="named"), config))
-        except ConfigError as error:
-            if not own:
-                raise
-            before, now = {RUN_FILE: in_one_line(error)}, {RUN_FILE: "written again"}
-        changed = {key: (before.get(key), now.get(key)) for key in [*before, *now] if before.get(key) != now.get(key)}
-        if not changed or not own:
-            return changed
-    path.parent.mkdir(parents=True, exist_ok=True)
-    values = _named(config, exclude_unset=True)
-    write_text(path, _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    return changed
-
-
-def _named(config: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
-    """The settings of a run as YAML has them, with models of the hub by their names."""
-    values = config.model_dump(mode="json", exclude_unset=exclude_unset)
-    for section, key in ((values, "base"), (values.get("vocabulary") or {}, "folder")):
-        if key in section:
-            section[key] = source_of(Path(section[key])) or section[key]
-    return values
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif (prefix, key) != ("", "folder"):  # which may be spelled in other ways, or have been moved
-            yield prefix + key, value
-
-
-def with_models(config: RunConfig, base: HubModels) -> RunConfig:
+def _with_models(config: RunConfig, base: HubModels) -> RunConfig:
     """`config` with folders of this machine in place of models on the hub, which are fetched.
 
     A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
     """
-    if base == "named":
-        return config
 
     def here(named: Path, *, weights: bool) -> Path:
         try:
@@ -460,21 +372,3 @@ def with_models(config: RunConfig, base: HubModels) -> RunConfig:
     if (vocabulary := config.vocabulary) is not None:
         changes["vocabulary"] = vocabulary.model_copy(update={"folder": here(vocabulary.folder, weights=False)})
     return config.model_copy(update=changes)
-
-
-def learning_rate(step: int, schedule: Schedule) -> float:
-    """The learning rate of the optimizer step after `step` steps.
-
-    It rises linearly over the first `warmup_fraction` of the steps, then falls to `final_learning_rate_fraction` of the
-    peak: along a line, along half a cosine, or (wsd) along a line over the last `decay_fraction` of the steps only.
-    """
-    warmup_steps = math.ceil(schedule.warmup_fraction * schedule.steps)
-    if step < warmup_steps:
-        return schedule.learning_rate * (step + 1) / warmup_steps
-    decay_steps = schedule.steps - warmup_steps
-    if schedule.decay == "wsd":
-        decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
-    progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
-    falling = (1 + math.cos(math.pi * progress)) / 2 if schedule.decay == "cosine" else 1 - progress
-    final = schedule.final_learning_rate_fraction
-    return schedule.learning_rate * (final + (1 - final) * falling)

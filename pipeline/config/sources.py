@@ -23,6 +23,8 @@ EXTENDS = "extends"
 COMMAND_LINE = "--set"
 RUN_FILE = "run.yaml"
 """In a run's folder: the run with all that its file extends, and with --set."""
+CHECKPOINTS = "checkpoints"
+"""In a run's folder."""
 
 
 _ABSENT = object()

@@ -46,7 +46,7 @@ from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
 RECORD = "conversion.json"
-EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1", ("checkpoint_manifest", "written_format"))
+EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 _ASKED = ("format", "dtype", "precisions", "padding", "base_name")
 _logger = log.get_logger(__name__)
@@ -91,7 +91,7 @@ def latest_conversion(config: RunConfig) -> Conversion:
 
 def newest_checkpoint(config: RunConfig) -> Path:
     """The checkpoint that a run's `checkpoints/latest` names."""
-    folder = config.folder / "checkpoints"
+    folder = config.checkpoint_folder
     checkpoint = latest_checkpoint(folder)
     if checkpoint is None:
         raise CheckpointError(f"{folder / LATEST}: no such file; the run has no checkpoint yet: train it first")

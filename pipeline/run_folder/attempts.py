@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from pipeline import log
-from pipeline.config.run import RunConfig, write_run
+from pipeline.config.run import RunConfig
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import (
     FINISHED,
@@ -35,6 +35,7 @@ from pipeline.files import read_bytes
 from pipeline.log import node
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 from pipeline.run_folder.lock import LockOwner, RunLock
+from pipeline.run_folder.run_file import write_run
 
 NAME = "attempts.jsonl"
 _RESUMABLE = ("tokenize", "sample")
@@ -72,11 +73,10 @@ class TrainingStart(_Record):
 
 
 class Decision(NamedTuple):
-    """Whether there is another attempt, the reason, for messages, and how many in a row brought no newer checkpoint."""
+    """Whether there is another attempt, and the reason, for messages."""
 
     again: bool
     why: str
-    idle: int = 0
 
 
 class StageEnd(_Record):
@@ -105,7 +105,7 @@ class Attempt:
 
     @property
     def series(self) -> str:
-        """The part of the name that all attempts of a job, or of a call of a script, share."""
+        """The part of the name that all attempts of a job share, its Slurm number, or of a call of a script."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -113,11 +113,6 @@ class Attempt:
         """Its number in the series: how many restarts came before it."""
         digits = self.name.rpartition(".")[2]
         return int(digits) if digits.isdecimal() else 0
-
-    @property
-    def job(self) -> str | None:
-        """Its Slurm job, after which the series is named, if any."""
-        return self.series if self.series.isdecimal() else None
 
     @property
     def stage(self) -> str:
@@ -165,7 +160,7 @@ def record_end(
 ) -> None:
     """Records how `stage` ended in this attempt. Without an `error`, the error recorded before stays."""
     own = this_attempt()
-    before = next((attempt.ended for attempt in _known_attempts(folder) if attempt.name == own), None)
+    before = next((attempt.ended for attempt in read_attempts(folder) if attempt.name == own), None)
     if error is None and before is not None and exit_code != FINISHED:
         error, step = before.error, before.step
     ended = StageEnd(
@@ -197,18 +192,18 @@ def _append(folder: Path, record: _Record) -> None:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The attempts at the run in `folder`, the one with the newest line last.
+    """The attempts at the run in `folder`, the one with the newest line last; none where they cannot be read.
 
     It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
-
-    Raises:
-        RunFolderError: the record cannot be read.
     """
     attempts: dict[str, Attempt] = {}
     try:
         lines = read_bytes(folder / NAME, RunFolderError, "move it away").splitlines()
     except FileNotFoundError:
-        return []
+        lines = []
+    except RunFolderError as error:
+        _logger.error("%s", error)
+        lines = []
     for line in lines:
         try:
             record = _RECORD.validate_json(line)
@@ -222,18 +217,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
             attempt.began, attempt.started, attempt.ended = None, record, None
         else:
             attempt.began, attempt.ended = record, None
-    return [
-        attempt for attempt in attempts.values() if attempt.ended is None or attempt.ended.exit_code != FOLDER_TAKEN
-    ]
-
-
-def _known_attempts(folder: Path) -> list[Attempt]:
-    """The same, none where the record cannot be read."""
-    try:
-        return read_attempts(folder)
-    except RunFolderError as error:
-        _logger.error("%s", error)
-        return []
+    return [one for one in attempts.values() if one.ended is None or one.ended.exit_code != FOLDER_TAKEN]
 
 
 def count_restarts(attempts: Iterable[Attempt], *starting: str) -> int:
@@ -249,39 +233,39 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
     """
     restarts = Attempt(this_attempt()).number
     idle = _idle_attempts(folder, stage, exit_code)
+    again, why = False, f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
     if not worth_another_attempt(exit_code):
-        decision = Decision(False, "its cause must be fixed first", idle)
+        why = "its cause must be fixed first"
     elif restarts >= most:
-        decision = Decision(False, f"it was restarted {restarts} times, and MAX_RESTARTS is {most}", idle)
+        why = f"it was restarted {restarts} times, and MAX_RESTARTS is {most}"
     elif idle > without_progress:
         limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
-        decision = Decision(False, f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}", idle)
+        why = f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}"
     else:
-        why = f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
-        decision = Decision(True, why, idle)
+        again = True
+    decision = Decision(again, why)
     record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
     return decision
 
 
 def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
-    """How many attempts in a row, up to the one that just ended, brought no newer checkpoint.
+    """How many attempts, up to the one that just ended, came after the last that began before the newest checkpoint.
 
-    Counted from the last decision. Attempts that left no line count too, by their numbers: a disk that takes no records
-    ends a run as well. Serial stages that were killed do not, nor does tokenizing or sampling that a signal stopped.
+    Attempts that left no line count too, by their numbers: a disk that takes no records ends a run as well. Serial
+    stages that were killed do not, nor does tokenizing or sampling that a signal stopped.
     """
-    own = Attempt(this_attempt())
-    series = [attempt for attempt in _known_attempts(folder) if attempt.series == own.series]
-    newest = newest_checkpoint_step(folder)
-    starts = (attempt.started.checkpoint_step for attempt in series if attempt.started)
-    idle, decided, reached = 0, -1, min(starts, default=newest)
-    for attempt in series:
-        if attempt.ended and attempt.ended.retry and decided < attempt.number < own.number:
-            idle, decided, reached = attempt.ended.retry.idle, attempt.number, attempt.ended.checkpoint_step
-    if newest > reached:
-        return 0
-    serial = {attempt.number for attempt in series if attempt.started is None}
-    unknown = {*range(decided + 1, own.number)} - serial
-    return idle + len(unknown) + (0 if stage in _RESUMABLE and exit_code == RESUME_LATER else 1)
+    own, newest = Attempt(this_attempt()), newest_checkpoint_step(folder)
+    last, excused = -1, {own.number} if stage in _RESUMABLE and exit_code == RESUME_LATER else set()
+    for attempt in read_attempts(folder):
+        if attempt.series != own.series:
+            continue
+        ended, record = attempt.ended, attempt.started or attempt.ended
+        if record is not None and record.checkpoint_step < newest:
+            last = max(last, attempt.number)
+        stopped = ended is None or (ended.stage in _RESUMABLE and ended.exit_code == RESUME_LATER)
+        if attempt.started is None and stopped and attempt.number != own.number:
+            excused.add(attempt.number)
+    return len({*range(last + 1, own.number + 1)} - excused)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pipeline.config.sources import CHECKPOINTS
 from pipeline.errors import CheckpointError, UserError
 from pipeline.files import read_bytes
 
@@ -36,7 +37,7 @@ def checkpoint_at(path: Path) -> Path:
     Raises:
         CheckpointError: it means none.
     """
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if path.name == LATEST and not path.is_dir():
         folder = path.parent
     elif not (folder / LATEST).exists() and folder == path:
@@ -72,11 +73,11 @@ def newest_checkpoint_step(run: Path) -> int:
     Checkpoints after the one in `latest` were voided by a rollback.
     """
     try:
-        named = named_checkpoint(run / "checkpoints")
+        named = named_checkpoint(run / CHECKPOINTS)
     except UserError:  # resuming reports it
         named = None
     last = None if named is None else step_in(named.name)
-    complete = (path for path in all_checkpoints(run / "checkpoints") if (path / "manifest.json").exists())
+    complete = (path for path in all_checkpoints(run / CHECKPOINTS) if (path / "manifest.json").exists())
     steps = (step for path in complete if (step := step_in(path.name)) is not None)
     return max((step for step in steps if last is None or step <= last), default=0)
 

@@ -14,7 +14,6 @@ import threading
 import time
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -68,14 +67,9 @@ class LockOwner(BaseModel):
         return f"{f'job {self.job}' if self.job else 'a process'} on {self.node} (pid {self.pid}, since {since})"
 
     @property
-    def is_here(self) -> bool:
-        """Whether it belongs to this machine, where its end can be seen."""
-        return self.machine == _machine()
-
-    @property
     def is_gone(self) -> bool:
-        """Whether the process is known to have ended. False if unknown."""
-        return self.is_here and _started(self.pid) != self.process_started
+        """Whether the process is known to have ended, as one of this machine can be."""
+        return self.machine == _machine() and _started(self.pid) != self.process_started
 
 
 _UNKNOWN = LockOwner(job=None, restart=None, node="another node", machine="", pid=0, process_started=0, since=0)
@@ -115,9 +109,7 @@ class RunLock:
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         if read_lock_owner(self._path) == self._own:
             self._path.unlink(missing_ok=True)
@@ -145,7 +137,7 @@ class RunLock:
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
                 touched = self._path.stat().st_mtime
-                if first is not None and (owner.is_here or touched != first):
+                if first is not None and (owner.machine == _machine() or touched != first):
                     raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from pipeline.config.sources import CHECKPOINTS
 from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, count_restarts, read_attempts
@@ -78,7 +79,7 @@ def read_status(folder: Path) -> RunStatus:
     if is_trained(folder) and state != "done":
         why += " (all steps are trained)"
     saved = newest_checkpoint_step(folder)
-    checkpoint = folder / "checkpoints" / checkpoint_name(saved) if saved else None
+    checkpoint = folder / CHECKPOINTS / checkpoint_name(saved) if saved else None
     lines = [only_numbers(line) for line in read_metrics(folder / METRICS, _TAIL_BYTES)[-_RECENT_STEPS:]]
     last = {name: value for line in lines for name, value in line.items()}
     step = max(saved, int(last.get("step", 0)))
@@ -123,16 +124,16 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     for began in reversed(working):
         if began.stage == last.stage and not began.by.is_gone:
             return "running", f"{began.stage}: {began.by}"
-    job = _job_state(last.job) if last.job else ""
+    job = _job_state(last.series) if last.series.isdecimal() else ""
     queued = job in _QUEUED_OR_RUNNING
     ended = last.ended
     if ended is None:
         if queued:
-            return "waiting", f"the last attempt left no reason; job {last.job} will restart; {_REQUEUE_DELAY}"
+            return "waiting", f"the last attempt left no reason; job {last.series} will restart; {_REQUEUE_DELAY}"
         return "failed", "the last attempt left no reason (killed?); the same command resumes"
     if ended.exit_code == FINISHED:
         if job == "RUNNING":
-            return "running", f"job {last.job} continues after {ended.stage}"
+            return "running", f"job {last.series} continues after {ended.stage}"
         if is_trained(folder):
             return "done", "all steps are done"
         return "waiting", f"{ended.stage} is done, the next stage follows"
@@ -147,7 +148,7 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     if job == "PENDING":
         return "waiting", f"{why}; {_REQUEUE_DELAY}"
     if job is None or (job and not queued):
-        return "stopped", f"{why}; job {last.job} is no longer queued: the same command resumes"
+        return "stopped", f"{why}; job {last.series} is no longer queued: the same command resumes"
     return "waiting", f"{why}; resumes later"
 
 

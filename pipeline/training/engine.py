@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pipeline import methods
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.config.run import RunConfig, Schedule
+from pipeline.config.run import RunConfig
+from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipeline import log
 from pipeline.checkpoint.manifest import Position, StepRecord
-from pipeline.config.run import RunConfig, learning_rate
+from pipeline.config.run import RunConfig
+from pipeline.config.schedule import learning_rate
 from pipeline.data.packing import IGNORED
 from pipeline.health.liveness import Phases
 from pipeline.model.output import Losses

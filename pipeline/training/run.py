@@ -152,7 +152,7 @@ def prepare(
     difference = check_preservation(engine, probe, config) if gated else None
 
     checkpoints = Checkpoints(
-        config.folder / "checkpoints",
+        config.checkpoint_folder,
         run,
         describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype),
         keep_last=config.checkpoints.keep_last,

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipeline import command_line
 from pipeline.errors import DataError
-from pipeline.files import published_folder, read_json, write_json, write_text
+from pipeline.files import published_folder, read_object, write_json, write_text
 
 # Every first part is combined with every second part.
 _FIRST = (
@@ -316,7 +316,7 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
     roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
     made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
     if (path := output / _MADE_OF).exists():
-        found = read_json(path, DataError, "choose another --output")
+        found = read_object(path, DataError, "choose another --output")
         if found != made_of:
             raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
         return roster

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.checks.allocation import BLOCK_BYTES, Need, Room, host_memory, judge_memory, sampled_hash
+from pipeline.checks.allocation import BLOCK_BYTES, Room, host_memory, judge_memory, sampled_hash
 from pipeline.checks.devices import (
     Fault,
     Finding,
     Link,
     Product,
-    Ranks,
-    describe_ranks,
     judge_all_reduce,
     judge_products,
     measure_all_reduce,
     measure_product,
-    sylvester,
 )
 from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
 
-EIGHT = Ranks(("a", "a", "a", "a", "b", "b", "b", "b"), 0)
+EIGHT = ["a"] * 4 + ["b"] * 4
 SOUND = Product(None, 0.010)
 
 
@@ -34,12 +33,10 @@ def faults_of(finding: Finding) -> list[str]:
     return [fault.text for fault in finding.faults]
 
 
-def judged(products: list[Product], slow_factor: float | None, ranks: Ranks = EIGHT, device: str = "cuda") -> Finding:
-    return judge_products(products, ranks, torch.bfloat16, torch.device(device), slow_factor)
-
-
-def test_unequal_nodes_are_described():
-    assert describe_ranks(Ranks(("a", "a", "b"), 0)).measured == "3 rank(s), 1 to 2 on each of 2 node(s): a, b"
+def judged(
+    products: list[Product], slow_factor: float | None, nodes: Sequence[str] = EIGHT, device: str = "cuda"
+) -> Finding:
+    return judge_products(products, nodes, device, slow_factor)
 
 
 def test_a_slow_node_is_compared_with_the_others_and_refused_on_request():
@@ -51,7 +48,7 @@ def test_a_slow_node_is_compared_with_the_others_and_refused_on_request():
     named = judged(products, None)
     assert not named.faults and "rank 4 on b: a matrix product takes 2.0 times as long" in named.warnings[0]
     assert not judged(products, None, device="cpu").warnings
-    assert not judged([SOUND], 1.01, Ranks(("a",), 0)).faults
+    assert not judged([SOUND], 1.01, ["a"]).faults
 
 
 def test_one_option_excludes_two_broken_nodes():
@@ -64,9 +61,6 @@ def test_one_option_excludes_two_broken_nodes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_is_exact_in_every_dtype(dtype):
     assert measure_product(dtype, torch.device("cpu")).wrong is None
-    matrix = sylvester(64, dtype, torch.device("cpu"))
-    assert torch.equal(matrix @ matrix, 64 * torch.eye(64, dtype=dtype))
-    assert set(matrix.unique().tolist()) == {-1.0, 1.0}
 
 
 def test_a_group_with_a_wrong_or_slow_sum_is_named():
@@ -86,16 +80,16 @@ def test_a_group_with_a_wrong_or_slow_sum_is_named():
 def test_the_smallest_and_the_fullest_gpu_count():
     assert 0 < host_memory() < 2**50
     room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
-    assert not judge_memory(Need(60 * GIB, 0), [room] * 8, EIGHT).faults
-    (small,) = faults_of(judge_memory(Need(60 * GIB, 0), [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
+    assert not judge_memory(60 * GIB, 0, [room] * 8, EIGHT).faults
+    (small,) = faults_of(judge_memory(60 * GIB, 0, [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
     assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
-    (full,) = judge_memory(Need(60 * GIB, 0), [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
+    (full,) = judge_memory(60 * GIB, 0, [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
     assert full == Fault(
         "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
         "a",
         passing=True,
     )
-    (host,) = faults_of(judge_memory(Need(GIB, 200 * GIB), [room] * 8, EIGHT))
+    (host,) = faults_of(judge_memory(GIB, 200 * GIB, [room] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host
 
 

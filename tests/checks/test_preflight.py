@@ -78,7 +78,7 @@ def test_a_sound_allocation_is_described(tmp_path):
     config = configured(tmp_path, parallel__tp_size=2)
     lines, *_ = run_ranks(on_rank, 4, config)
     text = "\n".join(lines)
-    assert "4 rank(s), 2 on each of 2 node(s): n1, n2" in text
+    assert "4 rank(s): 2 on n1, 2 on n2" in text
     assert re.search(r"tensor-parallel all-reduce over 2 ranks within a node: [\d.]+ GB/s", text)
     assert re.search(r"data-parallel all-reduce over 2 ranks across nodes: [\d.]+ GB/s", text)
     assert "matrix products right on every rank" in text

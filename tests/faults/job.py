@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 
 from tests.faults.runs import Run, TrialError, await_that
 from tests.slurm.cluster import FINAL_STATES, Cluster
-from tests.slurm.daemons import ClusterError
 from tests.slurm.jobs import PROJECT
 from tests.waiting import PATIENCE_S
 
-_BETWEEN_QUESTIONS_S = 1.0
-"""How often Slurm is asked whether a job still runs."""
 _STAYS_FAILED_S = 120.0
 """After this time in a final state a job counts as not requeued."""
 
@@ -28,22 +25,8 @@ class Job:
         self.run = run
         self._saved_before = 0
         settings = {"CONFIG": str(run.config), "STAGES": "train", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        self.id = cluster.sbatch(
-            PROJECT / "slurm" / "cpt_korean.sh",
-            env=settings | environment,
-            args=(f"--output={run.log}", *options),
-            cwd=PROJECT,
-        )
-
-    @property
-    def restarts(self) -> int:
-        """How often Slurm has requeued it."""
-        return int(self.cluster.job(self.id)["Restarts"])
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is in a final state."""
-        return self.cluster.job(self.id)["JobState"] in FINAL_STATES
+        script, args = PROJECT / "slurm" / "cpt_korean.sh", (f"--output={run.log}", *options)
+        self.id = cluster.sbatch(script, env=settings | environment, args=args, cwd=PROJECT)
 
     def wait_between_checkpoints(self, checkpoints: int = 1) -> None:
         """Waits until it has saved a new checkpoint, at least the given number in all, and is some steps past it."""
@@ -55,13 +38,15 @@ class Job:
         self.wait_until(between, "some steps after a checkpoint")
         self._saved_before = run.saved_step
 
-    def stop_between_checkpoints(self, process: psutil.Process) -> None:
-        """Suspends a rank between two checkpoints; if it was about to save, resumes it and waits for the next time."""
+    def stop_between_checkpoints(self) -> psutil.Process:
+        """Suspends rank 1 between two checkpoints; if it was about to save, resumes it and waits for the next time."""
+        process = self.process(_is_rank_1, "rank 1")
         process.suspend()
         while not 0 < self.run.step - self.run.saved_step < self.run.shape.save_every:
             process.resume()
             self.wait_between_checkpoints()
             process.suspend()
+        return process
 
     def wait_for_step(self, step: int) -> None:
         """Waits until it has logged `step`."""
@@ -79,18 +64,14 @@ class Job:
             nonlocal asked
             if condition():
                 return True
-            if time.monotonic() - asked > _BETWEEN_QUESTIONS_S:
+            if time.monotonic() - asked > 1:  # asking Slurm costs
                 asked = time.monotonic()
-                return self.has_ended
+                return self.cluster.job(self.id)["JobState"] in FINAL_STATES
             return False
 
         await_that(seen_or_over, f"{what} of {self.run.folder}")
         if not condition():
             raise TrialError(f"the job ended before {what}\n{self.run.output}")
-
-    def start_now(self) -> None:
-        """Skips Slurm's two minutes between attempts."""
-        self.cluster.start_now(self.id)
 
     def wait_until_requeued(self, restarts: int) -> None:
         """Waits until it is pending and was requeued more than `restarts` times.
@@ -109,13 +90,6 @@ class Job:
 
         self.cluster.wait_for(self.id, queued, timeout=PATIENCE_S)
 
-    def ends_within(self, seconds: float) -> bool:
-        """Waits for its end, at most `seconds`; returns whether it ended."""
-        with contextlib.suppress(ClusterError):
-            self.cluster.wait(self.id, timeout=seconds)
-            return True
-        return False
-
     def finish(self, restarts: int | None = None) -> None:
         """Waits for its end.
 
@@ -126,64 +100,35 @@ class Job:
         if end.state != "COMPLETED" or restarts not in (None, end.restarts):
             raise TrialError(f"the job ended as {end}, expected {restarts} restarts\n{self.run.output}")
 
-    def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
-        return self._oldest(f"rank {number}", lambda process: _is_rank(process, number))
-
-    @property
-    def launcher(self) -> psutil.Process:
-        """The srun that started the ranks."""
-        return self._oldest("srun", _is_launcher)
-
-    @property
-    def batch_script(self) -> psutil.Process:
-        """The shell that runs slurm/cpt_korean.sh."""
-        return self._oldest("batch script", lambda process: process.name() == "bash")
-
-    @property
-    def working(self) -> list[psutil.Process]:
-        """srun, and the ranks that already run."""
-        return [process for process in self._processes() if _holds(_is_launcher, process) or _holds(_is_rank, process)]
-
-    def processes_on(self, node: str) -> list[psutil.Process]:
-        """The job's processes on a node, oldest first."""
-        return sorted(
-            (process for process in self._processes() if process.environ().get("SLURMD_NODENAME") == node),
-            key=psutil.Process.create_time,
-        )
-
-    def _oldest(self, what: str, described: Callable[[psutil.Process], bool]) -> psutil.Process:
-        found = [process for process in self._processes() if _holds(described, process)]
-        if not found:
+    def process(self, described: Callable[[psutil.Process], bool], what: str) -> psutil.Process:
+        """Its oldest process that is so described."""
+        if not (found := self.processes(described)):
             raise TrialError(f"job {self.id} has no {what}\n{self.run.output}")
-        return min(found, key=psutil.Process.create_time)
+        return found[0]
 
-    def _processes(self) -> Iterator[psutil.Process]:
-        """The job's processes; their environment distinguishes them from another cluster's."""
+    def processes(self, described: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+        """Its processes that are so described, oldest first; the environment distinguishes another cluster's."""
         conf, script = str(self.cluster.conf), f"job{self.id:05d}/slurm_script"
+        found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
                 environment = process.environ()
-                own = environment.get("SLURM_JOB_ID") == str(self.id) or any(
-                    script in word for word in process.cmdline()
-                )
-                if own and environment.get("SLURM_CONF") == conf:
-                    yield process
+                own = environment.get("SLURM_JOB_ID") == str(self.id) or script in " ".join(process.cmdline())
+                if own and environment.get("SLURM_CONF") == conf and described(process):
+                    found.append((process.create_time(), process.pid, process))
+        return [process for *_, process in sorted(found)]
 
 
-def _is_launcher(process: psutil.Process) -> bool:
+def is_launcher(process: psutil.Process) -> bool:
     """Whether it is srun itself, not its child that cleans up."""
     parent = process.parent()
     return process.name() == "srun" and parent is not None and parent.name() != "srun"
 
 
-def _is_rank(process: psutil.Process, number: int | None = None) -> bool:
-    """Whether it is the Python process of rank `number`, or of any rank."""
-    rank = process.environ().get("RANK")
-    return process.name().startswith("python") and rank is not None and number in (None, int(rank))
+def is_rank(process: psutil.Process) -> bool:
+    """Whether it is the Python process of a rank."""
+    return process.name().startswith("python") and "RANK" in process.environ()
 
 
-def _holds(described: Callable[[psutil.Process], bool], process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):  # it ended meanwhile
-        return described(process)
-    return False
+def _is_rank_1(process: psutil.Process) -> bool:
+    return is_rank(process) and process.environ()["RANK"] == "1"

@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
-from tests.faults import injections
-from tests.faults.job import Job
-from tests.faults.local import LocalRanks
-from tests.faults.runs import BRIEF, RANKS, Laboratory, Run, TrialError
-from tests.faults.table import Result
-from tests.faults.trial import interrupt
-from tests.slurm.cluster import Cluster
+from tests.faults.job import Job, is_launcher, is_rank
+from tests.faults.runs import (
+    BRIEF,
+    Laboratory,
+    Run,
+    TrialError,
+    await_that,
+    finish,
+    have_ended,
+    kill,
+    local_ranks,
+)
+from tests.faults.trials import Result, interrupt
+from tests.slurm.cluster import Cluster, ClusterError
 from tests.waiting import PATIENCE_S
 
 SAVE_EVERY = 2
@@ -22,141 +28,107 @@ IN_A_SAVE_FRACTION = 1 / 3
 """This fraction of the kills waits for the next save: saves are short, and random times rarely hit them."""
 EXIT_GRACE_S = 3.0
 """A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it."""
-_VICTIMS = ((0,), (1,), tuple(range(RANKS)))
-
-
-@dataclass
-class Tally:
-    """The cost of the kills so far, and what the run was doing at each."""
-
-    moments: Counter[str] = field(default_factory=Counter)
-    steps_lost: int = 0
-    seconds_to_resume: float = 0.0
-
-    @property
-    def kills(self) -> int:
-        return self.moments.total()
-
-    def add(self, moment: str, steps_lost: int) -> None:
-        """Counts a kill."""
-        self.moments[moment] += 1
-        self.steps_lost = max(self.steps_lost, steps_lost)
-
-    def resumed(self, seconds: float) -> None:
-        """Counts the time until a killed run trained again."""
-        self.seconds_to_resume = max(self.seconds_to_resume, seconds)
-
-    def result(self, fault: str, equal: bool, how: str) -> Result:
-        """The row of the table."""
-        moments = ", ".join(f"{count} while {moment}" for moment, count in sorted(self.moments.items()))
-        return Result(fault, self.kills, self.steps_lost, self.seconds_to_resume, equal, f"{how}; {moments}")
+_VICTIMS = (slice(0, 1), slice(1, 2), slice(None))
 
 
 def kill_at_random(
-    fault: str,
-    laboratory: Laboratory,
-    _: Cluster | None = None,
-    *,
-    kills: int,
-    seed: int,
-    asynchronous: bool = False,
+    laboratory: Laboratory, _: Cluster | None = None, *, kills: int, seed: int, asynchronous: bool = False
 ) -> Result:
     """Trains runs as plain processes, and kills one or both ranks, until there were `kills` kills."""
     draw = random.Random(seed)
-    whole_s = laboratory.seconds_of(BRIEF)
-    tally, equal, runs = Tally(), True, 0
-    while tally.kills < kills:
+    whole_s = laboratory.undisturbed(BRIEF)[1]
+    moments: Counter[str] = Counter()
+    lost, seconds, equal, runs = 0, 0.0, True, 0
+    while moments.total() < kills:
         runs += 1
         run = laboratory.new_run(BRIEF, checkpoints={"every_steps": SAVE_EVERY, "asynchronous": asynchronous})
         struck_at: float | None = None
         while True:
-            lives_s = draw.uniform(0, whole_s) if tally.kills < kills else PATIENCE_S
-            attempt = Attempt(run, lives_s, draw.choice(_VICTIMS), in_a_save=draw.random() < IN_A_SAVE_FRACTION)
-            if struck_at is not None and attempt.first_step_at is not None:
-                tally.resumed(attempt.first_step_at - struck_at)
-            struck_at = attempt.struck_at
+            lives_s = draw.uniform(0, whole_s) if moments.total() < kills else PATIENCE_S
+            victims, in_a_save = draw.choice(_VICTIMS), draw.random() < IN_A_SAVE_FRACTION
+            moment, first_step_at, killed_at = _attempt(run, lives_s, victims, in_a_save=in_a_save)
+            if struck_at is not None and first_step_at is not None:
+                seconds = max(seconds, first_step_at - struck_at)
+            struck_at = killed_at
             if struck_at is None:
                 break
-            tally.add(attempt.moment, run.step - run.saved_step)
+            moments[moment] += 1
+            lost = max(lost, run.step - run.saved_step)
         equal = equal and laboratory.is_undisturbed(run)
-    return tally.result(fault, equal, f"{runs} runs as plain processes that save every {SAVE_EVERY} steps, seed {seed}")
+    when = ", ".join(f"{count} while {moment}" for moment, count in sorted(moments.items()))
+    how = f"{runs} runs as plain processes that save every {SAVE_EVERY} steps, seed {seed}; {when}"
+    return Result(moments.total(), lost, seconds, equal, how)
 
 
-class Attempt:
+def _attempt(run: Run, lives_s: float, victims: slice, *, in_a_save: bool) -> tuple[str, float | None, float | None]:
     """Starts a run and kills it after `lives_s` seconds, or in the first save after that.
 
-    Attributes:
-        first_step_at: the time of its first new step, if there was one.
-        struck_at: when it was killed; None if it finished before.
+    Returns what it was doing when it was killed, the time of its first new step, or None, and the time of the kill, or
+    None if it finished before.
 
     Raises:
         TrialError: it failed without a kill, or resumed from another checkpoint than the newest.
     """
-
-    def __init__(self, run: Run, lives_s: float, victims: tuple[int, ...], *, in_a_save: bool) -> None:
-        self.run = run
-        self.first_step_at: float | None = None
-        self.struck_at: float | None = None
-        self._left_over = run.unfinished_saves
-        printed, saved, resumptions = len(run.output), run.saved_step, len(run.resumed_steps)
-        with LocalRanks(run.config, RANKS, run.log) as ranks:
-            self._watch(ranks, printed, time.monotonic() + lives_s)
-            while in_a_save and not self._is_saving and not ranks.wait(0):
-                time.sleep(0.001)
-            if ranks.wait(0) or not self._strike(ranks, victims):
-                ranks.wait(PATIENCE_S)
-                if ranks.exit_codes != [0] * RANKS:
-                    raise TrialError(f"{run.folder}: it ended with {ranks.exit_codes}\n{run.output}")
-        for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
-            if resumed != saved:
-                raise TrialError(f"{run.folder}: it resumed from step {resumed}, but {saved} was saved\n{run.output}")
-
-    @property
-    def moment(self) -> str:
-        """What the run was doing when it was killed."""
-        if self._is_saving:
-            return "saving"
-        return "starting" if self.first_step_at is None else "training"
-
-    @property
-    def _is_saving(self) -> bool:
-        return bool(self.run.unfinished_saves - self._left_over)
-
-    def _watch(self, ranks: LocalRanks, printed: int, deadline: float) -> None:
-        while time.monotonic() < deadline and not ranks.wait(0):
-            if self.first_step_at is None and self.run.trains_again(printed):
-                self.first_step_at = time.monotonic()
+    left_over, printed, saved = run.unfinished_saves, len(run.output), run.saved_step
+    resumptions = len(run.resumed_steps)
+    first_step_at = struck_at = None
+    with local_ranks(run) as ranks:
+        deadline = time.monotonic() + lives_s
+        while time.monotonic() < deadline and not have_ended(ranks):
+            if first_step_at is None and run.trains_again(printed):
+                first_step_at = time.monotonic()
             time.sleep(0.02)
+        while in_a_save and not run.unfinished_saves - left_over and not have_ended(ranks):
+            time.sleep(0.001)
+        now = time.monotonic()
+        if not have_ended(ranks) and kill(ranks[victims]):
+            struck_at = now
+            if first_step_at is None:
+                have_ended(ranks, EXIT_GRACE_S)
+            elif not have_ended(ranks, PATIENCE_S):
+                raise TrialError(f"{run.folder}: a rank outlived the other by {PATIENCE_S:.0f} s\n{run.output}")
+        else:
+            finish(run, ranks)
+    for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
+        if resumed != saved:
+            raise TrialError(f"{run.folder}: it resumed from step {resumed}, but {saved} was saved\n{run.output}")
+    working = "starting" if first_step_at is None else "training"
+    return "saving" if run.unfinished_saves - left_over else working, first_step_at, struck_at
 
-    def _strike(self, ranks: LocalRanks, victims: tuple[int, ...]) -> bool:
-        """Kills the victims and waits for the others; returns False if all victims had already ended."""
-        struck_at = time.monotonic()
-        if not ranks.kill(victims):
-            return False
-        self.struck_at = struck_at
-        if self.first_step_at is None:
-            ranks.wait(EXIT_GRACE_S)
-        elif not ranks.wait(PATIENCE_S):
-            raise TrialError(f"{self.run.folder}: a rank outlived the other by {PATIENCE_S:.0f} s\n{self.run.output}")
-        return True
 
-
-def kill_jobs_at_random(fault: str, laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int) -> Result:
+def kill_jobs_at_random(laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int) -> Result:
     """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long one takes."""
     laboratory.undisturbed(BRIEF)
     draw = random.Random(seed)
-    tally, equal, jobs, whole_s = Tally(), True, 0, 0.0
-    while tally.kills < kills or jobs == 0:
+    done, lost, seconds, equal, jobs, whole_s = 0, 0, 0.0, True, 0, 0.0
+
+    def kill_any(job: Job) -> None:
+        """SIGKILL to a random process among srun and the ranks, once one of them runs."""
+
+        def working() -> list[Any]:
+            return job.processes(lambda process: is_launcher(process) or is_rank(process))
+
+        await_that(lambda: bool(working()), f"{job.run.folder}: a process to kill")
+        draw.choice(working()).kill()
+
+    while done < kills or jobs == 0:
         jobs += 1
         run, began = laboratory.new_run(BRIEF), time.monotonic()
         job = Job(cluster, run, MAX_RESTARTS_WITHOUT_PROGRESS=str(kills))
-        while whole_s and tally.kills < kills:
-            if job.ends_within(draw.uniform(0, whole_s)) or run.is_done:
+        while whole_s and done < kills:
+            if _ends_within(job, draw.uniform(0, whole_s)) or run.is_done:
                 break
-            cost = interrupt(job, partial(injections.kill_any, draw=draw))
-            tally.add("at work", cost.steps_lost)
-            tally.resumed(cost.seconds_to_resume)
+            steps_lost, to_resume = interrupt(job, kill_any)
+            done, lost, seconds = done + 1, max(lost, steps_lost), max(seconds, to_resume)
         job.finish()
         whole_s = whole_s or time.monotonic() - began
         equal = equal and laboratory.is_undisturbed(run)
-    return tally.result(fault, equal, f"{jobs} jobs, seed {seed}")
+    return Result(done, lost, seconds, equal, f"{jobs} jobs, seed {seed}")
+
+
+def _ends_within(job: Job, seconds: float) -> bool:
+    try:
+        job.cluster.wait(job.id, timeout=seconds)
+    except ClusterError:
+        return False
+    return True

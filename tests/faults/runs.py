@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+import runpy
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipeline.local_ranks import reserved_port
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from tests.distributed import run_ranks
-from tests.faults.local import LocalRanks, warm_up
+from tests.distributed import processes, run_ranks
 from tests.training.faults import train_without
 from tests.training.runs import make_run, make_tokens, metrics, write_config
 from tests.waiting import PATIENCE_S, wait_until
@@ -26,6 +32,12 @@ _RESUMED = re.compile(r"resuming from \S*step_(\d+)")
 
 class TrialError(AssertionError):
     """A fault did not happen, or the run did not recover from it."""
+
+
+def await_that(condition: Callable[[], bool], what: str) -> None:
+    """Waits until `condition` holds; raises TrialError if it does not in time."""
+    if not wait_until(condition, every_s=0.02):
+        raise TrialError(f"not seen in {PATIENCE_S:.0f} s: {what}")
 
 
 @dataclass(frozen=True)
@@ -113,19 +125,72 @@ class Run:
         return _STEP.search(self.output, printed_before) is not None
 
 
+@contextlib.contextmanager
+def local_ranks(run: Run) -> Iterator[list[Any]]:
+    """An attempt of a run: its ranks as processes of this machine, which leaving the block kills.
+
+    They run the same program as slurm/launch.sh, in the same environment, forked from a server that has imported
+    everything: training starts after a second.
+    """
+    with reserved_port() as port:
+        ranks = [processes.Process(target=_train, args=(run, rank, port), daemon=True) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        try:
+            yield ranks
+        finally:
+            kill(ranks)
+
+
+def _train(run: Run, rank: int, port: int) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    torch.set_num_threads(1)
+    descriptor = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.argv = ["pipeline.train", str(run.config)]
+    runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
+
+
+def kill(ranks: Sequence[Any]) -> bool:
+    """Kills these ranks; returns False if all of them had already ended."""
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.join()
+    return any(process.exitcode == -signal.SIGKILL for process in ranks)
+
+
+def have_ended(ranks: Sequence[Any], timeout_s: float = 0.0) -> bool:
+    """Waits at most `timeout_s` for all ranks; returns whether they ended."""
+    deadline = time.monotonic() + timeout_s
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return all(process.exitcode is not None for process in ranks)
+
+
+def finish(run: Run, ranks: Sequence[Any]) -> None:
+    """Waits for the end of a run; raises TrialError if a rank failed."""
+    have_ended(ranks, PATIENCE_S)
+    if any(process.exitcode != 0 for process in ranks):
+        raise TrialError(f"{run.folder}: ended with {[process.exitcode for process in ranks]}\n{run.output}")
+
+
 @dataclass
 class Laboratory:
     """A folder with the tokens, the initial expansion and the undisturbed runs, which all runs share."""
 
     folder: Path
-    _undisturbed: dict[tuple[Shape, tuple[int, ...]], Run] = field(default_factory=dict)
-    _seconds: dict[Shape, float] = field(default_factory=dict)
+    _undisturbed: dict[tuple[Shape, tuple[int, ...]], tuple[Run, float]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         make_tokens(self.folder / "tokens")
         make_run(self.folder, self.folder / "tokens")
-        warm_up()
+        warm = processes.Process(target=int)  # the server finishes its imports: no run waits for them
+        warm.start()
+        warm.join()
 
     def new_run(self, shape: Shape, **changes: Any) -> Run:
         """A run ready to train; `changes` as in `tests.training.runs.write_config`."""
@@ -145,38 +210,21 @@ class Laboratory:
         )
         return Run(folder, config, shape)
 
-    def undisturbed(self, shape: Shape, skipped: tuple[int, ...] = ()) -> Run:
-        """The run of that shape without faults, optionally without some steps; trained once."""
+    def undisturbed(self, shape: Shape, skipped: tuple[int, ...] = ()) -> tuple[Run, float]:
+        """The run of that shape without faults, optionally without some steps, and its seconds; trained once."""
         if (shape, skipped) not in self._undisturbed:
             run, began = self.new_run(shape), time.monotonic()
             if skipped:
                 run_ranks(train_without, RANKS, run.config, *skipped, timeout_s=PATIENCE_S)
             else:
-                with LocalRanks(run.config, RANKS, run.log) as ranks:
-                    if not ranks.wait(PATIENCE_S) or ranks.exit_codes != [0] * RANKS:
-                        raise TrialError(f"the undisturbed run ended with {ranks.exit_codes}:\n{run.output}")
-            self._seconds.setdefault(shape, time.monotonic() - began)
-            self._undisturbed[shape, skipped] = run
+                with local_ranks(run) as ranks:
+                    finish(run, ranks)
+            self._undisturbed[shape, skipped] = run, time.monotonic() - began
         return self._undisturbed[shape, skipped]
-
-    def seconds_of(self, shape: Shape) -> float:
-        """How long the undisturbed run took, from start to end of its processes."""
-        self.undisturbed(shape)
-        return self._seconds[shape]
 
     def is_undisturbed(self, run: Run, skipped: tuple[int, ...] = ()) -> bool:
         """Whether the run logged every step once, with the metrics of the undisturbed run, bit for bit."""
         figures = run.figures
         trained = [line["step"] for line in figures if "loss" in line]
         expected = [step for step in range(1, run.shape.steps + 1) if step not in skipped]
-        return trained == expected and figures == self.undisturbed(run.shape, skipped).figures
-
-
-def await_that(condition: Callable[[], bool], what: str) -> None:
-    """Waits until `condition` holds.
-
-    Raises:
-        TrialError: it does not in time.
-    """
-    if not wait_until(condition, every_s=0.02):
-        raise TrialError(f"not seen in {PATIENCE_S:.0f} s: {what}")
+        return trained == expected and figures == self.undisturbed(run.shape, skipped)[0].figures

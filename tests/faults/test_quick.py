@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from tests.faults.injections import done_to_the_newest, kill_rank, truncate
 from tests.faults.random_kills import kill_at_random
 from tests.faults.runs import BRIEF, Laboratory
-from tests.faults.trial import stop_and_resume
+from tests.faults.trials import kill_rank, stop_and_resume, to_the_newest, truncate
 from tests.slurm.cluster import Cluster
 
 
@@ -28,19 +28,13 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 @pytest.mark.slurm
 def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
-    result = stop_and_resume(
-        "kill -9 of a rank, and the newest checkpoint truncated",
-        laboratory,
-        slurm_cluster,
-        inject=kill_rank,
-        while_down=done_to_the_newest(truncate),
-        checkpoints_before=2,
-    )
+    damage = partial(to_the_newest, truncate)
+    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2)
     assert result.sequence_equal and result.steps_lost > BRIEF.save_every
 
 
 def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path: Path):
-    reference = laboratory.undisturbed(BRIEF)
+    reference, _ = laboratory.undisturbed(BRIEF)
     run = replace(reference, folder=tmp_path)
     lines = read_metrics(reference.folder / METRICS)
 
@@ -56,5 +50,5 @@ def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path:
 
 
 def test_a_run_survives_random_kills(laboratory: Laboratory):
-    result = kill_at_random("kill -9 at random instants", laboratory, kills=2, seed=4)
+    result = kill_at_random(laboratory, kills=2, seed=4)
     assert result.times == 2 and result.sequence_equal

@@ -38,13 +38,8 @@ def called(folder: Path, *arguments: str) -> tuple[int, list[str]]:
 def test_both_definitions_are_the_same_image():
     [image] = re.findall(r"(?m)^FROM (\S+)$", DOCKERFILE)
     assert f"From: {image}\n" in APPTAINER
-    minor = int(re.search(r"python:3\.(\d+)-", image)[1])
-    setup = (PROJECT / "setup.py").read_text(encoding="utf-8")
-    assert minor >= int(re.search(r'python_requires=">=3\.(\d+)"', setup)[1])
-    assert "ARG VARIANT=cuda" in DOCKERFILE and section("arguments") == ["VARIANT=cuda"]
     script = "bash /opt/scale-cpt/slurm/install_in_image.sh"
-    assert f'RUN {script} "$VARIANT"\n' in DOCKERFILE
-    assert section("post") == [f'{script} "{{{{ VARIANT }}}}"']
+    assert f'RUN {script} "$VARIANT"\n' in DOCKERFILE and section("post") == [f'{script} "{{{{ VARIANT }}}}"']
 
 
 def test_the_files_of_the_image_are_those_that_setup_reads():
@@ -64,20 +59,14 @@ def test_the_files_of_the_image_are_those_that_setup_reads():
 @pytest.mark.parametrize("variant", ["cuda", "cpu"])
 def test_the_tested_versions_are_installed(variant, tmp_path):
     code, calls = called(tmp_path, variant)
-    assert code == 0
-    assert all(call.startswith(f"{PROJECT}|") for call in calls)
+    assert code == 0 and all(call.startswith(f"{PROJECT}|") for call in calls)
     torch, package = (call.partition("|")[2] for call in calls if "|pip " in call)
-    assert torch.endswith(" torch") and ("whl/cpu" in torch) == (variant == "cpu")
+    assert torch.endswith(" torch") and ("whl/cpu" in torch) == (variant == "cpu") and package.endswith(".[eval]")
     assert all("--constraint constraints.txt" in call for call in (torch, package))
-    assert re.search(r"(?m)^torch==", (PROJECT / "constraints.txt").read_text(encoding="utf-8"))
-    extras = re.search(r"\.\[(.*)\]", package)[1].split(",")
-    setup = (PROJECT / "setup.py").read_text(encoding="utf-8")
-    assert all(f'"{extra}": ' in setup for extra in extras)
 
 
 def test_another_variant_is_refused_before_anything_is_installed(tmp_path):
-    for arguments in ([], ["rocm"]):
-        assert called(tmp_path, *arguments) == (2, [])
+    assert called(tmp_path, "rocm") == (2, [])
 
 
 def test_the_dockerfile_passes_hadolint():

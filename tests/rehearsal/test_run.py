@@ -49,7 +49,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     with pytest.raises(DataError, match=r"/own does not exist: start .* \(or scale-cpt sample"):
         TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
     plan = make_plan(config, cluster)
-    assert plan.faults == ()
+    assert plan.faults == []
     assert plan.to_make[0].endswith(": the text that the base writes (scale-cpt sample)")
     assert len(plan.to_make) == 2, "and the initial expansion"
 
@@ -64,8 +64,8 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert (manifest.sampling.max_tokens, manifest.sampling.seed) == (config.data.sequence_length, 0)
     open_samples(config, manifest.tokenizer.fingerprint)
     plan = make_plan(config, cluster)
-    assert plan.faults == () and len(plan.to_make) == 1
-    assert {corpus.name: corpus.tokens for corpus in plan.corpora}["own"] == manifest.tokens
+    assert plan.faults == [] and len(plan.to_make) == 1
+    assert plan.figures["corpora"]["own"]["tokens"] == manifest.tokens
 
     made = contents(copied_tokens)
     again = run_main("sample_base.py", path)

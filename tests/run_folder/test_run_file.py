@@ -9,10 +9,11 @@ from unittest.mock import patch
 import orjson
 import pytest
 
-from pipeline.config.run import load_config, write_run
+from pipeline.config.run import load_config
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import NAME, begin_run, record_start, stage_of
+from pipeline.run_folder.run_file import write_run
 from tests.training.runs import write_config
 
 CHANGES = ["schedule.steps=20", "data.corpora.korean.weight=2"]
@@ -67,7 +68,7 @@ def test_a_file_that_cannot_be_read_any_more_or_written_ends_no_run(path, tmp_pa
     run.write_text(f"{run.read_text()}renamed_since: 1\n")
     record_start(config, 2, 0)
     assert load_config(run.parent) == config
-    with patch("pipeline.config.run.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with patch("pipeline.run_folder.run_file.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         record_start(load_config(path, CHANGES), 2, 0)
     assert caplog.messages[-1] == f"{run}: this run is not recorded: No space left on device"
     first, second = (orjson.loads(line)["changed"] for line in (run.parent / NAME).read_bytes().splitlines())

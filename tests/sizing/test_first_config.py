@@ -39,7 +39,7 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     config, text = propose("first", STORIES, NEW, OLD, cluster)
     assert parse_config(yaml.safe_load(text), source="text") == config
     monkeypatch.chdir(tmp_path)
-    assert make_plan(config, cluster).faults == ()
+    assert make_plan(config, cluster).faults == []
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
     added = config.method.expansion
@@ -80,7 +80,7 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     assert "&id" not in text
     assert config.data.corpora["own_text"].sample.openings == OLD
     monkeypatch.chdir(tmp_path)
-    assert make_plan(config, cluster).faults == ()
+    assert make_plan(config, cluster).faults == []
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.daemons import ClusterError
+from tests.slurm.cluster import Cluster, ClusterError
 
 Scenario = Callable[[Cluster, Path], None]
 """Submits jobs of its own from a folder of its own, and asserts what becomes of them."""

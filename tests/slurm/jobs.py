@@ -8,8 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from tests.slurm.cluster import Cluster
+
 PROJECT = Path(__file__).parents[2]
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
+REQUEUED = (*TWO_NODES, "--requeue", "--open-mode=append")
 
 
 def script(folder: Path, body: str, *options: str) -> Path:
@@ -23,6 +26,13 @@ def script(folder: Path, body: str, *options: str) -> Path:
 def stage_script(folder: Path, body: str, *options: str) -> Path:
     """The same for a body that uses the functions of slurm/common.sh, started as slurm/cpt_korean.sh starts."""
     return script(folder, f"cd {PROJECT}\nsource slurm/common.sh\nload_site\n{body}", *options)
+
+
+def submit(cluster: Cluster, folder: Path, body: str, *options: str, **env: str) -> int:
+    """Submits such a script, of a run in `folder`, from there; returns the job's id."""
+    return cluster.sbatch(
+        stage_script(folder, body, *options), env={"CONFIG": str(run_config(folder)), **env}, cwd=folder
+    )
 
 
 def run_config(folder: Path, run: Path | None = None) -> Path:

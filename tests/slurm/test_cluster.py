@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import run_scenario
-from tests.slurm.jobs import script
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
-
-
-def test_a_scenario_runs_again_after_a_slurmd_crashed(slurm_cluster: Cluster, tmp_path: Path):
-    attempts = []
-
-    def scenario(cluster: Cluster, folder: Path) -> None:
-        attempts.append(folder)
-        if len(attempts) == 1:
-            pid = int((cluster.folder / "slurmd.n2.pid").read_text(encoding="utf-8"))
-            os.kill(pid, signal.SIGSEGV)
-        job = cluster.sbatch(script(folder, "sleep 3; echo ended"), args=("--nodelist=n2",), cwd=folder)
-        assert cluster.wait(job).state == "COMPLETED"
-
-    run_scenario(scenario, slurm_cluster, lambda: Path(tempfile.mkdtemp(dir=tmp_path)))
-    assert len(attempts) == 2
-    assert slurm_cluster.crashes == 1
 
 
 @pytest.mark.usefixtures("slurm_installed")

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.local_ranks import reserved_port
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import MESSAGE_TIMEOUT, Cluster
 from tests.slurm.conftest import Scenario
-from tests.slurm.daemons import MESSAGE_TIMEOUT
-from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+from tests.slurm.jobs import TWO_NODES, bash, stage_script, submit
 
 MEET = "run_stage meet on_every_rank python -m tests.slurm.meet"
 
 
 def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
-    job = cluster.sbatch(stage_script(folder, MEET, "--nodes=2", "--ntasks-per-node=2"), cwd=folder)
+    job = submit(cluster, folder, MEET, "--nodes=2", "--ntasks-per-node=2")
     assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
     lines = cluster.output(job).splitlines()
     expected = [f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)]
@@ -29,14 +28,13 @@ def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
 
 def rendezvous_can_be_overridden(cluster: Cluster, folder: Path) -> None:
     with reserved_port() as port:
-        override = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        job = cluster.sbatch(stage_script(folder, MEET, *TWO_NODES), env=override, cwd=folder)
+        job = submit(cluster, folder, MEET, *TWO_NODES, MASTER_ADDR="localhost", MASTER_PORT=str(port))
         assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
     assert f"rendezvous at localhost:{port}\n" in cluster.output(job)
 
 
 def loopback_between_hosts_is_refused(cluster: Cluster, folder: Path) -> None:
-    job = cluster.sbatch(stage_script(folder, MEET, *TWO_NODES), env={"HOST_COUNT": "2"}, cwd=folder)
+    job = submit(cluster, folder, MEET, *TWO_NODES, HOST_COUNT="2")
     end = cluster.wait(job)
     assert (end.state, end.exit_code) == ("FAILED", 1)
     assert "error: MASTER_ADDR 127.0.0.1 is 127.0.0.1 on " in cluster.output(job)
@@ -44,15 +42,14 @@ def loopback_between_hosts_is_refused(cluster: Cluster, folder: Path) -> None:
 
 
 def process_outside_srun_is_refused(cluster: Cluster, folder: Path) -> None:
-    job = cluster.sbatch(stage_script(folder, "run_stage meet here python -m tests.slurm.meet", *TWO_NODES), cwd=folder)
+    job = submit(cluster, folder, "run_stage meet here python -m tests.slurm.meet", *TWO_NODES)
     assert cluster.wait(job).state == "FAILED"
     assert "is one of 1 process(es), but 2 were allocated" in cluster.output(job)
 
 
 def ranks_that_end_one_by_one_are_waited_for(cluster: Cluster, folder: Path) -> None:
     body = "run_stage train on_every_rank bash -c 'sleep $((3 * RANK)); echo \"rank $RANK is done\"; exit 75'"
-    env = {"MAX_RESTARTS": "0", "EXIT_GRACE_S": "300", "CONFIG": str(run_config(folder))}
-    job = cluster.sbatch(stage_script(folder, body, *TWO_NODES), env=env, cwd=folder)
+    job = submit(cluster, folder, body, *TWO_NODES, MAX_RESTARTS="0", EXIT_GRACE_S="300")
     cluster.wait(job)
     lines = cluster.output(job).splitlines()
     assert {"rank 0 is done", "rank 1 is done"} <= set(lines)

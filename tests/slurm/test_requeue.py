@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,44 +10,29 @@ import pytest
 
 from pipeline.errors import worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import MESSAGE_TIMEOUT, Cluster
 from tests.slurm.conftest import Scenario
-from tests.slurm.daemons import MESSAGE_TIMEOUT
-from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+from tests.slurm.jobs import REQUEUED, bash, run_config, stage_script, submit
 from tests.waiting import wait_until
 
-# A stage whose first attempt lasts until it is disturbed. $FOLDER has the process ids of the ranks.
+# A stage whose first attempt lasts until it is killed. $FOLDER has the process ids of the ranks.
 LASTING = """\
 run_stage train on_every_rank bash -c '
     [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
     trap "exit 75" TERM
     echo $$ > $FOLDER/written.$RANK; mv $FOLDER/written.$RANK $FOLDER/rank.$RANK.pid
-    if [[ ${STOPPED:-} == $RANK ]]; then kill -STOP $$; fi
-    if [[ -n ${STOPPED:-} ]]; then sleep 1; exit 69; fi
     sleep 200 & wait'
 echo "the stage is done"
 """
 
 
-def kill_rank(folder: Path) -> None:
-    psutil.Process(int((folder / "rank.1.pid").read_text())).kill()
-
-
-def leave_one_stopped(folder: Path) -> None:
-    """Rank 1 is stopped already, and rank 0 has left."""
-
-
-def goes_on_after(disturb: Callable[[Path], None], cluster: Cluster, folder: Path) -> None:
-    env = {"FOLDER": str(folder), "EXIT_GRACE_S": "8", "CONFIG": str(run_config(folder))}
-    if disturb is leave_one_stopped:
-        env["STOPPED"] = "1"
-    script = stage_script(folder, LASTING, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = cluster.sbatch(script, env=env, cwd=folder)
+def killed_rank_requeues(cluster: Cluster, folder: Path) -> None:
+    job = submit(cluster, folder, LASTING, *REQUEUED, FOLDER=str(folder), EXIT_GRACE_S="8")
     after = ("--parsable", f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true")
     following = int(cluster.run("sbatch", *after, cwd=folder))
     cluster.wait_for(job, lambda _: len(list(folder.glob("rank.*.pid"))) == 2)
     first = [int(path.read_text()) for path in folder.glob("rank.*.pid")]
-    disturb(folder)
+    psutil.Process(int((folder / "rank.1.pid").read_text())).kill()
     cluster.start_now(job)
     end = cluster.wait(job)
     assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
@@ -70,8 +53,7 @@ work() {{
 }}
 run_stage tokenize work"""
     options = ("--array=0-1", "--requeue", "--open-mode=append", f"--output={folder}/%a.out")
-    env = {"CONFIG": str(run_config(folder))}
-    array = cluster.sbatch(stage_script(folder, body, *options), env=env, cwd=folder)
+    array = submit(cluster, folder, body, *options)
 
     def task(number: int) -> str:
         return cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
@@ -83,8 +65,7 @@ run_stage tokenize work"""
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "rank killed": partial(goes_on_after, kill_rank),
-    "rank stopped": partial(goes_on_after, leave_one_stopped),
+    "rank killed": killed_rank_requeues,
     "one task of an array": one_array_task_is_requeued_alone,
 }
 
@@ -109,9 +90,7 @@ export SLURM_CONF={tmp_path}/slurm.conf
 run_stage train go_on"""
     impatient = tmp_path / "slurm.conf"
     impatient.write_text(slurm_cluster.conf.read_text().replace(MESSAGE_TIMEOUT, "MessageTimeout=2"))
-    script = stage_script(tmp_path, body, "--requeue", "--open-mode=append", f"--output={tmp_path}/out")
-    env = {"CONFIG": str(run_config(tmp_path))}
-    job = slurm_cluster.sbatch(script, env=env, cwd=tmp_path)
+    job = submit(slurm_cluster, tmp_path, body, "--requeue", "--open-mode=append", f"--output={tmp_path}/out")
     assert wait_until(lambda: (tmp_path / "begun").exists()), slurm_cluster.evidence(job)
     slurm_cluster.stop_controller()
     try:

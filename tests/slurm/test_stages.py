@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import Scenario
-from tests.slurm.jobs import TWO_NODES, bash, run_config, stage_script
+from tests.slurm.jobs import REQUEUED, bash, run_config, stage_script, submit
 
 # A stage of two ranks that saves and stops at a signal, as training does, and continues at the next attempt.
 TRAINING = """\
@@ -26,40 +26,33 @@ run_stage convert here echo converted
 """
 
 
-def saving_in(folder: Path) -> dict[str, str]:
-    """The environment of TRAINING."""
-    return {"SAVE": str(folder / "saved"), "CONFIG": str(run_config(folder))}
-
-
-def wait_until_both_work(cluster: Cluster, job: int) -> None:
-    """Waits until both ranks of TRAINING have installed their traps."""
+def submit_training(cluster: Cluster, folder: Path, *options: str, body: str = TRAINING) -> int:
+    """Submits it, and waits until both ranks have installed their traps."""
+    job = submit(cluster, folder, body, *REQUEUED, *options, SAVE=str(folder / "saved"))
     cluster.wait_for_output(job, "of 2 works", count=2)
+    return job
 
 
 def time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
-    options = (*TWO_NODES, "--time=30", "--signal=B:USR1@900", "--requeue", "--open-mode=append")
-    job = cluster.sbatch(stage_script(folder, TRAINING, *options), env=saving_in(folder), cwd=folder)
-    wait_until_both_work(cluster, job)
+    job = submit_training(cluster, folder, "--time=30", "--signal=B:USR1@900")
     # Less than the 900 s of --signal: Slurm sends the signal at its next check, within half a minute.
     cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
     cluster.wait_for_output(job, "queueing job")
-    assert "restart 1, " in cluster.output(job)
-    assert {"rank 0 saved", "rank 1 saved"} <= set(cluster.output(job).splitlines())
-    assert "converted" not in cluster.output(job)
+    assert "restart 1, " in cluster.output(job) and "converted" not in cluster.output(job)
     cluster.scontrol("update", f"JobId={job}", "TimeLimit=30")
-    cluster.start_now(job)
-    end = cluster.wait(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1)
-    lines = cluster.output(job).splitlines()
-    assert {"rank 0 went on", "rank 1 went on", "converted"} <= set(lines)
+    continues(cluster, job)
+    assert "converted" in cluster.output(job).splitlines()
 
 
 def terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     """srun would answer the script's TERM by killing every rank at once."""
-    script = stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = cluster.sbatch(script, env=saving_in(folder), cwd=folder)
-    wait_until_both_work(cluster, job)
+    job = submit_training(cluster, folder)
     cluster.run("scancel", "--batch", "--signal=TERM", str(job))
+    continues(cluster, job)
+
+
+def continues(cluster: Cluster, job: int) -> None:
+    """Both ranks save, and the job's second start continues."""
     cluster.start_now(job)
     end = cluster.wait(job)
     assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
@@ -68,31 +61,25 @@ def terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None
 
 
 def interrupted_script_saves_and_ends(cluster: Cluster, folder: Path) -> None:
-    script = stage_script(folder, TRAINING, *TWO_NODES, "--requeue", "--open-mode=append")
-    job = cluster.sbatch(script, env=saving_in(folder), cwd=folder)
-    wait_until_both_work(cluster, job)
+    job = submit_training(cluster, folder)
     cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    end = cluster.wait(job)
-    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 75, 0), cluster.evidence(job)
+    assert cluster.wait(job) == ("FAILED", 75, 0), cluster.evidence(job)
     assert {"rank 0 saved", "rank 1 saved"} <= set(cluster.output(job).splitlines())
 
 
 def second_interrupt_ends_hanging_ranks(cluster: Cluster, folder: Path) -> None:
     hangs = 'trap "echo rank $RANK hangs" USR1; echo "rank $RANK of 2 works"; while true; do sleep 0.2; done'
-    body = f"run_stage train on_every_rank bash -c '{hangs}'"
-    job = cluster.sbatch(stage_script(folder, body, *TWO_NODES), env=saving_in(folder), cwd=folder)
-    wait_until_both_work(cluster, job)
+    job = submit_training(cluster, folder, body=f"run_stage train on_every_rank bash -c '{hangs}'")
     cluster.run("scancel", "--batch", "--signal=INT", str(job))
     cluster.wait_for_output(job, " hangs", count=2)
     cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    end = cluster.wait(job)
-    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 130, 0), cluster.evidence(job)
+    assert cluster.wait(job) == ("FAILED", 130, 0), cluster.evidence(job)
 
 
 def cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
     """Although its stage fails at the signal, with a code that is retried."""
     body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
-    job = cluster.sbatch(stage_script(folder, body, "--requeue"), env=saving_in(folder), cwd=folder)
+    job = submit(cluster, folder, body, "--requeue")
     cluster.wait_for_output(job, "works\n")
     cluster.run("scancel", str(job))
     end = cluster.wait(job)
@@ -158,32 +145,3 @@ def test_a_stage_that_fails_after_a_stop_is_not_tried_again(tmp_path: Path):
         output = process.stdout.read()
     assert process.returncode == 70
     assert "works" not in output and "another attempt" not in output
-
-
-# A rank that hangs: it receives signals as training does, and does not react to them.
-HANGING = """\
-import time
-from pipeline.training.launch import StopSignals
-with StopSignals() as signals:
-    print("works", flush=True)
-    while True:
-        if signals.received and time.sleep(5) is None:  # well past what counts as one keystroke
-            print("was asked to stop", flush=True)
-            signals.received = None
-        time.sleep(0.1)
-"""
-
-
-def test_the_second_interrupt_ends_a_stage_at_once(tmp_path: Path):
-    program = tmp_path / "program.py"
-    program.write_text(HANGING, encoding="utf-8")
-    script = stage_script(tmp_path, f"run_stage train on_every_rank python {program}")
-    env = {**os.environ, "NPROC": "1"}
-    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for expected in ("works\n", "was asked to stop\n"):
-            while expected != process.stdout.readline():
-                assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-        process.stdout.read()
-    assert process.returncode == 130

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -113,16 +111,4 @@ def test_mpi_ranks_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undist
     mpi = {"MPI": "1", "MPI_LAUNCHER": launcher}
     job = submit(slurm_cluster, config, "--array=0", "--nodes=2", "--ntasks=4", env=mpi)
     assert wait_for_array(slurm_cluster, job) == {"COMPLETED"}, outputs(config)
-    assert contents(tmp_path / "run" / "tokens") == undisturbed
-
-
-def test_one_machine_without_slurm(tmp_path: Path, undisturbed: dict[str, str]):
-    config = configuration(tmp_path / "run")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"CONFIG": str(config), "WORKERS": "2"}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *SMALL_UNITS], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no Slurm here: tokenizing on this machine" in done.stdout
     assert contents(tmp_path / "run" / "tokens") == undisturbed

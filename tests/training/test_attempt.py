@@ -25,7 +25,7 @@ ENDLESS = 1_000_000
 
 def started(config: Path, attempt: str, module: str = "pipeline.train", **variables: str) -> subprocess.Popen[str]:
     """Two ranks of `pipeline.train`, as the scripts start them."""
-    command = [sys.executable, "tools/launch_here.py", "--ranks", "2", "-m", module, str(config)]
+    command = [sys.executable, "-m", "pipeline.local_ranks", "2", "-m", module, str(config)]
     environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1", **variables}
     environment["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # of a shell under mpirun, which says nothing of these ranks
     environment.pop("TORCHDYNAMO_DISABLE", None)  # once without what tests/distributed.py sets for speed

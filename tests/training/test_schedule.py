@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.run import Schedule, learning_rate
+from pipeline.config.schedule import Schedule, learning_rate
 
 KINDS = ("linear", "cosine", "wsd")
 

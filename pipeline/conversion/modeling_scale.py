@@ -19,6 +19,9 @@ without those blocks, and an open one the other. Tokens that the base does not h
 open, and none follows a closed token. With `gate_lower` some tokens are neither: they get the mean of both
 probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
 
+In inference a text pays for the expansion from where the gate first opens. Until then the base runs alone; then the
+whole text so far is computed anew, with the expansion. See `ScaleForCausalLM.streams`.
+
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
 
@@ -40,7 +43,7 @@ require_version(f"transformers>={NEEDED}", "This model's code needs it: pip inst
 
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
-from transformers.cache_utils import DynamicLayer  # noqa: E402
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
@@ -133,18 +136,20 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
 class StreamPath(NamedTuple):
     """The streams x [B, S, D] and x_up [B, S, U] of one path.
 
-    `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens.
+    `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens. With `rows` [R] only these
+    sequences have an expansion stream: x_up is [R, S, U], and a mask [R, S, 1].
     """
 
     x: Tensor
     x_up: Tensor
     masked: bool | Tensor = False
+    rows: Tensor | None = None
 
     def normed(self, norm: nn.Module | None) -> StreamPath:
         if norm is None:
             return self
-        x, x_up = norm(self.x, self.x_up)
-        return StreamPath(x, x_up, self.masked)
+        x, x_up = norm(self.x, self.x_up, self.rows)
+        return self._replace(x=x, x_up=x_up)
 
 
 class WidenedLinear(nn.Module):
@@ -158,11 +163,16 @@ class WidenedLinear(nn.Module):
         self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
         self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
 
-    def forward(self, x: Tensor, x_up: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, x_up: Tensor, masked: bool | Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         y = self.base(x)
+        x = x if rows is None else x[rows]
         if self.expansion_to_base is not None and masked is not True:
-            widened = y + self.expansion_to_base(x_up)
-            y = torch.where(masked, y, widened) if isinstance(masked, Tensor) else widened
+            own = y if rows is None else y[rows]
+            widened = own + self.expansion_to_base(x_up)
+            widened = torch.where(masked, own, widened) if isinstance(masked, Tensor) else widened
+            y = widened if rows is None else y.index_copy(0, rows, widened)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
@@ -206,8 +216,9 @@ class WidenedNorm(nn.Module):
         self.base = StreamNorm(config, config.hidden_size, config.normed_size)
         self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
 
-    def forward(self, x: Tensor, x_up: Tensor) -> tuple[Tensor, Tensor]:
-        return self.base(x), self.expansion(x_up, x if self.shared else None)
+    def forward(self, x: Tensor, x_up: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        of_rows = x if rows is None else x[rows]
+        return self.base(x), self.expansion(x_up, of_rows if self.shared else None)
 
 
 class WidenedHeadNorm(nn.Module):
@@ -239,6 +250,9 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+    def of(self, rows: Tensor) -> Rotary:
+        return self if len(self.cos) == 1 else Rotary(self.cos[rows], self.sin[rows])
 
     def rotate(self, heads: Tensor) -> Tensor:
         """heads: [B, H, S, K]."""
@@ -332,6 +346,8 @@ class ScaleAttention(nn.Module):
         cache: Any,  # noqa: ANN401
         options: dict[str, Any],
     ) -> list[tuple[Tensor, Tensor]]:
+        if paths[0].rows is not None:
+            return [self._of_rows(paths[0], paths[0].rows, rotary, mask, cache, options)]
         query = self._heads(self.query, self.query_norm, paths)
         key = self._heads(self.key, self.key_norm, paths)
         value = self._heads(self.value, None, paths)
@@ -339,17 +355,59 @@ class ScaleAttention(nn.Module):
             query, key = rotary.rotate(query), rotary.rotate(key)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        attended = self._attend(query, key, value, mask, options).chunk(len(paths), dim=-1)
+        return [
+            self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
+            for flat, path in zip(attended, paths, strict=True)
+        ]
+
+    def _of_rows(
+        self,
+        path: StreamPath,
+        rows: Tensor,
+        rotary: Rotary | None,
+        mask: Tensor | None,
+        cache: Any,  # noqa: ANN401
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """The same where only some sequences have an expansion; in a cache, the added heads of the others are zeros."""
+        pairs = []
+        for projection, norm in ((self.query, self.query_norm), (self.key, self.key_norm), (self.value, None)):
+            pair = projection(*path) if norm is None else norm(*projection(*path))
+            base, up = (flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for flat in pair)
+            if rotary is not None and projection is not self.value:
+                base, up = rotary.rotate(base), rotary.of(rows).rotate(up)
+            pairs.append((base, up))
+        (query, query_up), (key, key_up), (value, value_up) = pairs
+        if cache is not None:
+            count, shape = key.shape[1], (len(key), *key_up.shape[1:])
+            whole = (torch.cat([base, base.new_zeros(shape).index_copy_(0, rows, up)], dim=1) for base, up in pairs[1:])
+            keys, values = cache.update(*whole, self.layer_idx)
+            key, value, key_up, value_up = keys[:, :count], values[:, :count], keys[rows, count:], values[rows, count:]
+        attended, attended_up = self._attend(query, key, value, mask, options), query_up.transpose(1, 2).flatten(2)
+        if len(rows):
+            of_rows = mask if mask is None or len(mask) == 1 else mask[rows]
+            attended_up = self._attend(query_up, key_up, value_up, of_rows, options)
+        output: tuple[Tensor, Tensor] = self.output(attended, attended_up, path.masked, rows)
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,  # noqa: ANN401
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Heads [B, H, S, K] -> [B, S, H K]."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         if self.sliding_window is not None:
             options = {**options, "sliding_window": self.sliding_window}
         if self.config.attention_softcap is not None:
             options = {**options, "softcap": self.config.attention_softcap}
         heads, _ = attend(self, query, key, value, mask, scaling=self.scaling, dropout=0.0, **options)
-        attended = heads.flatten(2).chunk(len(paths), dim=-1)
-        return [
-            self.output(flat[..., : self.base_width], flat[..., self.base_width :], path.masked)
-            for flat, path in zip(attended, paths, strict=True)
-        ]
+        flat: Tensor = heads.flatten(2)
+        return flat
 
     def _heads(self, projection: WidenedLinear, norm: WidenedHeadNorm | None, paths: list[StreamPath]) -> Tensor:
         """[B, H, S, K]: the heads of all paths, in the order that keeps query heads with their key/value head."""
@@ -378,7 +436,7 @@ class ScaleFeedForward(nn.Module):
         else:
             gate, gate_up = self.gate(*path)
             inner, inner_up = self.activation(gate) * inner, self.activation(gate_up) * inner_up
-        fed: tuple[Tensor, Tensor] = self.down(inner, inner_up, path.masked)
+        fed: tuple[Tensor, Tensor] = self.down(inner, inner_up, path.masked, path.rows)
         return fed
 
 
@@ -400,6 +458,7 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self,
         *streams: Tensor,
         masked: list[bool | Tensor],
+        rows: Tensor | None,
         rotary: Rotary | None,
         mask: Any,  # noqa: ANN401
         past_key_values: Any = None,  # noqa: ANN401
@@ -409,7 +468,7 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
         `options` are for the attention function, such as a server's own cache.
         """
-        paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
+        paths = [StreamPath(*pair, rows) for pair in zip(streams[::2], streams[1::2], masked, strict=True)]
         read = [path.normed(self.attention_norm) for path in paths]
         attended = self.attention(read, rotary, mask, past_key_values, options)
         summed = self._sums(paths, attended, self.attention_post_norm)
@@ -420,8 +479,8 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _sums(
         paths: list[StreamPath], changes: list[tuple[Tensor, Tensor]], norm: WidenedNorm | None
     ) -> list[StreamPath]:
-        pairs = zip(paths, (StreamPath(*change).normed(norm) for change in changes), strict=True)
-        return [StreamPath(path.x + change.x, path.x_up + change.x_up, path.masked) for path, change in pairs]
+        pairs = zip(paths, (StreamPath(*change, rows=paths[0].rows).normed(norm) for change in changes), strict=True)
+        return [path._replace(x=path.x + change.x, x_up=path.x_up + change.x_up) for path, change in pairs]
 
 
 class ScaleEmbedding(nn.Module):
@@ -440,9 +499,25 @@ class ScaleEmbedding(nn.Module):
 
 
 class GateCache(DynamicLayer):  # type: ignore[misc]
-    """What a gate's running mean has read. Static caches mask their empty places only if all layers are like theirs."""
+    """What a gate's running mean has read. Static caches mask their empty places only if all layers are like theirs.
+
+    A layer more in the cache, so that it is reordered and cropped with the others.
+    """
 
     is_compileable = True
+
+    @classmethod
+    def of(cls, cache: Any) -> GateCache:  # noqa: ANN401
+        """The layer of this kind in `cache`, which gets one."""
+        for layer in cache.layers:
+            if type(layer) is cls:
+                return layer
+        cache.layers.append(cls())
+        return cache.layers[-1]
+
+
+class TextCache(GateCache):
+    """The text so far: its tokens and positions, and where its expansion has run."""
 
 
 class ScaleGate(nn.Module):
@@ -456,7 +531,6 @@ class ScaleGate(nn.Module):
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.cache_layer = config.num_hidden_layers
         self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
         self.lower = self.threshold if config.gate_lower is None else config.gate_lower
         self.has_mean = config.gate_features == "token+running_mean"
@@ -489,10 +563,7 @@ class ScaleGate(nn.Module):
         counts = values.new_ones(*values.shape[:2], 1) if is_text is None else is_text.to(values).unsqueeze(-1)
         values = values * counts
         if cache is not None:
-            # One layer more in the cache, so that it is reordered and cropped with the others.
-            if len(cache.layers) == self.cache_layer:
-                cache.layers.append(GateCache())
-            kept = cache.update(values.unsqueeze(1), counts.unsqueeze(1), self.cache_layer)
+            kept = GateCache.of(cache).update(values.unsqueeze(1), counts.unsqueeze(1))
             values, counts = (tensor[:, 0, -(length + 2**self.WINDOW_DOUBLINGS - 1) :] for tensor in kept)
         total = torch.cat([values, counts], dim=-1)
         for doubling in range(self.WINDOW_DOUBLINGS):
@@ -535,9 +606,14 @@ class ScaleOutput(nn.Module):
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)
-        z = self._capped(z + F.linear(x_up, self.expansion))
+        added, closed = F.linear(x_up, self.expansion), (x_up == 0).all(-1, keepdim=True)  # as `streams` leaves x_up
+        if (rows := paths[-1].rows) is None:
+            z = self._capped(z + added)
+        else:
+            z = self._capped(z.index_add(0, rows, added.float()))
+            closed = closed.new_ones(*z.shape[:-1], 1).index_copy_(0, rows, closed)
         if self.only_base_after_closed:
-            z = self._without_new(z, (x_up == 0).all(-1, keepdim=True))  # as `streams` leaves it for closed tokens
+            z = self._without_new(z, closed)
         if undecided is None:
             return z
         closed = self._capped(self._base_logits(paths[0].x))
@@ -672,46 +748,157 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(seen, seen + embedded.shape[1], device=embedded.device).unsqueeze(0)
+        inputs = (tokens, attention_mask, position_ids, past_key_values)
+        if tokens is not None and recorded is None and self._waits_for_open(attention_mask, past_key_values):
+            paths, levels = self._from_open_on(start, tokens, *inputs[1:], options)
+        else:
+            paths, levels = self._run([start], inputs, options, recorded)
+        if recorded is not None:
+            recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        paths = [path._replace(x=path.x[:, kept], x_up=path.x_up[:, kept]).normed(self.final_norm) for path in paths]
+        if levels is None:
+            return paths, None
+        # Zeros in x_up add exactly nothing to the logits. One path is both.
+        preserved, adapted, levels = paths[0], paths[-1], levels[:, kept].to(paths[0].x.device)
+        closed = levels == 0
+        up = adapted.x_up.masked_fill(closed if adapted.rows is None else closed[adapted.rows], 0)
+        chosen = StreamPath(torch.where(closed, preserved.x, adapted.x), up, rows=adapted.rows)
+        return ([chosen], None) if config.gate_lower is None else ([preserved, chosen], levels == 1)
+
+    def _run(
+        self,
+        paths: list[StreamPath],
+        inputs: tuple[Any, ...],
+        options: dict[str, Any],
+        recorded: list[Tensor] | None = None,
+        decided: Tensor | None = None,
+    ) -> tuple[list[StreamPath], Tensor | None]:
+        """The paths after the last layer, and the gate's decisions [B, S, 1] if there is one, or those `decided`.
+
+        inputs: tokens, attention_mask, position_ids and past_key_values, as `forward` has them. Ends at the gate where
+        no sequence had an expansion and each opens.
+        """
+        config = self.config
+        _, attention_mask, position_ids, cache = inputs
         masks = attention_mask
         if not isinstance(masks, dict):  # a server's batches have their own
-            masks = create_masks_for_generate(config, start.x, attention_mask, past_key_values, position_ids)
-        tables = [make(position_ids, start.x.dtype) for make in self.rotary]
-        paths, levels = [start], None
+            masks = create_masks_for_generate(config, paths[0].x, attention_mask, cache, position_ids)
+        tables = [make(position_ids, paths[0].x.dtype) for make in self.rotary]
+        levels = None
         for index, layer in enumerate(self.layers):
             if recorded is not None:
                 recorded.append(torch.cat(paths[-1][:2], dim=-1))
-            if self.token_gate is not None and index == self.config.gate_layer:
-                levels = self._levels(paths, tokens, attention_mask, position_ids, past_key_values)
-                if not self.config.routed:
-                    shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
+            if self.token_gate is not None and index == config.gate_layer:
+                levels = self._levels(paths, *inputs) if decided is None else decided
+                if (rows := paths[0].rows) is not None and len(rows) == 0 and (levels == 2).any(1).all():
+                    return paths, levels
+                if not config.routed:
+                    of_rows = levels if rows is None else levels[rows]
+                    shut = [of_rows < 2] if config.gate_lower is None else [of_rows < 2, of_rows == 0]
                     paths = [paths[0]._replace(masked=masked) for masked in shut]
-            if self.config.routed and index == self.config.l_fp:
+            if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             rotary = config.layer_rotary[index]
             table = None if rotary is None else tables[rotary]
             streams = layer(
                 *(stream for path in paths for stream in path[:2]),
                 masked=[path.masked for path in paths],
+                rows=paths[0].rows,
                 rotary=table,
                 mask=masks[config.layer_types[index]],
-                past_key_values=past_key_values,
+                past_key_values=cache,
                 **options,
             )
             pairs = zip(paths, streams[::2], streams[1::2], strict=True)
             paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
         if self.token_gate is not None and levels is None:
-            levels = self._levels(paths, tokens, attention_mask, position_ids, past_key_values)
-        if recorded is not None:
-            recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
-        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        paths = [StreamPath(path.x[:, kept], path.x_up[:, kept]).normed(self.final_norm) for path in paths]
-        if levels is None:
-            return paths, None
-        # Zeros in x_up add exactly nothing to the logits. One path is both.
-        preserved, adapted, levels = paths[0], paths[-1], levels[:, kept].to(paths[0].x.device)
-        closed = levels == 0
-        chosen = StreamPath(torch.where(closed, preserved.x, adapted.x), adapted.x_up.masked_fill(closed, 0))
-        return ([chosen], None) if config.gate_lower is None else ([preserved, chosen], levels == 1)
+            levels = self._levels(paths, *inputs) if decided is None else decided
+        return paths, levels
+
+    def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:  # noqa: ANN401
+        """Whether sequences may do without the expansion until the gate opens: where their text can be run again."""
+        config = self.config
+        if (
+            config.gate_layer is None
+            or config.routed
+            or config.gate_lower is not None
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or config._attn_implementation == "flex_attention"
+            or len(set(getattr(self, "hf_device_map", {}).values())) > 1
+            or any(spec["context"] is not None for spec in config.rotary)
+            or not (attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2))
+        ):
+            return False
+        if cache is None:
+            return True
+        kinds = {type(layer) for layer in cache.layers}
+        return (
+            kinds <= {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
+            and not cache.offloading
+            and not any(getattr(layer, "record_past", False) for layer in cache.layers)
+            and (TextCache in kinds or cache.get_seq_length() == 0)
+        )
+
+    def _from_open_on(
+        self,
+        start: StreamPath,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,  # noqa: ANN401
+        options: dict[str, Any],
+    ) -> tuple[list[StreamPath], Tensor]:
+        """`_run` of the base alone, and of the expansion for sequences on which the gate has opened."""
+        text = torch.stack([tokens, position_ids.expand_as(tokens)], dim=-1).unsqueeze(1)
+        has_expansion = torch.zeros_like(text[..., :1])
+        if cache is not None:
+            text, has_expansion = TextCache.of(cache).update(text, has_expansion)
+        before, path = has_expansion.any(2).flatten(), start
+        if not before.all():
+            rows = before.nonzero()[:, 0]
+            path = start._replace(x_up=start.x_up[rows], rows=rows)
+        [path], levels = self._run([path], (tokens, attention_mask, position_ids, cache), options)
+        after = before | (levels == 2).any(1).flatten()
+        has_expansion[after, :, -1:] = 1
+        if path.rows is None or not (after & ~before).any():
+            return [path], levels
+        opened, rows = (after & ~before).nonzero()[:, 0], after.nonzero()[:, 0]
+        whole, whole_cache = self._from_the_start(opened, text, levels, attention_mask, cache, options)
+        x, x_up = (stream[:, -tokens.shape[1] :] for stream in whole[:2])
+        if len(opened) == len(tokens):
+            if cache is not None:
+                cache.layers[: len(self.layers)] = whole_cache.layers
+            return [StreamPath(x, x_up)], levels
+        if cache is not None:
+            for layer, own in zip(cache.layers, whole_cache.layers, strict=False):
+                layer.keys[opened], layer.values[opened] = own.keys, own.values
+        x_up = start.x_up.index_copy(0, path.rows, path.x_up).index_copy(0, opened, x_up)
+        x = path.x.index_copy(0, opened, x)
+        return [StreamPath(x, x_up) if after.all() else StreamPath(x, x_up[rows], rows=rows)], levels
+
+    def _from_the_start(
+        self,
+        rows: Tensor,
+        text: Tensor,
+        levels: Tensor,
+        attention_mask: Tensor | None,
+        cache: Any,  # noqa: ANN401
+        options: dict[str, Any],
+    ) -> tuple[StreamPath, Any]:
+        """The whole text of some sequences with the expansion, all closed but the end, and a cache of it.
+
+        text: tokens and positions [B, 1, T, 2]; levels [B, S, 1]: of its end.
+        """
+        tokens, positions = text[rows, 0].unbind(-1)
+        widths = [self.config.hidden_size, self.config.expansion_hidden_size]
+        start = StreamPath(*self.embedding(tokens).split(widths, dim=-1))
+        own_cache = None if cache is None else DynamicCache(config=self.config)
+        inputs = (tokens, None if attention_mask is None else attention_mask[rows], positions, own_cache)
+        decided = F.pad(levels[rows], (0, 0, text.shape[2] - levels.shape[1], 0))
+        [whole], _ = self._run([start], inputs, options, decided=decided)
+        return whole, own_cache
 
     def _levels(
         self,
@@ -732,6 +919,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             is_text = attention_mask[:, -x.shape[1] :].bool()
         levels: Tensor = self.token_gate(x, is_text, documents, cache)
+        if is_text is not None:
+            levels = levels.masked_fill(~is_text.unsqueeze(-1).to(levels.device), 0)
         if tokens is not None and self.output.only_base_after_closed:
             levels = levels.masked_fill((tokens >= self.output.of_base).unsqueeze(-1).to(levels.device), 2)
         return levels

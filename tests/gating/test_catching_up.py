@@ -1,0 +1,130 @@
+"""Generation with a gate: a text pays for the expansion from where the gate first opens, and gets the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from tests.conversion.checkpoints import generate_greedily
+from tests.tolerances import assert_near, rounding_of
+
+NEW_TOKENS = 12
+BOTH = ["attention", "ffn"]
+MODELS = {
+    "preserve": {"gate_layer": 4, "l_fp": 4},
+    "adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH},
+    "running mean": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH, "gate_features": "token+running_mean"},
+    "sliding": {"gate_layer": 4, "l_fp": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "new pieces": {"gate_layer": 4, "l_fp": 4, "base_vocab_size": 500},
+}
+
+
+def gated(name: str, bias: float) -> ScaleForCausalLM:
+    """A model with random weights, whose gate opens more often with a larger `bias`."""
+    frequencies = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
+    config = ScaleConfig(
+        num_hidden_layers=4,
+        rotary=[frequencies | {"factor": 1.0, "theta": 1e4, "attention_factor": 1.0}],
+        layer_rotary=[0] * 4,
+        sliding_window=6,
+        gate_bias=bias,
+        **MODELS[name],
+    )
+    model = ScaleForCausalLM(config).eval()
+    random = torch.Generator().manual_seed(0)
+    for key, parameter in model.named_parameters():
+        if key != "token_gate.std":
+            torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    return model
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Four prompts, two of them padded on the left."""
+    tokens = torch.randint(0, 500, (4, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = mask[2, :5] = 0
+    return tokens, mask
+
+
+def always_whole():
+    return patch.object(ScaleForCausalLM, "_waits_for_open", lambda *_: False)
+
+
+@contextmanager
+def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[int]]:
+    """How many tokens' expansion each pass through the first layer computed."""
+    seen: list[int] = []
+    block = model.layers[0].attention.query.expansion_to_expansion
+    handle = block.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:-1].numel()))
+    yield seen
+    handle.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [-2.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_that_of_the_full_computation(name, bias):
+    model, (tokens, mask) = gated(name, bias), prompts()
+    for options in ({}, {"num_beams": 3}, {"use_cache": False}):
+        with always_whole(), expanded_tokens(model) as always:
+            whole = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options)
+        with expanded_tokens(model) as computed:
+            found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options)
+        assert torch.equal(found, whole)
+        assert computed != always
+    with always_whole():
+        expected = model(tokens, attention_mask=mask).logits
+    real = mask.bool()
+    assert_near(model(tokens, attention_mask=mask).logits[real], expected[real], rounding_of(model.config))
+
+
+@torch.no_grad()
+def test_some_sequences_open_late_and_alone():
+    """The test above compares no lucky case: prompts open apart from each other, some while generating."""
+    cases = set()
+    start = ScaleForCausalLM._from_the_start
+
+    def noted(model, rows, text, *others):
+        cases.add((len(rows) < len(text), text.shape[2] > 9))
+        return start(model, rows, text, *others)
+
+    with patch.object(ScaleForCausalLM, "_from_the_start", noted):
+        for name in MODELS:
+            for bias in (-2.0, -1.0, 0.0):
+                tokens, mask = prompts()
+                generate_greedily(gated(name, bias), tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+    assert {(True, False), (False, False), (True, True)} <= cases
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_on_which_the_gate_stays_shut_computes_no_expansion(name):
+    model, (tokens, mask) = gated(name, -30.0), prompts()
+    with expanded_tokens(model) as computed:
+        found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+    assert computed == [0] * NEW_TOKENS
+    with always_whole():
+        assert torch.equal(found, generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS))
+
+
+@torch.no_grad()
+def test_an_open_text_computes_its_expansion_once():
+    model, (tokens, mask) = gated("adapt", 30.0), prompts()
+    with expanded_tokens(model) as computed:
+        generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+    assert computed == [0, tokens.numel(), *[len(tokens)] * (NEW_TOKENS - 1)]
+
+
+def test_with_gradients_or_hidden_states_everything_is_computed():
+    model, (tokens, _) = gated("adapt", -30.0), prompts()
+    with expanded_tokens(model) as computed:
+        model(tokens)
+        with torch.no_grad():
+            model(tokens, output_hidden_states=True)
+            model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    assert computed == [tokens.numel()] * 3 + [len(tokens)]

@@ -1,12 +1,12 @@
-"""Tokens a second of greedy generation on the CPU: a base, its stock export, and its scale export.
+"""Tokens a second of greedy generation on the CPU: a base, and its exports with and without a gate.
 
     make bench-generation
     python benchmarks/generation_speed.py --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
 
-The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) becomes: a
-wider Llama, as stock exports are, and the scale format's two streams. They take turns in one process, and the fastest
-turn of each counts, so that load on the machine changes little. A turn generates --new-tokens tokens after a prompt,
-without a batch.
+The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
+becomes: a wider Llama, as stock exports are, and the scale format's two streams, without a gate, with one that never
+opens and with one that opens at once. They take turns in one process, and the fastest turn of each counts, so that load
+on the machine changes little. A turn generates --new-tokens tokens after a prompt, without a batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
 from pipeline.evaluation.table import table
 from pipeline.files import write_json
 
-SHARE = 8
-"""The expansion is one SHARE-th of each width."""
+SHARES = (8, 2)
+"""An expansion is one such part of each width."""
+THRESHOLDS = {"gate shut": 1e30, "gate open": -1e30}
 HEAD_DIM, CONTEXT = 64, 2048
 
 
 def models(hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """The base, its stock export and its scale export, with random weights. Half as many key/value heads as heads."""
+    """The base and its exports by name, with random weights. Half as many key/value heads as heads."""
     sizes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": vocab_size, "max_position_embeddings": CONTEXT}
     sizes |= {"head_dim": HEAD_DIM, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 
@@ -40,34 +41,39 @@ def models(hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype) -
         of_heads = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
         return {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, **of_heads}
 
-    base, wider = widths(hidden_size), widths(hidden_size + hidden_size // SHARE)
     frequencies = (10000.0 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).tolist()
     rotary = {"frequencies": frequencies, "context": None, "attention_factor": 1.0, "long_frequencies": None}
-    scale = ScaleConfig(
-        **sizes,
-        **{name: size if name.startswith("num") else base[name] for name, size in wider.items()},
-        **{f"expansion_{name}": size - base[name] for name, size in wider.items()},
-        l_fp=0,
-        collaborative_modules=["attention", "ffn"],
-        norm_statistics="base",
-        rotary=[rotary],
-        layer_rotary=[0] * layers,
-    )
-    made: dict[str, PreTrainedModel] = {
-        "base": LlamaForCausalLM(LlamaConfig(**sizes, **base)),
-        "stock": LlamaForCausalLM(LlamaConfig(**sizes, **wider)),
-        "scale": ScaleForCausalLM(scale),
-    }
+    base = widths(hidden_size)
+    made: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**sizes, **base))}
+    for share in SHARES:
+        wider = widths(hidden_size + hidden_size // share)
+        scale: dict[str, Any] = {
+            **sizes,
+            **{name: size if name.startswith("num") else base[name] for name, size in wider.items()},
+            **{f"expansion_{name}": size - base[name] for name, size in wider.items()},
+            "l_fp": layers // 2,
+            "collaborative_modules": ["attention", "ffn"],
+            "norm_statistics": "base",
+            "rotary": [rotary],
+            "layer_rotary": [0] * layers,
+        }
+        made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
+        made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
+        made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
     for model in made.values():
         model.to(dtype).eval().set_attn_implementation("sdpa")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-    return made
+    for share in SHARES:
+        made[f"1/{share}, gate open"] = made[f"1/{share}, gate shut"]
+    return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
 
 
 @torch.no_grad()
-def seconds(model: PreTrainedModel, new_tokens: int) -> float:
+def seconds(name: str, model: PreTrainedModel, new_tokens: int) -> float:
     """The time that one turn takes."""
+    if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
+        model.token_gate.threshold = model.token_gate.lower = threshold
     prompt, start = torch.arange(1, 17).unsqueeze(0), time.perf_counter()
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits)
@@ -77,12 +83,12 @@ def seconds(model: PreTrainedModel, new_tokens: int) -> float:
 
 def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int) -> list[dict[str, Any]]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
-    for model in made.values():
-        seconds(model, 2)  # warms up: memory, threads
+    for name, model in made.items():
+        seconds(name, model, 2)  # warms up: memory, threads
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(turns):
         for name, model in made.items():
-            taken[name].append(seconds(model, new_tokens))
+            taken[name].append(seconds(name, model, new_tokens))
     return [
         {
             "model": name,
@@ -107,8 +113,9 @@ def main() -> None:
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     add("--json", type=Path, help="where to write the rows")
     arguments = parser.parse_args()
-    if arguments.hidden_size % (2 * HEAD_DIM * SHARE):
-        parser.error(f"--hidden-size: expected a multiple of {2 * HEAD_DIM * SHARE}, found {arguments.hidden_size}")
+    step = 2 * HEAD_DIM * max(SHARES)
+    if arguments.hidden_size % step:
+        parser.error(f"--hidden-size: expected a multiple of {step}, found {arguments.hidden_size}")
     torch.set_num_threads(arguments.threads)
     transformers_logging.set_verbosity_error()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]

@@ -137,7 +137,8 @@ class StreamPath(NamedTuple):
     """The streams x [B, S, D] and x_up [B, S, U] of one path.
 
     `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens. With `rows` [R] only these
-    sequences have an expansion stream: x_up is [R, S, U], and a mask [R, S, 1].
+    sequences have an expansion stream: x_up is [R, S, U], and a mask [R, S, 1]. Maps and norms leave an x_up of none as
+    it is.
     """
 
     x: Tensor
@@ -167,6 +168,8 @@ class WidenedLinear(nn.Module):
         self, x: Tensor, x_up: Tensor, masked: bool | Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         y = self.base(x)
+        if len(x_up) == 0:
+            return y, x_up
         x = x if rows is None else x[rows]
         if self.expansion_to_base is not None and masked is not True:
             own = y if rows is None else y[rows]
@@ -217,6 +220,8 @@ class WidenedNorm(nn.Module):
         self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
 
     def forward(self, x: Tensor, x_up: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if len(x_up) == 0:
+            return self.base(x), x_up
         of_rows = x if rows is None else x[rows]
         return self.base(x), self.expansion(x_up, of_rows if self.shared else None)
 
@@ -234,6 +239,8 @@ class WidenedHeadNorm(nn.Module):
         self.expansion = StreamNorm(config, size_up, kind="rmsnorm") if own else None
 
     def forward(self, heads: Tensor, heads_up: Tensor) -> tuple[Tensor, Tensor]:
+        if len(heads_up) == 0:
+            return self._normed(self.base, heads), heads_up
         up = self.base if self.expansion is None else self.expansion
         return self._normed(self.base, heads), self._normed(up, heads_up)
 
@@ -371,25 +378,34 @@ class ScaleAttention(nn.Module):
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """The same where only some sequences have an expansion; in a cache, the added heads of the others are zeros."""
+        none, width = len(rows) == 0, len(self.key.expansion_to_expansion.weight)
         pairs = []
         for projection, norm in ((self.query, self.query_norm), (self.key, self.key_norm), (self.value, None)):
-            pair = projection(*path) if norm is None else norm(*projection(*path))
-            base, up = (flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for flat in pair)
+            flat, flat_up = projection(*path)
+            if norm is not None:
+                flat, flat_up = norm(flat, flat_up)
+            base, up = self._split(flat), flat_up if none else self._split(flat_up)
             if rotary is not None and projection is not self.value:
-                base, up = rotary.rotate(base), rotary.of(rows).rotate(up)
+                base, up = rotary.rotate(base), up if none else rotary.of(rows).rotate(up)
             pairs.append((base, up))
         (query, query_up), (key, key_up), (value, value_up) = pairs
         if cache is not None:
-            count, shape = key.shape[1], (len(key), *key_up.shape[1:])
-            whole = (torch.cat([base, base.new_zeros(shape).index_copy_(0, rows, up)], dim=1) for base, up in pairs[1:])
-            keys, values = cache.update(*whole, self.layer_idx)
+            count = key.shape[1]
+            stored = [F.pad(base, (0, 0, 0, 0, 0, width // self.head_dim)) for base in (key, value)]
+            if not none:
+                stored[0][rows, count:], stored[1][rows, count:] = key_up, value_up
+            keys, values = cache.update(*stored, self.layer_idx)
             key, value, key_up, value_up = keys[:, :count], values[:, :count], keys[rows, count:], values[rows, count:]
-        attended, attended_up = self._attend(query, key, value, mask, options), query_up.transpose(1, 2).flatten(2)
-        if len(rows):
+        attended, attended_up = self._attend(query, key, value, mask, options), query_up
+        if not none:
             of_rows = mask if mask is None or len(mask) == 1 else mask[rows]
             attended_up = self._attend(query_up, key_up, value_up, of_rows, options)
         output: tuple[Tensor, Tensor] = self.output(attended, attended_up, path.masked, rows)
         return output
+
+    def _split(self, flat: Tensor) -> Tensor:
+        """[B, S, H K] -> [B, H, S, K]."""
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _attend(
         self,
@@ -412,8 +428,9 @@ class ScaleAttention(nn.Module):
     def _heads(self, projection: WidenedLinear, norm: WidenedHeadNorm | None, paths: list[StreamPath]) -> Tensor:
         """[B, H, S, K]: the heads of all paths, in the order that keeps query heads with their key/value head."""
         projected = [projection(*path) for path in paths]
-        flat = torch.cat([part for pair in projected for part in (pair if norm is None else norm(*pair))], dim=-1)
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self._split(
+            torch.cat([part for pair in projected for part in (pair if norm is None else norm(*pair))], dim=-1)
+        )
 
 
 class ScaleFeedForward(nn.Module):
@@ -606,13 +623,16 @@ class ScaleOutput(nn.Module):
             ).sqrt()
             z = torch.where(preserved, (z_p + z) / 2, z)
             x_up = torch.where(preserved, paths[0].x_up, x_up)
-        added, closed = F.linear(x_up, self.expansion), (x_up == 0).all(-1, keepdim=True)  # as `streams` leaves x_up
-        if (rows := paths[-1].rows) is None:
-            z = self._capped(z + added)
-        else:
-            z = self._capped(z.index_add(0, rows, added.float()))
-            closed = closed.new_ones(*z.shape[:-1], 1).index_copy_(0, rows, closed)
+        rows = paths[-1].rows
+        if rows is None:
+            z = z + F.linear(x_up, self.expansion)
+        elif len(rows):
+            z = z.index_add(0, rows, F.linear(x_up, self.expansion).float())
+        z = self._capped(z)
         if self.only_base_after_closed:
+            closed = (x_up == 0).all(-1, keepdim=True)  # as `streams` leaves x_up
+            if rows is not None:
+                closed = closed.new_ones(*z.shape[:-1], 1).index_copy_(0, rows, closed)
             z = self._without_new(z, closed)
         if undecided is None:
             return z
@@ -849,7 +869,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         position_ids: Tensor,
         cache: Any,  # noqa: ANN401
         options: dict[str, Any],
-    ) -> tuple[list[StreamPath], Tensor]:
+    ) -> tuple[list[StreamPath], Tensor | None]:
         """`_run` of the base alone, and of the expansion for sequences on which the gate has opened."""
         text = torch.stack([tokens, position_ids.expand_as(tokens)], dim=-1).unsqueeze(1)
         has_expansion = torch.zeros_like(text[..., :1])
@@ -860,6 +880,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             rows = before.nonzero()[:, 0]
             path = start._replace(x_up=start.x_up[rows], rows=rows)
         [path], levels = self._run([path], (tokens, attention_mask, position_ids, cache), options)
+        assert levels is not None, "`_waits_for_open` has seen a gate"
         after = before | (levels == 2).any(1).flatten()
         has_expansion[after, :, -1:] = 1
         if path.rows is None or not (after & ~before).any():

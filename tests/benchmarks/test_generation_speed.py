@@ -18,15 +18,16 @@ def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["generation_speed.py", *sizes, "--json", str(output)])
     generation_speed.main()
     rows = {row["model"]: row for row in json.loads(output.read_text())["rows"]}
-    assert list(rows) == ["base", "stock", "scale"] and rows["base"]["ratio_to_base"] == 1
+    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", "gate shut", "gate open")]
+    assert list(rows) == ["base", *names] and rows["base"]["ratio_to_base"] == 1
     assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(3) for row in rows.values())
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
 def test_the_scale_export_has_the_stock_exports_blocks():
     made = generation_speed.models(1024, 1, 64, torch.float32)
     count = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in made.items()}
-    assert count["base"] < count["stock"] == count["scale"]
+    assert count["base"] < count["1/2, stock"] == count["1/2, scale"] < count["1/2, gate shut"]
 
 
 def test_other_widths_are_refused(monkeypatch, capsys):

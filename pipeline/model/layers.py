@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents
 from pipeline.model.spec import DecoderSpec, RotarySpec
-from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.collectives import enter_region, leave_region, sum_in_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import (
@@ -116,6 +116,7 @@ class Attention(nn.Module):
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
+        self.norms_all_heads = spec.query_key_norm == "all"
         self.query_norm = self._head_norm(spec, plan, heads)
         self.key_norm = self._head_norm(spec, plan, kv_heads)
         self.output = WidenedRowLinear(heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp)
@@ -134,12 +135,14 @@ class Attention(nn.Module):
         expansion_size = None if added is None else added.size if of_all else self.head_dim
         if plan is not None and plan.norm == "base" and not of_all:
             expansion_size = None
-        return WidenedHeadNorm(size, expansion_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=self.tp)
+        units = (heads[0].units, added.units if added else 1) if of_all else None
+        form = {"eps": spec.norm_eps, "gain_offset": spec.gain_offset, "tp": self.tp}
+        return WidenedHeadNorm(size, expansion_size, **form, heads=units)
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked))
-        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked))
+        queries, keys = self.query(x, x_up, masked=masked), self.key(x, x_up, masked=masked)
+        (query, query_up), (key, key_up) = self._normed(queries, keys)
         value, value_up = self.value(x, x_up, masked=masked)
         heads = self._attend(query, key, value, context)
         heads_up = None
@@ -148,6 +151,15 @@ class Attention(nn.Module):
             if self.share_of_expansion_heads != 1.0:
                 heads_up = heads_up * self.share_of_expansion_heads
         return leave_region(self.tp, *self.output(heads, heads_up, masked=masked))
+
+    def _normed(self, queries: Streams, keys: Streams) -> tuple[Streams, Streams]:
+        if self.tp.size == 1 or not self.norms_all_heads or self.query_norm is None or self.key_norm is None:
+            return _normed(self.query_norm, queries), _normed(self.key_norm, keys)
+        # The heads that are normalised together lie on all ranks: one message has the sums of queries and keys.
+        of_queries, of_keys = self.query_norm.squares(*queries), self.key_norm.squares(*keys)
+        sums = sum_in_region(self.tp, *of_queries, *of_keys)
+        own = len(of_queries)
+        return self.query_norm.over_all_ranks(*queries, sums[:own]), self.key_norm.over_all_ranks(*keys, sums[own:])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""

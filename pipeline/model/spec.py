@@ -105,11 +105,6 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     `tp_size` must divide the query heads and the FFN's inner width, and divide the key/value heads or be a multiple.
     """
     widths = spec.widths
-    if tp_size > 1 and spec.query_key_norm == "all":
-        raise LayoutError(
-            f"parallel.tp_size: a base of family {spec.family} normalises the queries of all heads together, which "
-            f"{tp_size} ranks do not hold together; expected 1 (ZeRO splits the memory too)"
-        )
 
     def fits(size: int) -> bool:
         kv_heads = widths.num_key_value_heads

@@ -11,6 +11,7 @@ all-reduce is a reduce-scatter and an all-gather:
     | leave                    | all-reduce     |                |
     | enter, sequence-parallel | all-gather     | reduce-scatter |
     | leave, sequence-parallel | reduce-scatter | all-gather     |
+    | inside, a sum for all    | all-reduce     | all-reduce     |
 
 Several tensors travel in one message: a layer with two streams needs no more collectives than a layer with one. A
 stream that needs no gradient takes part in the forward pass only and gets no graph.
@@ -47,6 +48,11 @@ def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]
     None."""
     there, back = (scatter_sums_together, gather_together) if tp.sequence_parallel else (sum_together, _as_they_are)
     return _exchange(tp, there, back, streams, [True] * len(streams))
+
+
+def sum_in_region(tp: TensorParallel, *parts: Tensor) -> tuple[Any, ...]:
+    """Inside a region: sums over the ranks of `parts`, of any shapes, each of which every rank goes on to use."""
+    return _exchange(tp, sum_together, sum_together, parts, [True] * len(parts))
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

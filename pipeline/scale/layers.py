@@ -10,7 +10,7 @@ and the new blocks separately. A new block is split over the ranks like the base
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +26,13 @@ from pipeline.parallel.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
 )
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours, used_between_regions
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    Partition,
+    sharded_parameter,
+    shared_by_neighbours,
+    used_between_regions,
+)
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 Streams = tuple[Tensor, Tensor | None]
@@ -197,7 +203,7 @@ class RMSNorm(nn.Module):
     The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says; to its sum
     are added `more_squares: [..., 1]`. `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for
     the backward pass. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its
-    positions.
+    positions. Where these are a `partition` of what is normalised, the caller has its sum of squares, `all_squares`.
     """
 
     def __init__(
@@ -209,6 +215,7 @@ class RMSNorm(nn.Module):
         *,
         gain_offset: bool = False,
         in_region: bool = False,
+        partition: Partition = REPLICATED,
     ) -> None:
         super().__init__()
         self.size = size
@@ -217,7 +224,7 @@ class RMSNorm(nn.Module):
         self.gain_offset = gain_offset
         self.tp = tp
         self.shared = shared_by_neighbours if in_region else used_between_regions
-        self.weight = sharded_parameter((size,), REPLICATED, tp)
+        self.weight = sharded_parameter((size,), partition, tp)
 
     def forward(
         self,
@@ -226,10 +233,13 @@ class RMSNorm(nn.Module):
         more_squares: Tensor | None = None,
         *,
         x_fp32: Tensor | None = None,
+        all_squares: Tensor | None = None,
     ) -> Tensor:
         weight = self.shared(self.weight, self.tp)
         x_fp32 = x.float() if x_fp32 is None else x_fp32
-        if statistics_of is None and self.normed is None and more_squares is None:
+        if all_squares is not None:
+            normal = x_fp32 * torch.rsqrt(all_squares / self.size + self.eps)
+        elif statistics_of is None and self.normed is None and more_squares is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
             source = x_fp32 if statistics_of is None else statistics_of
@@ -324,19 +334,41 @@ class WidenedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self, size: int, expansion_size: int | None, *, eps: float, gain_offset: bool, tp: TensorParallel
+        self,
+        size: int,
+        expansion_size: int | None,
+        *,
+        eps: float,
+        gain_offset: bool,
+        tp: TensorParallel,
+        heads: tuple[int, int] | None = None,
     ) -> None:
+        """`heads`: how many of the base and added ones are normalised together."""
         super().__init__()
+        partitions = [Partition(dim=0, units=units) for units in heads] if heads else [REPLICATED, REPLICATED]
+        self.shares = [1 / partition.replicas(tp.size) for partition in partitions]
 
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, eps, tp, gain_offset=gain_offset, in_region=True)
+        def norm(size: int, partition: Partition) -> RMSNorm:
+            return RMSNorm(size, eps, tp, gain_offset=gain_offset, in_region=True, partition=partition)
 
-        self.base = norm(size)
-        self.expansion = None if expansion_size is None else norm(expansion_size)
+        self.base = norm(size, partitions[0])
+        self.expansion = None if expansion_size is None else norm(expansion_size, partitions[1])
+
+    def squares(self, heads: Tensor, heads_up: Tensor | None) -> list[Tensor]:
+        """This rank's part of the sums of squares over all base heads and over all added ones, [..., 1] in fp32."""
+        pairs = zip((heads, heads_up), self.shares, strict=True)
+        return [share * one.float().square().sum(-1, keepdim=True) for one, share in pairs if one is not None]
 
     def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
         up = self.base if self.expansion is None else self.expansion
         return self._normed(self.base, heads), None if heads_up is None else self._normed(up, heads_up)
+
+    def over_all_ranks(self, heads: Tensor, heads_up: Tensor | None, squares: Sequence[Tensor]) -> Streams:
+        """The same where the heads that are normalised together lie on several ranks, with the sums of `squares`."""
+        base = self.base(heads, all_squares=squares[0])
+        if heads_up is None or self.expansion is None:
+            return base, None
+        return base, self.expansion(heads_up, all_squares=squares[1])
 
     @staticmethod
     def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:

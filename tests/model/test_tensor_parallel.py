@@ -147,7 +147,10 @@ FEATURED = [
     Case("ministral", "route", BOTH, documents=True),
     Case("gemma2", "adapt", BOTH, rehearses=True, sequence_parallel=True),
     Case("exaone4", "adapt", {**BOTH, **ONE_KV_HEAD}, sequence_parallel=True, documents=True),
+    Case("olmo2", "fft", sequence_parallel=True),
+    Case("olmo3", "adapt", {**BOTH, **ONE_KV_HEAD}, rehearses=True),
     Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
+    Case("olmo2", "route", {**BOTH, **ONE_KV_HEAD}, documents=True),
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.
@@ -249,7 +252,7 @@ def base_streams_of_rank(path: Path) -> tuple[Tensor, Tensor, Tensor]:
         return (*paths, unwidened(base, tp).hidden_states(tokens).x)
 
 
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@pytest.mark.parametrize("name", ["llama", "neox", "olmo2"])
 def test_preserve_keeps_the_base_stream_to_the_bit_over_two_ranks(base, name):
     """Two ranks' sums have one order only; over more, the order may depend on the length of the message."""
     for found, masked, expected in run_ranks(base_streams_of_rank, 2, base(name).path):

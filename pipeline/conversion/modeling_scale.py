@@ -846,6 +846,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or config._attn_implementation == "flex_attention"
+            or len({part.base.weight.device for part in (self.embedding, self.final_norm)}) > 1
             or len(set(getattr(self, "hf_device_map", {}).values())) > 1
             or any(spec["context"] is not None for spec in config.rotary)
             or not (attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2))

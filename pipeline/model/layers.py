@@ -136,8 +136,8 @@ class Attention(nn.Module):
         if plan is not None and plan.norm == "base" and not of_all:
             expansion_size = None
         units = (heads[0].units, added.units if added else 1) if of_all else None
-        form = {"eps": spec.norm_eps, "gain_offset": spec.gain_offset, "tp": self.tp}
-        return WidenedHeadNorm(size, expansion_size, **form, heads=units)
+        eps, offset = spec.norm_eps, spec.gain_offset
+        return WidenedHeadNorm(size, expansion_size, eps=eps, gain_offset=offset, tp=self.tp, heads=units)
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
+from pipeline.config.run import Checkpoints as Settings
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import table
 from pipeline.files import sync, write_json
@@ -186,7 +187,9 @@ class Saver:
         layout = describe_layout(Layout(RANKS), measurement.zero_stage, torch.bfloat16)
         self.folder, self.engine = measurement.folder, engine
         self.checkpoints = {
-            way: Checkpoints(measurement.folder / way, run, layout, keep_last=1, asynchronous=way == ASYNCHRONOUS)
+            way: Checkpoints(
+                measurement.folder / way, run, layout, Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS)
+            )
             for way in (OURS, ASYNCHRONOUS)
         }
 

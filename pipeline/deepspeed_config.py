@@ -149,6 +149,8 @@ def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
         elif layout.tp_size > 1 and size > 1:
             why = "it mixes different shards of the weights silently; remove it, or use tp_size 1"
             faults.append(f"{name}: with parallel.tp_size {layout.tp_size} {why}")
+    if settings.get("zero_optimization.offload_optimizer.device") == "nvme":
+        faults.append("zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; use cpu")
     for name in values:
         if name in _OWNED:
             faults.append(f"{name}: remove it, the run configuration sets it ({_OWNED[name]})")

@@ -53,7 +53,7 @@ FULL = (
     "sizing/test_recommendation.py",
     "sizing/test_plan.py",
     "sizing/test_first_config.py",
-    "checkpoint/test_reader.py",
+    "checkpoint/test_rank_files.py",
     "checkpoint/test_features.py",
     "observers/test_profiler.py",
     "observers/test_tasks.py",

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: listing them, choosing the one to resume from, and removing old ones.
+"""The checkpoints of one run: choosing the one to resume from, publishing one, and removing old ones.
 
 A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is complete; only then
 does the file `latest` name it. To go back further, a user writes an older one's name into `latest`.
@@ -53,17 +53,13 @@ def candidates(folder: Path) -> list[Path]:
     return found if named is None else [path for path in found if step_of(path) <= step_of(named)]
 
 
-def holds_damaged(folder: Path) -> bool:
-    """Whether `folder` holds a damaged checkpoint that was renamed by `set_aside`."""
-    return any(folder.glob(f"step_*{DAMAGED}*"))
-
-
 def set_aside(checkpoint: Path, suffix: str = DAMAGED) -> Path:
     """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
-    paths = (
-        checkpoint.with_name(f"{checkpoint.name}{suffix}{f'.{number}' * (number > 1)}") for number in itertools.count(1)
-    )
-    aside = next(path for path in paths if not path.exists())
+    aside = checkpoint.with_name(checkpoint.name + suffix)
+    for number in itertools.count(2):
+        if not aside.exists():
+            break
+        aside = checkpoint.with_name(f"{checkpoint.name}{suffix}.{number}")
     checkpoint.rename(aside)
     sync(checkpoint.parent)
     return aside
@@ -114,12 +110,6 @@ def discard(checkpoint: Path) -> None:
     """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
     if holds(CHECKPOINT, checkpoint):
         shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
-
-
-def make_empty(folder: Path) -> None:
-    """Makes a new, empty folder; an existing one is removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def remove_unfinished(folder: Path) -> None:

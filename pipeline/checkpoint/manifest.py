@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.data import Data
 from pipeline.config.method import Method
-from pipeline.config.reading import with_defaults
+from pipeline.config.reading import flattened, with_defaults
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import FolderKind, file_hash, first_fault, is_plain_name, read_bytes, write_json
@@ -24,10 +24,8 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
-FORMAT: Literal["scale-cpt checkpoint 1"] = "scale-cpt checkpoint 1"
+FORMAT: Literal["scale-cpt checkpoint 2"] = "scale-cpt checkpoint 2"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
-PACKING = 2
-"""How samples are packed. Since 2 a document of a tokenizer without a start token sees the end of the one before it."""
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 SAME_MODEL = ("method", "base_precision")
 SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
@@ -62,8 +60,6 @@ class Position(_Record):
         recomputed_steps: how many were computed twice, and were finite the second time.
         rollbacks: how often the run went back to a checkpoint because of a spike.
         learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
-        quantization_cost: by how many nats per token storing the base in 8 or 4 bits, if it is, raised its loss on each
-            held-out corpus.
         initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured from there.
         best_nll_per_token: the lowest held-out loss of the corpora of role new at any validation.
         validations_without_gain: how many in a row, up to the last, did not lower it.
@@ -77,7 +73,6 @@ class Position(_Record):
     recomputed_steps: int = 0
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
-    quantization_cost: dict[str, float] = {}
     initial_nll_per_token: dict[str, float] = {}
     best_nll_per_token: float | None = None
     validations_without_gain: int = 0
@@ -135,7 +130,6 @@ class RunRecord(_Record):
     global_batch_size: int
     seed: int
     tokenizer_fingerprint: str
-    packing: int = 1
     vocabulary: str | None = None
     new_rows: int = 0
 
@@ -150,7 +144,7 @@ class FileRecord(_Record):
 class Manifest(_Record):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
-    format: Literal["scale-cpt checkpoint 1"] = FORMAT
+    format: Literal["scale-cpt checkpoint 2"] = FORMAT
     run: RunRecord
     position: Position
     layout: LayoutRecord
@@ -174,7 +168,6 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         global_batch_size=config.schedule.global_batch_size,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
-        packing=PACKING,
         vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),
         new_rows=base.spec.new_rows,
     )
@@ -232,17 +225,12 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     """
     path, record = folder / name, manifest.files[name]
     try:
-        complete = path.stat().st_size == record.bytes
-        unchanged = complete and file_hash(path) == record.sha256
-    except FileNotFoundError as error:
-        if not (folder / MANIFEST_FILE).exists():
-            raise _unreadable(path, error) from None
-        complete = unchanged = False
+        if path.stat().st_size == record.bytes and file_hash(path) == record.sha256:
+            return
     except OSError as error:
-        raise _unreadable(path, error) from None
-    if not unchanged:
-        found = "its content changed since it was written" if complete else "missing or cut short"
-        raise DamagedCheckpointError(f"{path}: {found}; {_USE_ANOTHER}")
+        if not isinstance(error, FileNotFoundError) or not (folder / MANIFEST_FILE).exists():
+            raise _unreadable(path, error) from None
+    raise DamagedCheckpointError(f"{path}: missing, or not what was written; {_USE_ANOTHER}")
 
 
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN) -> None:
@@ -258,34 +246,21 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tupl
             f"{folder}: its base {manifest.run.base.path} had other weights than the configuration's base has; "
             "point `base` at that model, or start a run in another folder"
         )
-    saved, wanted = (
-        record.model_dump() | {"data": _compared(record.data), "method": with_defaults(Method, record.method)}
-        for record in (manifest.run, run)
-    )
-    new_run = "name another `folder` in the configuration, where a new run begins"
-    if others := [name for name in names if saved[name] != wanted[name]]:
-        found = " and ".join(f"another {name} ({_difference(saved[name], wanted[name])})" for name in others)
-        raise CheckpointError(f"{folder}: was trained with {found}; set it back, or {new_run}")
-    if names == SAME_OVER_A_RUN and manifest.run.packing != run.packing:
+    saved, wanted = (_compared(record, names) for record in (manifest.run, run))
+    if others := [name for name in saved | wanted if saved.get(name) != wanted.get(name)]:
+        name, more = others[0], f" and {len(others) - 1} other settings" if len(others) > 1 else ""
         raise CheckpointError(
-            f"{folder}: an earlier version packed its samples otherwise; finish it with that version, or {new_run}"
+            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found {wanted.get(name)!r})"
+            f"{more}; set it back, or name another `folder` in the configuration, where a new run begins"
         )
 
 
-def _compared(data: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` of a checkpoint without what changes no sample."""
-    data = with_defaults(Data, data)
-    return data | {"corpora": {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}}
-
-
-def _difference(saved: Any, found: Any) -> str:  # noqa: ANN401
-    """The first thing that differs, for a message."""
-    if isinstance(saved, dict) and isinstance(found, dict):
-        for name in sorted({*saved, *found}):
-            if saved.get(name) != found.get(name):
-                inner = _difference(saved.get(name), found.get(name))
-                return f"{name}.{inner}" if isinstance(saved.get(name), dict) else f"{name} {inner}"
-    return f"expected {saved!r}, found {found!r}"
+def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
+    """The settings `names` of a run by their dotted names, without where its corpora come from."""
+    data = with_defaults(Data, run.data)
+    data["corpora"] = {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}
+    record = run.model_dump() | {"data": data, "method": with_defaults(Method, run.method)}
+    return dict(flattened({name: record[name] for name in names}))
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:

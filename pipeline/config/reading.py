@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -89,6 +89,15 @@ def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
         return kind.dump_python(kind.validate_python(value), mode="json")
     except ValidationError:  # of an earlier version
         return value
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested `values`, by dotted path."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

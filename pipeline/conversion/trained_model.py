@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.rank_files import CheckpointReader
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.methods import method_for

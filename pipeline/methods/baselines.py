@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -96,37 +95,8 @@ class LoraMethod(TrainingMethod):
 _ZEROED = ("attention.output.base.", "ffn.down.base.")
 
 
-class LayerOrigin(NamedTuple):
-    """The base's layer from which a layer of the deeper model comes, and whether it is an added copy."""
-
-    base_layer: int
-    added: bool
-
-
-def layer_origins(num_layers: int, added_layers: int) -> list[LayerOrigin]:
-    """The deeper model's layers, from the bottom up.
-
-    Raises:
-        ConfigError: the layers cannot be cut into `added_layers` equal groups; names the nearest numbers that fit.
-    """
-    if added_layers > num_layers or num_layers % added_layers:
-        fits = fitting_added_layers(num_layers)
-        nearest = sorted(sorted(fits, key=lambda count: abs(count - added_layers))[:2])
-        raise ConfigError(
-            f"method.added_layers: the base's {num_layers} layers cannot be cut into {added_layers} equal groups; "
-            f"nearest that fit: {', '.join(map(str, nearest))}"
-        )
-    group = num_layers // added_layers
-    origins = []
-    for layer in range(num_layers):
-        origins.append(LayerOrigin(layer, added=False))
-        if (layer + 1) % group == 0:
-            origins.append(LayerOrigin(layer, added=True))
-    return origins
-
-
 def fitting_added_layers(num_layers: int) -> list[int]:
-    """The possible numbers of added blocks: those that cut the base's layers into equal groups."""
+    """The possible numbers of added layers: those that cut the base's layers into equal groups."""
     return [count for count in range(1, num_layers + 1) if num_layers % count == 0]
 
 
@@ -140,26 +110,40 @@ class LlamaProMethod(TrainingMethod):
     def __init__(self, settings: LlamaPro) -> None:
         self.settings = settings
 
+    def _stride(self, spec: DecoderSpec) -> int:
+        """Every how many layers of the deeper model one is added."""
+        count, fits = self.settings.added_layers, fitting_added_layers(spec.num_layers)
+        if count not in fits:
+            nearest = sorted(sorted(fits, key=lambda fit: abs(fit - count))[:2])
+            raise ConfigError(
+                f"method.added_layers: the base's {spec.num_layers} layers cannot be cut into {count} equal groups; "
+                f"nearest that fit: {', '.join(map(str, nearest))}"
+            )
+        return spec.num_layers // count + 1
+
+    def _base_layer(self, layer: int, spec: DecoderSpec) -> int:
+        """The base's layer from which a layer of the deeper model comes."""
+        return layer - (layer + 1) // self._stride(spec)
+
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        origins = layer_origins(spec.num_layers, self.settings.added_layers)
-        deeper = replace(spec, layers=tuple(spec.layers[origin.base_layer] for origin in origins))
-        added = frozenset(index for index, origin in enumerate(origins) if origin.added)
-        model = Decoder(deeper, added_layers=added, tp=tp).requires_grad_(False)
-        for index in added:
-            model.layers[index].requires_grad_(True)
+        depth = spec.num_layers + self.settings.added_layers
+        added = frozenset(range(self._stride(spec) - 1, depth, self._stride(spec)))
+        layers = tuple(spec.layers[self._base_layer(layer, spec)] for layer in range(depth))
+        model = Decoder(replace(spec, layers=layers), added_layers=added, tp=tp).requires_grad_(False)
+        for layer in added:
+            model.layers[layer].requires_grad_(True)
         return model
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
         if not name.startswith("layers."):
             return name
         _, layer, rest = name.split(".", 2)
-        origins = layer_origins(spec.num_layers, self.settings.added_layers)
-        return f"layers.{origins[int(layer)].base_layer}.{rest}"
+        return f"layers.{self._base_layer(int(layer), spec)}.{rest}"
 
     @torch.no_grad()
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
-        for index in model.added_layers:
-            for name, parameter in model.layers[index].named_parameters():
+        for layer in model.added_layers:
+            for name, parameter in model.layers[layer].named_parameters():
                 if name.startswith(_ZEROED):
                     held_values(parameter).zero_()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch.utils.tensorboard.writer import SummaryWriter
@@ -25,14 +27,17 @@ class MetricsFiles(Observer):
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
-        self._held = b""
+        self._waiting: list[tuple[int, bytes]] = []
         self._failing = False
         self._board: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        folder.mkdir(parents=True, exist_ok=True)
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
         texts = {TEXTS: dict(event.texts)} if event.texts else {}
-        self._held += json.dumps({"step": event.step, **event.figures, **texts}).encode() + b"\n"
+        line = json.dumps({"step": event.step, **event.figures, **texts}).encode() + b"\n"
+        self._waiting.append((event.step, line))
         try:
             self._write_lines()
             self._write_board(event)
@@ -57,24 +62,22 @@ class MetricsFiles(Observer):
 
     def _go_back_to(self, step: int) -> None:
         """Continues after the line of `step`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         cut_after(self.folder / METRICS, step)
-        held = self._held.splitlines(keepends=True) if step else []
-        self._held = b"".join(line for line in held if json.loads(line)["step"] <= step)
+        self._waiting = [(of_step, line) for of_step, line in self._waiting if of_step <= step]
         self._board = None
-        self._purge_step: int | None = step + 1 if step else 0
+        self._purge_step = step + 1 if step else 0
 
     def _write_lines(self) -> None:
-        """Appends what is held: all of it, or nothing."""
+        """Appends what waits: all of it, or nothing."""
         with (self.folder / METRICS).open("ab", buffering=0) as file:
-            whole, rest = file.seek(0, os.SEEK_END), memoryview(self._held)
+            whole, rest = file.seek(0, os.SEEK_END), memoryview(b"".join(line for _, line in self._waiting))
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
                 file.truncate(whole)
                 raise
-        self._held = b""
+        self._waiting.clear()
 
     def _write_board(self, event: StepEvent) -> None:
         if self._board is None:  # or its thread has met a full disk
@@ -82,31 +85,22 @@ class MetricsFiles(Observer):
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
         for number, (prompt, written) in enumerate(event.texts.items(), start=1):
-            # A block of code in Markdown.
-            quoted = "\n".join(f"    {line}" for line in f"{prompt}→{written}".split("\n"))
-            self._board.add_text(f"prompt {number}", quoted, event.step)
+            block = textwrap.indent(f"{prompt}→{written}", "    ", lambda _: True)  # of code, in Markdown
+            self._board.add_text(f"prompt {number}", block, event.step)
         self._board.flush()
         self._purge_step = None
 
 
 def cut_after(path: Path, step: int) -> None:
     """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        kept = read = 0
-        for line in file if step > 0 else ():
-            read += len(line)
-            try:
-                found = json.loads(line)["step"] if line.endswith(b"\n") else None
-            except (ValueError, TypeError, KeyError):
-                found = None
-            if found is None:
-                continue  # a kill cut it short, or the disk damaged it: readers pass over it
-            if found > step:
-                break
-            kept = read
-        file.truncate(kept)
+    with suppress(FileNotFoundError), path.open("rb+") as file:
+        end = 0
+        while step > 0 and (line := file.readline()):
+            with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged: readers pass over it
+                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
+                    break
+                end = file.tell()
+        file.truncate(end)
 
 
 class ProgressDisplay(Observer):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pipeline import log
+from pipeline.config.reading import flattened
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
 from pipeline.errors import RunFolderError, in_one_line
 from pipeline.files import read_text, write_text
@@ -29,18 +30,17 @@ _logger = log.get_logger(__name__)
 
 
 class Tracker(Observer):
-    """A tracked run. `service` is for messages and names the file with the tracked run's id."""
+    """A tracked run. A subclass names its `service`, logs a step in `_log` and ends the attempt in `_finish`."""
 
     service: str
 
     def __init__(self, config: RunConfig, settings: Any) -> None:  # noqa: ANN401  # the service's own
-        self._settings = settings
         self._id_file = config.folder / f"{self.service}_run_id"
         self._failed = False
-        self._guarded(lambda: self._start(config))
+        self._guarded(lambda: self._start(config, settings))
 
     def on_step(self, event: StepEvent) -> None:
-        self._guarded(lambda: self._log(event.step, event.figures))
+        self._guarded(lambda: self._log(event))
 
     def on_end(self, *, finished: bool) -> None:
         self._guarded(lambda: self._finish(finished=finished))
@@ -56,19 +56,17 @@ class Tracker(Observer):
 
     def _recorded_id(self, new: Callable[[], str]) -> tuple[str, bool]:
         """The id of the tracked run, and whether an earlier attempt has recorded it; else that of a `new` one."""
-        try:
-            if recorded := read_text(self._id_file, RunFolderError, "move it away").strip():
-                return recorded, True
-        except FileNotFoundError:
-            self._id_file.parent.mkdir(parents=True, exist_ok=True)
+        if self._id_file.exists() and (recorded := read_text(self._id_file, RunFolderError, "move it away").strip()):
+            return recorded, True
         run_id = new()
+        self._id_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(self._id_file, f"{run_id}\n")
         return run_id, False
 
-    def _start(self, config: RunConfig) -> None:
+    def _start(self, config: RunConfig, settings: Any) -> None:  # noqa: ANN401
         raise NotImplementedError
 
-    def _log(self, step: int, figures: Mapping[str, float]) -> None:
+    def _log(self, event: StepEvent) -> None:
         raise NotImplementedError
 
     def _finish(self, *, finished: bool) -> None:
@@ -79,19 +77,18 @@ class Wandb(Tracker):
     """Weights & Biases. The x axis is our `step`: W&B drops values for earlier values of its own step."""
 
     service = "wandb"
-    _settings: WandbTracker
 
-    def _start(self, config: RunConfig) -> None:
+    def _start(self, config: RunConfig, settings: WandbTracker) -> None:
         from wandb import Settings, init, teardown
 
         self._teardown = teardown
         self._run = init(
-            project=self._settings.project,
-            entity=self._settings.entity,
+            project=settings.project,
+            entity=settings.entity,
             name=config.name,
             id=self._recorded_id(lambda: secrets.token_hex(4))[0],
-            resume="allow" if self._settings.mode == "online" else None,  # offline W&B warns that it cannot
-            mode=self._settings.mode,
+            resume="allow" if settings.mode == "online" else None,  # offline W&B warns that it cannot
+            mode=settings.mode,
             dir=str(config.folder),
             config=config.model_dump(mode="json"),
             allow_val_change=True,
@@ -99,25 +96,23 @@ class Wandb(Tracker):
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        _logger.info("wandb: logs into %s", self._run.url if self._settings.mode == "online" else self._run.dir)
+        _logger.info("wandb: logs into %s", self._run.url if settings.mode == "online" else self._run.dir)
 
-    def _log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **figures})
+    def _log(self, event: StepEvent) -> None:
+        self._run.log({"step": event.step, **event.figures})
 
     def _finish(self, *, finished: bool) -> None:
-        exit_code = 0 if finished else 1
-        self._run.finish(exit_code=exit_code)
+        self._run.finish(exit_code=int(not finished))
         # `finish` does not wait until W&B's own process has written the last figures to the offline file.
-        self._teardown(exit_code=exit_code)
+        self._teardown(exit_code=int(not finished))
 
 
 class Mlflow(Tracker):
     """MLflow: a server, or a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
 
     service = "mlflow"
-    _settings: MlflowTracker
 
-    def _start(self, config: RunConfig) -> None:
+    def _start(self, config: RunConfig, settings: MlflowTracker) -> None:
         # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -125,14 +120,14 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=self._settings.tracking_uri)
+        self._client = MlflowClient(tracking_uri=settings.tracking_uri)
 
         def create() -> str:
-            name = self._settings.experiment
-            experiment = self._client.get_experiment_by_name(name)
-            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-            run = self._client.create_run(experiment_id, run_name=config.name)
-            return str(run.info.run_id)
+            experiment = self._client.get_experiment_by_name(settings.experiment)
+            experiment_id = (
+                experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment)
+            )
+            return str(self._client.create_run(experiment_id, run_name=config.name).info.run_id)
 
         self._run_id, recorded = self._recorded_id(create)
         if recorded:
@@ -142,9 +137,9 @@ class Mlflow(Tracker):
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
 
-    def _log(self, step: int, figures: Mapping[str, float]) -> None:
+    def _log(self, event: StepEvent) -> None:
         now_ms = time.time_ns() // 1_000_000
-        metrics = [self._metric(name, value, now_ms, step) for name, value in figures.items()]
+        metrics = [self._metric(name, value, now_ms, event.step) for name, value in event.figures.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def _finish(self, *, finished: bool) -> None:
@@ -155,12 +150,3 @@ def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0."""
     wandb, mlflow = config.observers.wandb, config.observers.mlflow
     return [*([Wandb(config, wandb)] if wandb else []), *([Mlflow(config, mlflow)] if mlflow else [])]
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested `values`, by dotted path."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

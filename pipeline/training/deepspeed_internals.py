@@ -6,28 +6,22 @@ Tried with DeepSpeed 0.19.8. The tests of training and conversion check that eac
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, get_args
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 
-from pipeline.checkpoint.reader import CheckpointReader, Moment
+from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import CheckpointError
 from pipeline.parallel.sharding import ZeroPartition, named_trained_parameters, zero_partition_of
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
-
-WriteFile = Callable[[Path, Any], None]
-"""Writes a value to a file, now or later."""
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -80,8 +74,21 @@ def attach_zero_partitions(model: nn.Module) -> None:
             parameter.zero_partition = ZeroPartition(values, first, min(values.ds_numel, shard_size - first))
 
 
-# --- Weights and optimizer state from a checkpoint of any layout -----------------------------------------------------
-# Every rank reads, tensor by tensor, what its own optimizer holds. In the same layout the state is restored exactly.
+# --- Weights and optimizer state: to a checkpoint, and from one of any layout -----------------------------------------
+# Every rank saves and reads what its own optimizer holds. In the same layout the state is restored exactly.
+
+
+@torch.no_grad()
+def optimizer_state(engine: Any, model: nn.Module) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
+    """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
+    first, values, adam_step = {}, {}, torch.tensor(0.0)
+    for name, piece in _master_pieces(model, engine.optimizer):
+        slots = engine.optimizer.optimizer.state.get(piece.flat) or {}  # none before the first update
+        first[name], adam_step = piece.first, torch.as_tensor(slots.get("step", 0.0)).clone()
+        for kind in get_args(Kind):
+            flat = piece.flat if kind == "fp32" else slots.get(kind, torch.zeros_like(piece.flat))
+            values[f"{name}/{kind}"] = piece.within(flat)
+    return first, values, adam_step
 
 
 @torch.no_grad()
@@ -91,18 +98,15 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
     The weights that the model computes with follow in `publish`.
 
     Raises:
-        CheckpointError: the checkpoint lacks a parameter or is damaged, or the optimizer's state lies on NVMe.
+        CheckpointError: the checkpoint lacks a parameter or is damaged.
     """
-    optimizer = engine.optimizer
-    for name, piece in _master_pieces(model, optimizer):
-        span = (piece.first, piece.first + piece.length)
-        piece.within(piece.flat).copy_(reader.read_span(name, None, tp.rank, tp.size, span))
-        slots = optimizer.optimizer.state[piece.flat]
+    for name, piece in _master_pieces(model, engine.optimizer):
+        slots = engine.optimizer.optimizer.state[piece.flat]
         slots["step"] = reader.adam_step.clone().to(piece.flat.device)
-        for moment in get_args(Moment):
-            if moment not in slots:
-                slots[moment] = torch.zeros_like(piece.flat, requires_grad=False)
-            piece.within(slots[moment]).copy_(reader.read_span(name, moment, tp.rank, tp.size, span))
+        for kind in get_args(Kind):
+            flat = piece.flat if kind == "fp32" else slots.setdefault(kind, torch.zeros_like(piece.flat))
+            span = (piece.first, piece.first + piece.length)
+            piece.within(flat).copy_(reader.read_span(name, kind, tp.rank, tp.size, span))
 
 
 @torch.no_grad()
@@ -154,10 +158,8 @@ def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401
 
 def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece:  # noqa: ANN401
     """ZeRO-3 cuts every parameter into equal pieces, the last of which are padded."""
-    group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     flat = optimizer.fp32_partitioned_groups_flat[group]
-    if flat is None or flat.numel() < start + length:
-        raise CheckpointError("zero_optimization.offload_optimizer.device: state on NVMe cannot be resumed; use cpu")
     partition = zero_partition_of(parameter)
     assert partition is not None
     return _MasterPiece(parameter, flat, start, partition.first, partition.length)
@@ -181,29 +183,3 @@ def held_optimizer_elements(engine: Any) -> int:  # noqa: ANN401
         for name, value in slots.items()
         if isinstance(value, Tensor) and name != "step"
     )
-
-
-# --- Saving ----------------------------------------------------------------------------------------------------------
-
-
-def save(engine: Any, folder: Path, write: WriteFile) -> None:  # noqa: ANN401
-    """Passes the files of trained parameters and optimizer state, with paths in `folder`, to `write`."""
-    # DeepSpeed would add a script that assembles a model without its frozen parameters.
-    engine._copy_recovery_script = lambda save_path: None
-    engine.checkpoint_engine = _CheckpointFiles(write)
-    engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True)
-
-
-class _CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
-    """Passes DeepSpeed's files to `write`."""
-
-    def __init__(self, write: WriteFile) -> None:
-        super().__init__()
-        self._write = write
-
-    def save(self, state_dict: Any, path: str) -> None:  # noqa: ANN401
-        # The optimizer's file holds the weights in fp32. The model's would hold them again in 16 bits, and with them a
-        # tied, frozen embedding, which DeepSpeed takes for a trained parameter.
-        if "module" in state_dict:
-            state_dict = {**state_dict, "module": {}}
-        self._write(Path(path), state_dict)

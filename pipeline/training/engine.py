@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline import methods
-from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.rank_files import CheckpointReader, RankState
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -32,7 +32,6 @@ from pipeline.parallel.sharding import (
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
-from pipeline.training.deepspeed_internals import WriteFile
 
 
 def build_model(
@@ -192,12 +191,13 @@ class Engine:
             return parameter.double().square().sum() / (replicas * self._dp_size)
         return held.values[: held.length].double().square().sum() / replicas
 
-    def save(self, folder: Path, write: WriteFile) -> None:
-        """Passes DeepSpeed's files of trained parameters and optimizer state, with paths in `folder`, to `write`.
-
-        Every rank must call it.
-        """
-        deepspeed_internals.save(self._engine, folder, write)
+    def state(self) -> RankState:
+        """What this rank's optimizer holds of the trained parameters, and the random states; the values are views."""
+        first, values, adam_step = deepspeed_internals.optimizer_state(self._engine, self.model)
+        random_state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random_state["cuda"] = torch.cuda.get_rng_state()
+        return RankState(self.tensor_parallel.rank, first, values, adam_step, random_state)
 
     def restore(self, folder: Path) -> None:
         """Loads this rank's optimizer state from the files of a checkpoint of any layout; no collective.
@@ -207,9 +207,8 @@ class Engine:
         Raises:
             CheckpointError: the files are damaged, or hold other parameters than the model trains.
         """
-        deepspeed_internals.restore(
-            self._engine, self.model, CheckpointReader(folder, self.model), self.tensor_parallel
-        )
+        reader = CheckpointReader(folder, self.model)
+        deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
 
     def publish_restored(self, step: int) -> None:
         """Copies what `restore` loaded into the model, the state after `step` steps; every rank must call it."""

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pipeline.config.run import Watchdog
-from pipeline.errors import INTERRUPTED, LayoutError, RendezvousError
+from pipeline.errors import LayoutError, RendezvousError
+from pipeline.log import node
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in a collective, until the run's configuration is read."""
@@ -36,14 +36,12 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
 )
 _HOST_COUNTS = ("HOST_COUNT", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
-_LOOPBACK = "127.0.0.1"
 _ANY_PORT = 0  # torch's store takes a free one
 _SAME_KEYSTROKE_S = 0.5
 """A launcher may pass on a Ctrl-C that the terminal has sent to every process."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A process's place among the ranks: what torch and DeepSpeed read from the environment."""
 
     rank: int
@@ -55,7 +53,7 @@ class Launch:
     @property
     def environment(self) -> dict[str, str]:
         """The same by variable, in capitals. Where one is missing, DeepSpeed asks MPI instead."""
-        return {name.upper(): str(value) for name, value in asdict(self).items()}
+        return {name.upper(): str(value) for name, value in self._asdict().items()}
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -65,69 +63,50 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
             rendezvous address, or this node's own, does not resolve or cannot be reached from other hosts.
     """
-    here, (rank, local_rank, world_size) = socket.gethostname(), _place(environment)
+    names = next((names for names in _LAUNCHERS if names[-1] in environment), ())
+    rank, local_rank, world_size = [_number(environment, name) for name in names] or (0, 0, 1)
     # A process started without its launcher would train alone, or wait for ranks that nobody starts.
     expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
     tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
     if (expected and world_size != expected) or (not expected and world_size < tasks):
         raise LayoutError(
-            f"rank {rank} on {here} is one of {world_size} process(es), but {expected or tasks} were allocated; start "
-            "them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
+            f"rank {rank} on {node()} is one of {world_size} process(es), but {expected or tasks} were allocated; "
+            "start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
         )
     if world_size == 1:
-        return Launch(0, local_rank, 1, _LOOPBACK, _number(environment, "MASTER_PORT", default=_ANY_PORT))
+        return Launch(0, local_rank, 1, "127.0.0.1", _number(environment, "MASTER_PORT", default=_ANY_PORT))
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         raise LayoutError(
             f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start them with "
             "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
         )
     launch = Launch(rank, local_rank, world_size, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
-
-    hosts = next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1)
-    try:
-        address = resolved(launch.master_addr)
-    except OSError as error:
-        raise LayoutError(
-            f"MASTER_ADDR {launch.master_addr} does not resolve on {here} ({error}); set MASTER_ADDR to the first "
-            "node's address"
-        ) from None
-    if hosts > 1 and _is_loopback(address):
-        raise LayoutError(
-            f"MASTER_ADDR {launch.master_addr} is {address} on {here}, which {hosts} hosts cannot all reach; set "
-            "MASTER_ADDR to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
-        )
-    # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
-    if hosts > 1 and "GLOO_SOCKET_IFNAME" not in environment:
-        try:
-            address = resolved(here)
-        except OSError:
-            address = _LOOPBACK  # what gloo falls back to
-        if _is_loopback(address):
-            raise LayoutError(
-                f"{here}: its own name resolves to {address}, where no other host can reach it; set NETWORK_INTERFACE "
-                "in slurm/site.env (or GLOO_SOCKET_IFNAME), or correct this node's /etc/hosts"
-            )
+    if next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1) > 1:
+        remedy = "set MASTER_ADDR to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
+        _check_reachable("MASTER_ADDR", launch.master_addr, remedy)
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
+            remedy = "set NETWORK_INTERFACE in slurm/site.env (or GLOO_SOCKET_IFNAME), or correct its /etc/hosts"
+            _check_reachable("the node's own name", socket.gethostname(), remedy)
     return launch
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, local rank and world size."""
-    for names in _LAUNCHERS:
-        if names[2] in environment:
-            rank, local_rank, world_size = (_number(environment, name) for name in names)
-            if rank >= world_size:
-                raise LayoutError(f"{names[0]} is {rank}, but {names[2]} is {world_size}; ranks count from 0")
-            return rank, local_rank, world_size
-    return 0, 0, 1
+def _check_reachable(what: str, name: str, remedy: str) -> None:
+    """Raises LayoutError where other hosts cannot reach the address that this node knows for `name`."""
+    try:
+        address = resolved(name)
+    except OSError as error:
+        fault = f"does not resolve ({error})"
+    else:
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return
+        fault = f"is {address}, which other hosts cannot reach"
+    raise LayoutError(f"{node()}: {what} {name} {fault}; {remedy}")
 
 
 def resolved(name: str) -> str:
     """The first address of `name` on this node; raises OSError if there is none."""
     return str(socket.getaddrinfo(name, None)[0][4][0])
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -166,7 +145,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
         deepspeed_internals.init_distributed("nccl" if on_gpu else "gloo", timeout)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         raise RendezvousError(
-            f"rank {launch.rank} on {socket.gethostname()} could not meet the others at "
+            f"rank {launch.rank} on {node()} could not meet the others at "
             f"{launch.master_addr}:{launch.master_port} ({str(error).splitlines()[0]}); another program may use that "
             "port: a requeued job takes another one, or set MASTER_PORT"
         ) from None
@@ -183,7 +162,7 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
         return 0
     if local_rank >= visible:
         raise LayoutError(
-            f"{socket.gethostname()}: rank {local_rank} of this node has no GPU, {visible} are visible; "
+            f"{node()}: rank {local_rank} of this node has no GPU, {visible} are visible; "
             f"start at most {visible} processes a node (--ntasks-per-node, or NPROC without Slurm)"
         )
     return local_rank
@@ -238,44 +217,27 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
 class StopSignals:
     """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at every step.
 
-    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process immediately.
+    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process without saving.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._interrupted_at = math.inf
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
-        # Python runs no handler while the main thread waits in a collective, but writes the number here immediately.
-        reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=_end_at_second_interrupt, args=(reader,), name="second Ctrl-C", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.set_wakeup_fd(self._previous_wakeup)
-        self._writer.close()
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-
-
-def _end_at_second_interrupt(numbers: socket.socket) -> None:
-    """Reads the signals that arrive until the other end is closed."""
-    first: float | None = None
-    with numbers:
-        while arrived := numbers.recv(1):
-            if arrived[0] != signal.SIGINT:
-                continue
+        if number == signal.SIGINT:
             now = time.monotonic()
-            first = now if first is None else first
-            if now - first > _SAME_KEYSTROKE_S:
-                print("interrupted again: ends without saving", file=sys.stderr, flush=True)  # noqa: T201  # no logging
-                os._exit(INTERRUPTED)
+            if now - self._interrupted_at > _SAME_KEYSTROKE_S:
+                raise KeyboardInterrupt
+            self._interrupted_at = min(self._interrupted_at, now)

@@ -155,17 +155,13 @@ def prepare(
         config.checkpoint_folder,
         run,
         describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype),
-        keep_last=config.checkpoints.keep_last,
-        keep_every_steps=config.checkpoints.keep_every_steps,
-        asynchronous=config.checkpoints.asynchronous,
-        timeout=timeout,
+        config.checkpoints,
+        timeout,
     )
     validation = Validation(samples.heldout, inputs, rank, device)
     position = checkpoints.resume(engine)
     if position is None:
         position = Position()
-        if gated and config.base_precision != "bf16":
-            position = position.changed(quantization_cost=validation.quantization_cost(engine, inputs.base))
     if rank == 0:
         remove_unfinished(checkpoints.folder)
     context = RunContext(inputs, samples.heldout, engine, probe, position, phases, device, rank)
@@ -209,7 +205,6 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
         return
     values = {
         "step0_max_abs_logit_difference": difference,
-        "quantization_cost": outcome.position.quantization_cost or None,
         "trainable_parameters": engine.trainable_parameters,
         "total_parameters": engine.total_parameters,
         "optimizer_state_elements": optimizer_state_elements,

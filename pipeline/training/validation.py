@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline import log
 from pipeline.checks.inputs import Inputs, encoded_prompts
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -23,17 +22,10 @@ from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import PreservationError
-from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
-from pipeline.model.new_rows import is_new_row
 from pipeline.model.output import Losses, perplexity
-from pipeline.model.streaming import stream_weights
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
-from pipeline.parallel.sharding import partition_of
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
-
-_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,8 +81,7 @@ class Validation:
     def run(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
-            most = self.settings.max_sequences
-            return {name: self._score(engine.loss, samples, most) for name, samples in self.heldout.items()}
+            return {name: self._score(engine, samples) for name, samples in self.heldout.items()}
 
     def continued_prompts(self, engine: Engine) -> dict[str, str]:
         """What the model writes after each of `validation.prompts`: greedy, so that nothing is drawn at random.
@@ -122,27 +113,8 @@ class Validation:
         own = itertools.takewhile(lambda token: token not in stops, ids)
         return self.tokenizer.decode([token for token in own if token < self.tokenizer.vocab_size])  # a base has more
 
-    def quantization_cost(self, engine: Engine, base: BaseFolder) -> dict[str, float]:
-        """By how many nats per token storing the base in 8 or 4 bits raises its loss, on a micro-batch a corpus.
-
-        Before the first step the model's loss is that of its quantised base. The base as published is read again for
-        each corpus, layer by layer. Every rank must call it.
-        """
-        published, costs = _published(engine, base, self.device), {}
-        with engine.evaluating():
-            for name, samples in self.heldout.items():
-                count = self.micro_batch_size * self.dp_size
-                quantized, whole = (
-                    self._score(loss, samples, count).nll_per_token for loss in (engine.loss, published)
-                )
-                costs[name] = quantized - whole
-                _logger.info("%s: loss %.4f of the quantised base, %.4f as published", name, quantized, whole)
-        return costs
-
-    def _score(
-        self, loss_of: Callable[[MicroBatch], Losses], samples: HeldoutSamples, max_sequences: int
-    ) -> HeldoutScore:
-        count = min(max_sequences, len(samples))
+    def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
+        count = min(self.settings.max_sequences, len(samples))
         # One row per sequence, each filled by one rank: the sum below has the same order in every layout.
         rows = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
         for first in range(0, count, self.micro_batch_size * self.dp_size):
@@ -151,7 +123,7 @@ class Validation:
             # All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank has too few.
             read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
             batch = collate(read, self.document_mask).pinned_for(self.device).on(self.device)
-            losses = loss_of(batch)
+            losses = engine.loss(batch)
             if self.tp_rank == 0 and own:
                 starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(self.device)
                 predicted = (batch.targets != IGNORED).sum(dim=1)
@@ -162,22 +134,6 @@ class Validation:
         nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
         return HeldoutScore(nll_per_token, bits_per_byte, answer_score(sums_of_answers))
-
-
-def _published(engine: Engine, base: BaseFolder, device: torch.device) -> Callable[[MicroBatch], Losses]:
-    """The losses of the base as published, split as the engine's model is, with one layer in memory."""
-    tp, dtype = engine.tensor_parallel, engine.model.embedding.base.weight.dtype
-    with torch.device("meta"):
-        decoder = Decoder(base.spec, tp=tp).requires_grad_(False)
-    partitions = {name: partition_of(parameter) for name, parameter in decoder.named_parameters()}
-
-    def read(name: str) -> Tensor:
-        if is_new_row(name):  # no base has them: both models take those that the run starts from
-            return engine.model.get_parameter(name).detach()[:, : base.spec.widths.hidden_size]
-        return base.read(name, partitions[name], tp.rank, tp.size)
-
-    stream_weights(decoder, read, dtype, device)
-    return lambda batch: Losses(*decoder(*batch))
 
 
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:

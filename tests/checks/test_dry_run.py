@@ -70,9 +70,9 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     ("changes", "fault"),
     [
         ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
-        ({"data__sequence_length": 16}, "another data (sequence_length expected 32, found 16)"),
+        ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
         ({"method__expansion__hidden_size": 24}, "upscaled: made with another method"),
-        ({"method__router_threshold": 0.25}, "another method (router_threshold expected 0.5, found 0.25)"),
+        ({"method__router_threshold": 0.25}, "another method.router_threshold (expected 0.5, found 0.25)"),
         ({"data__corpora__korean__input": [str(STORIES_HELDOUT)]}, "korean: was begun with another inputs"),
         ({"data__corpora__korean__input": ["none.jsonl"]}, "none.jsonl: no such file"),
         (

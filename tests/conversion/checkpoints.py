@@ -83,7 +83,8 @@ def save(
         engine.backward(engine._engine(tokens, targets)[0])
         engine.step(1e-2)
     held = _account(engine) if account else None
-    checkpoints = Checkpoints(folder, run, describe_layout(layout, settings.zero_stage, settings.dtype), keep_last=1)
+    record = describe_layout(layout, settings.zero_stage, settings.dtype)
+    checkpoints = Checkpoints(folder, run, record, config.checkpoints)
     saved = checkpoints.save(engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0))
     assert saved == checkpoint_in(folder, steps)
     return held

@@ -133,8 +133,7 @@ def to_the_newest(damage: Callable[[Path], None], job: Job) -> int:
 
 
 def _of_rank(checkpoint: Path, rank: int) -> Path:
-    (file,) = checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return file
+    return checkpoint / f"rank_{rank:05d}.safetensors"
 
 
 def _kill(process: psutil.Process) -> None:

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, train_each
+from tests.training.runs import in_turn, make_run, train
 
 ROOT = Path(__file__).parents[2]
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
@@ -45,7 +46,7 @@ def runs(tokens, tmp_path_factory):
         name: make_run(folder / name, tokens, zero=1, schedule__learning_rate=0.02, gate=GATE, **changes)
         for name, changes in VARIANTS.items()
     }
-    assert run_ranks(train_each, 1, list(made.values())) == [[0, 0]]
+    assert run_ranks(in_turn, 1, [partial(train, config) for config in made.values()]) == [[0, 0]]
     return made
 
 

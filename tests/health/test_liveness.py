@@ -57,15 +57,12 @@ def test_a_broken_connection_is_a_lost_rank_and_the_first_verdict_stays():
     assert text(health).startswith("rank 1 on n1 (5 step(s) done, in phase forward) was lost: its process ended")
 
 
-def test_a_rank_that_ended_is_not_missed():
+def test_a_rank_that_ended_is_not_missed_and_a_pause_of_this_rank_extends_the_deadline():
     health = health_of(WORKING, WORKING)
     health.on_message(1, {"left": True}, now=1)
     health.on_disconnect(1)
     health.on_message(0, heartbeat(WORKING), now=50)
     assert health.judge(now=55) is None
-
-
-def test_a_pause_of_this_rank_extends_the_deadline():
     health = health_of(WORKING, WORKING)
     health.extend_deadline(60)
     assert health.judge(now=65) is None

@@ -15,16 +15,6 @@ def phases():
     return Phases(torch.device("cpu"))
 
 
-def test_a_phase_has_its_step_and_start(phases):
-    before = time.monotonic()
-    phases.finished(3)
-    with phases("forward"):
-        state = phases.state
-        assert (state.step, state.phase) == (3, "forward")
-        assert before <= state.since <= time.monotonic()
-    assert phases.state.phase == "other"
-
-
 def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
     before = time.perf_counter()
     phases.seconds()
@@ -48,16 +38,3 @@ def test_an_exception_leaves_its_phase(phases):
     with pytest.raises(ValueError, match="here"), phases("backward"):
         raise ValueError("here")
     assert phases.state.phase == "backward"
-
-
-def test_ranks_at_the_same_point_have_entered_as_many_phases():
-    counts = set()
-    for _ in range(2):
-        phases = Phases(torch.device("cpu"))
-        for step in range(3):
-            for phase in ("data", "forward", "backward", "step"):
-                with phases(phase):
-                    pass
-            phases.finished(step + 1)
-        counts.add(phases.state.entered)
-    assert len(counts) == 1

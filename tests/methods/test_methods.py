@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for
-from pipeline.methods.baselines import layer_origins
 from pipeline.methods.scale import upscale
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
@@ -97,23 +94,11 @@ def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path
     assert torch.equal(model.logits(tokens, path="base"), expected) == model.keeps_base
 
 
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_llama_pro_spreads_its_copies_evenly(num_layers, added_layers):
-    if num_layers % added_layers:
-        with pytest.raises(ConfigError, match=r"method.added_layers: .* nearest that fit: \d+"):
-            layer_origins(num_layers, added_layers)
-        return
-    origins = layer_origins(num_layers, added_layers)
-    assert [origin.base_layer for origin in origins if not origin.added] == list(range(num_layers))
-    added = [index for index, origin in enumerate(origins) if origin.added]
-    group = num_layers // added_layers
-    assert added == list(range(group, len(origins), group + 1))
-    assert all(origins[index].base_layer == origins[index - 1].base_layer for index in added)
-
-
-def test_llama_pro_copies_the_block_below(base):
-    model = start(base("llama"), "llama_pro everywhere")
-    for copied, original in ((1, 0), (3, 2), (5, 4)):
+@pytest.mark.parametrize(("method", "copies"), [("llama_pro", {3: 2}), ("llama_pro everywhere", {1: 0, 3: 2, 5: 4})])
+def test_llama_pro_copies_the_block_below(base, method, copies):
+    model = start(base("llama"), method)
+    assert model.added_layers == copies.keys()
+    for copied, original in copies.items():
         for name, parameter in model.layers[copied].named_parameters():
             zeroed = name.startswith(("attention.output.", "ffn.down."))
             expected = torch.zeros_like(parameter) if zeroed else model.layers[original].get_parameter(name)

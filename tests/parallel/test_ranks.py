@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,31 +45,16 @@ def _outcomes() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    """The outcome on each of three ranks, by case."""
+def test_all_continue_or_all_stop_and_the_fault_of_one_rank_names_it():
     ranks = run_ranks(_outcomes, 3)
-    return {case: [rank[case] for rank in ranks] for case in ranks[0]}
-
-
-def test_all_continue_or_all_stop(outcomes):
+    outcomes = {case: [rank[case] for rank in ranks] for case in ranks[0]}
     assert outcomes["none"] == ["rank 0", "rank 1", "rank 2"]
     assert outcomes["all"] == ["error: corpus 0", "exit 1", "exit 1"]
-
-
-def test_a_fault_of_one_rank_names_it(outcomes):
     first, second, third = outcomes["rank 1"]
     assert first == third == "exit 1"
-    assert second.startswith("error: rank 1 on ")
-    assert second.endswith(": corpus 1")
-
-
-def test_rank_0_gives_its_result_or_its_fault_to_all(outcomes):
+    assert second.startswith("error: rank 1 on ") and second.endswith(": corpus 1")
     assert outcomes["broadcast"] == ["rank 0"] * 3
     assert outcomes["broadcast of a fault"] == ["error: corpus 0", "exit 1", "exit 1"]
-
-
-def test_sums_and_lists_are_of_all_ranks(outcomes):
     assert outcomes["gathered"] == [[0, 1, 2]] * 3
     assert outcomes["summed"] == outcomes["in place"] == [[3.0, 3.0]] * 3
 

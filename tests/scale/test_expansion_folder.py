@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -106,34 +107,27 @@ def misshape(folder):
 def lead_outside(folder):
     shutil.copy(weights_file(folder), folder.parent / "outside.safetensors")
     change_manifest(
-        folder, lambda values: {**values, "tensors": dict.fromkeys(values["tensors"], "../outside.safetensors")}
+        folder, lambda values: values | {"tensors": dict.fromkeys(values["tensors"], "../outside.safetensors")}
     )
+
+
+def change_entries(folder, **entries):
+    change_manifest(folder, lambda values: values | entries)
+
+
+def forget_a_tensor(folder):
+    change_manifest(folder, lambda values: values | {"tensors": dict(list(values["tensors"].items())[1:])})
 
 
 DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with tools/upscale.py"),
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "holds no expansion"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
-    "another format": (
-        lambda folder: change_manifest(folder, lambda values: {**values, "format": "2"}),
-        "expected the",
-    ),
-    "tensors not named": (
-        lambda folder: change_manifest(folder, lambda values: {**values, "tensors": ["a"]}),
-        "manifest.json: damaged",
-    ),
-    "a tensor not listed": (
-        lambda folder: change_manifest(
-            folder, lambda values: {**values, "tensors": dict(list(values["tensors"].items())[1:])}
-        ),
-        "manifest.json: lists no",
-    ),
+    "another format": (partial(change_entries, format="2"), "expected the"),
+    "tensors not named": (partial(change_entries, tensors=["a"]), "manifest.json: damaged"),
+    "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
     "weights missing": (lambda folder: weights_file(folder).unlink(), "damaged or missing"),
-    "a pickle in their place": (
-        lambda folder: torch.save({"a": torch.zeros(1)}, weights_file(folder)),
-        "damaged or missing",
-    ),
+    "a pickle in their place": (lambda folder: torch.save([], weights_file(folder)), "damaged or missing"),
     "files outside": (lead_outside, "names files outside its folder; do not use it"),
 }
 

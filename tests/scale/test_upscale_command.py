@@ -7,42 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipeline.scale.expansion import MANIFEST, open_expansion
-from tests.bases import STORIES
+from tests.training.runs import write_config
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def config(tmp_path):
-    """Writes a run's YAML file, with some of its settings changed, and gives its path."""
-
-    def write(**changes):
-        values = {
-            "name": "test",
-            "folder": str(tmp_path / "run"),
-            "base": str(STORIES),
-            "method": {
-                "name": "scale",
-                "variant": "preserve",
-                "expansion": {"hidden_size": 16, "intermediate_size": 44, "num_attention_heads": 2},
-            },
-            "data": {
-                "folder": str(tmp_path / "tokens"),
-                "sequence_length": 64,
-                "corpora": {"korean": {"input": ["unread.jsonl"]}},
-            },
-            "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-3},
-            "deepspeed": "ds_configs/unread.json",
-            **changes,
-        }
-        path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(values))
-        return path
-
-    return write
 
 
 @pytest.fixture
@@ -58,17 +27,17 @@ def run_here(monkeypatch, capsys):
     return run
 
 
-def test_the_first_run_writes_and_the_second_skips(config, tmp_path, run_here):
-    code, output = run_here(config())
+def test_the_first_run_writes_and_the_second_skips(tmp_path, run_here):
+    code, output = run_here(write_config(tmp_path / "run", tmp_path))
     assert code == 0, output
     assert "wrote the initial expansion to" in output.splitlines()[-1]
     manifest = tmp_path / "run" / "upscaled" / MANIFEST
     assert "embedding.expansion.weight" in open_expansion(manifest.parent).names
     written = manifest.stat().st_mtime_ns
-    code, output = run_here(config())
+    code, output = run_here(write_config(tmp_path / "run", tmp_path))
     assert code == 0
     assert "is there already" in output
-    code, output = run_here(config(seed=99))
+    code, output = run_here(write_config(tmp_path / "run", tmp_path, seed=99))
     assert code == 1
     assert "made with another seed" in output
     assert manifest.stat().st_mtime_ns == written
@@ -76,35 +45,20 @@ def test_the_first_run_writes_and_the_second_skips(config, tmp_path, run_here):
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    code, output = run_here(config())
+    code, output = run_here(write_config(tmp_path / "run", tmp_path))
     assert code == 1
     assert "expansion-00001.safetensors: damaged" in output
 
 
-def test_a_missing_expansion_to_continue_from_is_refused(config, tmp_path, run_here):
-    code, output = run_here(config(upscaled=str(tmp_path / "elsewhere")))
+def test_a_missing_expansion_to_continue_from_is_refused(tmp_path, run_here):
+    code, output = run_here(write_config(tmp_path, tmp_path, upscaled=str(tmp_path / "elsewhere")))
     assert code == 2
     assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in output
     assert not (tmp_path / "elsewhere").exists()
 
 
-METHOD_OF_THREE_HEADS = {
-    "name": "scale",
-    "variant": "preserve",
-    "expansion": {"hidden_size": 16, "intermediate_size": 44, "num_attention_heads": 3},
-}
-FAULTS = {
-    "no base": ({"base": "/nowhere"}, 1, "error: /nowhere/config.json: no such file"),
-    "heads": ({"method": METHOD_OF_THREE_HEADS}, 2, "error: method.expansion.num_attention_heads: 3"),
-    "unknown key": ({"lerning_rate": 1}, 2, "lerning_rate: unknown key"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_users_fault_is_one_line_and_leaves_nothing(config, tmp_path, run_here, fault):
-    changes, expected, message = FAULTS[fault]
-    code, output = run_here(config(**changes))
-    assert code == expected
-    assert message in output
-    assert len(output.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
+def test_a_users_fault_is_one_line_and_leaves_nothing(tmp_path, run_here):
+    code, output = run_here(write_config(tmp_path / "run", tmp_path, method__expansion__num_attention_heads=3))
+    assert code == 2
+    assert "error: method.expansion.num_attention_heads: 3" in output and len(output.splitlines()) == 1
+    assert not (tmp_path / "run" / "upscaled").exists()

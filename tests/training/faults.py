@@ -20,21 +20,12 @@ Fault = Callable[[Tensor], Tensor]
 """Maps a micro-batch's loss, summed or of each token, to a faulty one."""
 
 
-class _NoGradient(torch.autograd.Function):
-    """The same value, whose gradient is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * torch.nan
-
-
 def nan_gradient(nll_sum: Tensor) -> Tensor:
     """The gradient is NaN, the loss finite."""
-    return _NoGradient.apply(nll_sum)
+    faulty = nll_sum.clone()
+    if faulty.requires_grad:
+        faulty.register_hook(lambda gradient: gradient * torch.nan)
+    return faulty
 
 
 def infinite_loss(nll_sum: Tensor) -> Tensor:

@@ -146,14 +146,6 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None, chang
         return run_training(config, torch.device("cpu"), make_observers, changes)
 
 
-def train_each(configs: Sequence[Path], *, stop_first: bool = False) -> list[int]:
-    """Trains one run after the other in the same processes, which start only once; returns their exit codes.
-
-    stop_first: the first run is stopped in its first step.
-    """
-    return [train(config, stop=stop_first and number == 0) for number, config in enumerate(configs)]
-
-
 def train_and_look(config: Path) -> dict[str, Any]:
     """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
     start_deepspeed()
@@ -198,7 +190,7 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "while DeepSpeed writes": ("training.checkpointing", "write_torch_file"),
+    "before the files are written": ("training.checkpointing", "write_rank_file"),
     "before the files are hashed": ("training.checkpointing", "file_hash"),
     "before the folder is renamed": ("checkpoint.manifest", "write_json"),
     "before latest names it": ("checkpoint.folder", "write_text"),

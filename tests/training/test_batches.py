@@ -7,8 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +19,7 @@ from pipeline.data.samples import TrainingSamples, rank_indices
 from pipeline.errors import DataError
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import READ_AHEAD, MicroBatch, TrainingBatches, collate
-from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, train, write_config
+from tests.training.runs import write_config
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -112,14 +109,11 @@ def batches(recorded, config):
     made.close()
 
 
-def read_here(samples, config, step, micro_batch):
-    """A micro-batch, read by this thread."""
+def assert_read(found, samples, config, step, micro_batch):
+    """Compares a micro-batch with the same one, read by this thread."""
     size, at_once = config.schedule.global_batch_size, config.schedule.micro_batch_size
     indices = rank_indices(step * size, global_batch_size=size, micro_batch_size=at_once, dp_rank=0, dp_size=1)
-    return collate([samples[index] for index in indices[micro_batch]], document_mask=True)
-
-
-def assert_same(found, expected):
+    expected = collate([samples[index] for index in indices[micro_batch]], document_mask=True)
     for name in ("tokens", "targets", "positions"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
     assert torch.equal(found.documents.ids, expected.documents.ids)
@@ -133,7 +127,7 @@ def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(record
     """A step is computed again, skipped, left in the middle, or the first of a resumed run."""
     for step, count in taken:
         for number, found in enumerate(itertools.islice(batches.of_step(step), count)):
-            assert_same(found, read_here(recorded.samples, config, step, number))
+            assert_read(found, recorded.samples, config, step, number)
     assert "MainThread" not in recorded.threads
 
 
@@ -161,51 +155,29 @@ def test_a_fault_is_raised_where_its_micro_batch_is_due_and_nowhere_else(recorde
     recorded.damaged = {20}
     step = batches.of_step(2)  # samples 16 to 23, two a micro-batch
     for number in range(2):
-        assert_same(next(step), read_here(recorded.samples, config, 2, number))
+        assert_read(next(step), recorded.samples, config, 2, number)
     with pytest.raises(DataError, match="sample 20 is damaged"):
         next(step)
-    assert_same(next(batches.of_step(3)), read_here(recorded.samples, config, 3, 0))
+    assert_read(next(batches.of_step(3)), recorded.samples, config, 3, 0)
     recorded.damaged = set()
     assert len(list(batches.of_step(2))) == 4, "a fault that is gone is not remembered"
 
 
-def running() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-
 def test_the_thread_ends_when_it_is_told_or_forgotten(recorded, config):
+    def running() -> int:
+        return sum(thread.name.startswith("batches") for thread in threading.enumerate())
+
     assert not running()
     for close in (True, False):
         batches = TrainingBatches(recorded, config, Layout(1, 1), 0, CPU)
         step = batches.of_step(0)
         next(step)
-        assert len(running()) == 1
+        assert running() == 1
         if close:
             batches.close()
         del batches, step
         gc.collect()
         assert wait_until(lambda: not running(), every_s=0.01)
-
-
-def ends(stopped, damaged):
-    """Trains runs that end by a signal and by a fault; and the threads that are left."""
-    reads = TrainingSamples.__getitem__
-
-    def failing(samples, index):
-        if index == 13:
-            raise DataError("sample 13 is damaged")
-        return reads(samples, index)
-
-    def train_damaged():
-        with patch.object(TrainingSamples, "__getitem__", failing):
-            return train(damaged)
-
-    return in_turn([partial(train, stopped, stop=True), train_damaged]), running()
-
-
-def test_no_thread_is_left_by_a_signal_or_a_fault(tokens, tmp_path):
-    configs = [make_run(tmp_path / name, tokens, schedule__steps=3, zero=1) for name in ("stopped", "damaged")]
-    assert run_ranks(ends, 1, *configs) == [([75, "DataError: sample 13 is damaged"], [])]
 
 
 def test_the_thread_pins_what_a_gpu_copies(recorded, config, monkeypatch):

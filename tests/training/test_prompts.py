@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM
 
 from pipeline.checks.door import read_inputs
@@ -57,18 +56,6 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
     assert written(tmp_path / "zero3")[-1] != before
     without = [{key: value for key, value in line.items() if key != "prompts"} for line in metrics(tmp_path / "zero3")]
     assert without == metrics(tmp_path / "silent")
-
-    (board,) = (tmp_path / "zero3" / "tensorboard").iterdir()
-    texts = [
-        (event.step, value.tensor.string_val[0].decode())
-        for event in EventFileLoader(str(board)).Load()
-        for value in event.summary.value
-        if value.tag.startswith("prompt 1")
-    ]
-    expected = [f"{PROMPTS[0]}→{found[PROMPTS[0]]}" for found in written(tmp_path / "zero3")]
-    assert texts == [
-        (step, "    " + text.replace("\n", "\n    ")) for step, text in zip((0, 3, 6), expected, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from pipeline.checkpoint.folder import latest_checkpoint
-from pipeline.checkpoint.torch_files import open_torch_file
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
-from pipeline.training.checkpointing import StateFiles
 from tests.distributed import RankError, run_ranks
 from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, prepared, start_deepspeed, train
 from tests.waiting import PATIENCE_S
@@ -71,17 +68,6 @@ def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
     }
 
 
-def test_copies_are_independent_of_later_changes(tmp_path):
-    weights = torch.arange(6.0)
-    copies = StateFiles(copied=True)
-    copies.add(tmp_path / "file.pt", {"a": weights, "again": weights, "views": [weights[2:4]], "step": 3})
-    weights.zero_()
-    copies.write()
-    value = open_torch_file(tmp_path / "file.pt")
-    assert value["a"].tolist() == [0, 1, 2, 3, 4, 5] and value["views"][0].tolist() == [2, 3] and value["step"] == 3
-    assert value["a"].data_ptr() == value["again"].data_ptr(), "a tensor under two names is written once"
-
-
 def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, checkpoints={"every_steps": 1, "asynchronous": True})
     assert run_ranks(_save_twice, 1, config) == [(None, "step_00000001", "step_00000001")]
@@ -98,7 +84,7 @@ def _save_twice(config: Path) -> tuple[object, ...]:
     checkpoints = trainer.checkpoints
     trainer.engine.backward(trainer.engine.loss(next(trainer.batches.of_step(0)))[0])
     trainer.engine.step(1e-3)
-    write, returned = checkpointing.write_torch_file, threading.Event()
+    write, returned = checkpointing.write_rank_file, threading.Event()
 
     def slowly(path, value):
         returned.wait(PATIENCE_S)  # a save that waits for the disk takes this long
@@ -108,13 +94,13 @@ def _save_twice(config: Path) -> tuple[object, ...]:
         latest = latest_checkpoint(checkpoints.folder)
         return latest and latest.name
 
-    with patch.object(checkpointing, "write_torch_file", slowly):
+    with patch.object(checkpointing, "write_rank_file", slowly):
         checkpoints.save(trainer.engine, Position(step=1))
         found = [named()]
         returned.set()
         checkpoints.finish()
     found.append(named())
-    with patch.object(checkpointing, "write_torch_file", side_effect=ZeroDivisionError):
+    with patch.object(checkpointing, "write_rank_file", side_effect=ZeroDivisionError):
         checkpoints.save(trainer.engine, Position(step=2))
         with pytest.raises(ZeroDivisionError):
             checkpoints.finish()

@@ -9,8 +9,6 @@ import pytest
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
-from pipeline.model.from_hf import read_spec
-from pipeline.model.stock_model import why_not_stock
 from pipeline.parallel.topology import Layout
 from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
@@ -44,13 +42,6 @@ def test_a_run_fits_its_intended_world_sizes(name, world_sizes):
         load_deepspeed_config(config.deepspeed, layout)
 
 
-def test_the_demo_reads_what_is_shipped():
-    config = load_config(PROJECT / "configs" / "demo.yaml")
-    assert read_spec(config.base).num_layers == 5
-    for corpus in config.data.corpora.values():
-        assert all(Path(file).is_file() for file in [*corpus.input, *corpus.heldout_input])
-
-
 def test_the_8b_fits_on_eight_gpus_and_has_the_papers_proportions():
     config = load_config(PROJECT / "configs" / "cpt_korean_llama3.1_8b.yaml")
     estimator = open_estimator(config, Cluster(8), base_config=PROJECT / "configs" / "bases" / "llama-3.1-8b.json")
@@ -68,15 +59,3 @@ def test_the_large_run_has_the_papers_sizes():
     assert added == Widths(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=1)
     tokens = config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length
     assert tokens == pytest.approx(60e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["demo", "cpt_korean_llama3.2_1b", "fineweb2_korean"])
-def test_a_run_can_leave_as_an_ordinary_model(name):
-    """Without its gate, if it has one."""
-    config, spec = (
-        load_config(PROJECT / "configs" / f"{name}.yaml"),
-        read_spec(PROJECT / "configs/bases/llama-3.2-1b.json"),
-    )
-    assert isinstance(config.method, ScaleMethod)
-    plan = plan_expansion(config.method, spec.widths, spec.num_layers)
-    assert why_not_stock(plan, spec, gated=False) is None

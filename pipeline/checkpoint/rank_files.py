@@ -1,0 +1,198 @@
+"""The file of each rank in a checkpoint, and a reader of all of them for any parallel layout.
+
+A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in fp32, with Adam's two
+moments. All ZeRO stages, data- and tensor-parallel sizes give the same kind of file. It is a safetensors file: nothing
+in it is executed, and only what is needed is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError
+from pipeline.files import sync
+from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
+
+Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
+"""The weights as the optimizer holds them, and Adam's moments."""
+Span = tuple[int, int]
+"""The first element of a flattened tensor, and the one past the last."""
+_LAYOUT = "layout"
+_RANDOM = "random_state/"
+_STEP = "adam_step"
+_MALFORMED = (SafetensorError, OSError, KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+class RankState(NamedTuple):
+    """What a rank saves.
+
+    Attributes:
+        tp_rank: its tensor-parallel rank.
+        first: of each parameter that it holds a part of, the first element of that part in the flattened shard.
+        values: the parts [n], by `<parameter>/<kind>`.
+        adam_step: how many steps Adam has counted, of the type that it counts in.
+        random_state: of the device `cpu` and, with a GPU, `cuda`.
+    """
+
+    tp_rank: int
+    first: dict[str, int]
+    values: dict[str, Tensor]
+    adam_step: Tensor
+    random_state: dict[str, Tensor]
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """The file of a rank in a checkpoint."""
+    return folder / f"rank_{rank:05d}.safetensors"
+
+
+def write_rank_file(path: Path, state: RankState) -> None:
+    """Writes a rank's state, and syncs the file to disk.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    tensors = state.values | {_STEP: state.adam_step}
+    tensors |= {_RANDOM + device: value for device, value in state.random_state.items()}
+    layout = json.dumps({"tp_rank": state.tp_rank, "first": state.first})
+    try:
+        save_file(tensors, path, {_LAYOUT: layout})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that their owner alone can read
+    sync(path)
+
+
+def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:
+    """The random state of each device that `rank` saved."""
+    path = rank_file(folder, rank)
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if name.startswith(_RANDOM)]  # noqa: SIM118  # no mapping
+            return {name.removeprefix(_RANDOM): file.get_tensor(name) for name in names}
+    except _MALFORMED as error:
+        raise _damaged(path, error) from None
+
+
+class _Part(NamedTuple):
+    """`length` elements of a flattened shard from element `first` on, in an open file."""
+
+    first: int
+    length: int
+    file: Any
+
+
+class CheckpointReader:
+    """The trained parameters and their Adam moments in a checkpoint's folder, merged over all ranks.
+
+    `model` gives each parameter's whole shape and how it is split (it may be on the meta device, and of any
+    tensor-parallel size).
+
+    Attributes:
+        names: the parameters that trained.
+        tp_size: the tensor-parallel size at which it was saved.
+        adam_step: how many steps Adam had counted: a scalar, of the type that it counts in.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or does not fit `model`.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.folder = folder
+        self._parameters = dict(model.named_parameters())
+        self._parts: dict[tuple[str, int], list[_Part]] = defaultdict(list)
+        files = sorted(folder.glob("rank_*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
+        for path in files:
+            self._open(path)
+        self.tp_size = 1 + max((tp_rank for _, tp_rank in self._parts), default=0)
+        found = {name for name, _ in self._parts}
+        if unknown := sorted(found - set(self._parameters)):
+            raise CheckpointError(
+                f"{folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the model of its manifest; "
+                "use the checkpoint with the method and base it was trained with"
+            )
+        self.names = [name for name in self._parameters if name in found]
+        for name in self.names:
+            self._check_complete(name)
+
+    def read(self, name: str, kind: Kind = "fp32") -> Tensor:
+        """The whole trained parameter `name`, or a moment of it, in fp32.
+
+        Raises:
+            CheckpointError: the checkpoint does not hold it, or is damaged.
+        """
+        parameter = self._trained(name)
+        partition, shape = partition_of(parameter), full_shape_of(parameter)
+        shard = local_shape(shape, partition, self.tp_size)
+        # A parameter that is not split is whole on every rank: rank 0's is read.
+        ranks = range(self.tp_size if partition.dim is not None else 1)
+        shards = [self._read(name, kind, tp_rank, (0, prod(shard))).view(shard) for tp_rank in ranks]
+        return merge(shards, partition, shape[partition.dim or 0])
+
+    def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
+        """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter, or of its moment.
+
+        Reads nothing else if the checkpoint has the same tensor-parallel size. Raises as `read` does.
+        """
+        partition = partition_of(self._trained(name))
+        if tp_size == self.tp_size:
+            return self._read(name, kind, tp_rank, span)
+        return split(self.read(name, kind), partition, tp_rank, tp_size).flatten()[slice(*span)]
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(path, "pt")
+            layout = json.loads(file.metadata()[_LAYOUT])
+            for name, first in layout["first"].items():
+                [length] = file.get_slice(f"{name}/fp32").get_shape()
+                self._parts[name, int(layout["tp_rank"])].append(_Part(int(first), length, file))
+            self.adam_step = file.get_tensor(_STEP)
+        except _MALFORMED as error:
+            raise _damaged(path, error) from None
+
+    def _trained(self, name: str) -> nn.Parameter:
+        if (name, 0) not in self._parts:
+            raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
+        return self._parameters[name]
+
+    def _check_complete(self, name: str) -> None:
+        """Checks that the parts of a parameter make up its shard on every tensor-parallel rank."""
+        parameter = self._parameters[name]
+        owed = prod(local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size))
+        for tp_rank in range(self.tp_size):
+            parts = sorted(self._parts[name, tp_rank], key=lambda part: part.first)
+            ends = [*accumulate((part.length for part in parts), initial=0)]
+            if [*(part.first for part in parts), owed] != ends:
+                raise CheckpointError(
+                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}, of {owed} "
+                    "elements; copy the whole folder, from every node, and use it with the method and base it was "
+                    "trained with"
+                )
+            self._parts[name, tp_rank] = parts
+
+    def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
+        pieces = []
+        try:
+            for first, length, file in self._parts[name, tp_rank]:
+                begin, end = max(span[0] - first, 0), min(span[1] - first, length)
+                if begin < end:
+                    pieces.append(file.get_slice(f"{name}/{kind}")[begin:end])
+            return torch.cat(pieces)
+        except _MALFORMED as error:
+            raise _damaged(self.folder, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: missing or damaged ({' '.join(str(error).split())}); use another checkpoint")

@@ -8,6 +8,7 @@ in it is executed, and only what is needed is read.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from itertools import accumulate
 from math import prod
@@ -16,11 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
-from pipeline.files import sync
 from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
 
 Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
@@ -30,6 +29,7 @@ Span = tuple[int, int]
 _LAYOUT = "layout"
 _RANDOM = "random_state/"
 _STEP = "adam_step"
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _MALFORMED = (SafetensorError, OSError, KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
 
 
@@ -59,18 +59,27 @@ def rank_file(folder: Path, rank: int) -> Path:
 def write_rank_file(path: Path, state: RankState) -> None:
     """Writes a rank's state, and syncs the file to disk.
 
+    Tensor by tensor: `safetensors.torch.save_file` would copy all of them from the GPU first.
+
     Raises:
         OSError: the disk is full, or cannot be written.
     """
     tensors = state.values | {_STEP: state.adam_step}
     tensors |= {_RANDOM + device: value for device, value in state.random_state.items()}
     layout = json.dumps({"tp_rank": state.tp_rank, "first": state.first})
-    try:
-        save_file(tensors, path, {_LAYOUT: layout})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that their owner alone can read
-    sync(path)
+    header: dict[str, Any] = {"__metadata__": {_LAYOUT: layout}}
+    end = 0
+    for name, tensor in tensors.items():
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.cpu().numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:

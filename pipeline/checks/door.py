@@ -264,7 +264,8 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     """
     run = begin(config, world_size, "train")
     layout, deepspeed_config = run.layout
-    starts_at_base = run.finished or training_method(config).starts_at_base()
+    expansion = None if run.finished else training_method(config).expansion()
+    starts_at_base = expansion is None or not expansion.is_trained
     return Inputs(
         config, deepspeed_config, layout, run.base, run.tokenizer.fingerprint, starts_at_base, finished=run.finished
     )

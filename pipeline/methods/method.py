@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Literal
 
-from torch import Tensor
-
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.new_rows import is_new_row, load_new_rows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.expansion import ExpansionFolder
 
 ActivationCheckpointing = Literal["none", "collaborative", "all"]
 
@@ -39,7 +38,8 @@ class TrainingMethod(ABC):
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
         self._load(model, base, tp)
-        load_new_rows(model, base, tp, self._read_expansion)
+        expansion = self.expansion()
+        load_new_rows(model, base, tp, None if expansion is None else expansion.read)
 
     @abstractmethod
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
@@ -49,19 +49,9 @@ class TrainingMethod(ABC):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter but the new rows."""
 
-    def _read_expansion(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The initial value of a whole parameter of the expansion, for methods that have one."""
-        raise KeyError(name)
-
-    def check_files(self, share: slice) -> None:  # noqa: B027  # most methods have none
-        """Raises UserError if an initial file of the method, except the base's, has changed.
-
-        Reads a `share` of these files, in a fixed order.
-        """
-
-    def starts_at_base(self) -> bool:
-        """Whether the model's logits equal the base's before the first step."""
-        return True
+    def expansion(self) -> ExpansionFolder | None:
+        """The initial expansion, for methods that have one. Raises CheckpointError if it is missing or damaged."""
+        return None
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
         """The base's name of the model's base parameter `name`, for a base of architecture `spec`."""

@@ -42,8 +42,11 @@ class Scale(TrainingMethod):
             parameter.requires_grad_(not is_base(name))
         return model
 
+    def expansion(self) -> ExpansionFolder:
+        return open_expansion(self.expansion_folder)
+
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        expansion = open_expansion(self.expansion_folder)
+        expansion = self.expansion()
         expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
         _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
@@ -53,19 +56,10 @@ class Scale(TrainingMethod):
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         super().load(model, base, tp)
-        expansion = open_expansion(self.expansion_folder)
+        expansion = self.expansion()
         for name, parameter in model.named_parameters():
             if is_new_row(name) and name in expansion.names:  # another run has trained them
                 _read(expansion, name, parameter, tp)
-
-    def _read_expansion(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return open_expansion(self.expansion_folder).read(name, shape)
-
-    def check_files(self, share: slice) -> None:
-        open_expansion(self.expansion_folder).check_files(share)
-
-    def starts_at_base(self) -> bool:
-        return not open_expansion(self.expansion_folder).is_trained
 
 
 def _read(expansion: ExpansionFolder, name: str, parameter: Tensor, tp: TensorParallel) -> None:

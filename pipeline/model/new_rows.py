@@ -64,7 +64,10 @@ def is_new_row(name: str) -> bool:
 
 @torch.no_grad()
 def load_new_rows(
-    model: nn.Module, base: BaseFolder, tp: TensorParallel, read_expansion: Callable[[str, tuple[int, ...]], Tensor]
+    model: nn.Module,
+    base: BaseFolder,
+    tp: TensorParallel,
+    read_expansion: Callable[[str, tuple[int, ...]], Tensor] | None,
 ) -> None:
     """Sets the new rows of `model` to their initial values.
 
@@ -83,6 +86,7 @@ def load_new_rows(
             up = torch.zeros(len(initial), added)
             if in_embedding:
                 shape = (base.spec.vocab_size, added)
+                assert read_expansion is not None, "an expansion stream without an expansion"
                 up = base.new_rows.of(read_expansion("embedding.expansion.weight", shape))
             initial = torch.cat([initial, up], dim=1)
         fill(parameter, tp, partial(rows_of, split(initial, partition_of(parameter), tp.rank, tp.size)))

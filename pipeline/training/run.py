@@ -178,7 +178,8 @@ def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]
 
     def read() -> tuple[Samples, dict[str, str]]:
         check_model(inputs.config, base.spec, tp)
-        methods.training_method(inputs.config).check_files(own_share)
+        if (expansion := methods.training_method(inputs.config).expansion()) is not None:
+            expansion.check_files(own_share)
         samples = open_samples(inputs.config, inputs.tokenizer_fingerprint)
         return samples, {file.name: file_hash(file) for file in base.files[own_share]}
 

@@ -33,13 +33,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 def make(folder: Path, tokens: Path, layout: str, **changes: Any) -> Path:
     zero, tp_size, values, sharding = LAYOUTS[layout]
     settings = {"parallel__tp_size": tp_size, "schedule__steps": 4, "schedule__micro_batch_size": 4 if zero == 3 else 2}
-    config = make_run(folder, tokens, zero=zero, **{**settings, **changes})
-    deepspeed_values = json.loads((folder / f"zero{zero}.json").read_text())
-    (folder / f"zero{zero}.json").write_text(
-        json.dumps(
-            {**deepspeed_values, **values, "zero_optimization": {**deepspeed_values["zero_optimization"], **sharding}}
-        )
-    )
+    config, path = make_run(folder, tokens, zero=zero, **settings | changes), folder / f"zero{zero}.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | values | {"zero_optimization": found["zero_optimization"] | sharding}))
     return config
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from pipeline import log
 from pipeline.config.reading import flattened
@@ -27,23 +27,26 @@ _PARAMETERS_PER_REQUEST = 100
 _FINISH_TIMEOUT_S = 60.0
 """W&B would wait for its server without end, and a job would miss its time limit."""
 _logger = log.get_logger(__name__)
+Log = Callable[[StepEvent], None]
+End = Callable[[bool], None]
+"""Called with whether the run is finished."""
 
 
 class Tracker(Observer):
-    """A tracked run. A subclass names its `service`, logs a step in `_log` and ends the attempt in `_finish`."""
+    """A run that is tracked by `service`: `start` begins or continues it, and returns how to log a step and to end."""
 
-    service: str
+    def __init__(self, service: str, start: Callable[[], tuple[Log, End]]) -> None:
+        self._service, self._failed = service, False
+        self._guarded(lambda: self._keep(*start()))
 
-    def __init__(self, config: RunConfig, settings: Any) -> None:  # noqa: ANN401  # the service's own
-        self._id_file = config.folder / f"{self.service}_run_id"
-        self._failed = False
-        self._guarded(lambda: self._start(config, settings))
+    def _keep(self, log_step: Log, end: End) -> None:
+        self._log, self._end = log_step, end
 
     def on_step(self, event: StepEvent) -> None:
         self._guarded(lambda: self._log(event))
 
     def on_end(self, *, finished: bool) -> None:
-        self._guarded(lambda: self._finish(finished=finished))
+        self._guarded(lambda: self._end(finished))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._failed:
@@ -52,101 +55,81 @@ class Tracker(Observer):
             call()
         except Exception as error:  # noqa: BLE001  # no fault of a tracker may end training
             self._failed = True
-            _logger.error("%s: %s; this attempt continues without it", self.service, in_one_line(error))
-
-    def _recorded_id(self, new: Callable[[], str]) -> tuple[str, bool]:
-        """The id of the tracked run, and whether an earlier attempt has recorded it; else that of a `new` one."""
-        if self._id_file.exists() and (recorded := read_text(self._id_file, RunFolderError, "move it away").strip()):
-            return recorded, True
-        run_id = new()
-        self._id_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self._id_file, f"{run_id}\n")
-        return run_id, False
-
-    def _start(self, config: RunConfig, settings: Any) -> None:  # noqa: ANN401
-        raise NotImplementedError
-
-    def _log(self, event: StepEvent) -> None:
-        raise NotImplementedError
-
-    def _finish(self, *, finished: bool) -> None:
-        raise NotImplementedError
-
-
-class Wandb(Tracker):
-    """Weights & Biases. The x axis is our `step`: W&B drops values for earlier values of its own step."""
-
-    service = "wandb"
-
-    def _start(self, config: RunConfig, settings: WandbTracker) -> None:
-        from wandb import Settings, init, teardown
-
-        self._teardown = teardown
-        self._run = init(
-            project=settings.project,
-            entity=settings.entity,
-            name=config.name,
-            id=self._recorded_id(lambda: secrets.token_hex(4))[0],
-            resume="allow" if settings.mode == "online" else None,  # offline W&B warns that it cannot
-            mode=settings.mode,
-            dir=str(config.folder),
-            config=config.model_dump(mode="json"),
-            allow_val_change=True,
-            settings=Settings(console="off", silent=True, finish_timeout=_FINISH_TIMEOUT_S),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        _logger.info("wandb: logs into %s", self._run.url if settings.mode == "online" else self._run.dir)
-
-    def _log(self, event: StepEvent) -> None:
-        self._run.log({"step": event.step, **event.figures})
-
-    def _finish(self, *, finished: bool) -> None:
-        self._run.finish(exit_code=int(not finished))
-        # `finish` does not wait until W&B's own process has written the last figures to the offline file.
-        self._teardown(exit_code=int(not finished))
-
-
-class Mlflow(Tracker):
-    """MLflow: a server, or a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
-
-    service = "mlflow"
-
-    def _start(self, config: RunConfig, settings: MlflowTracker) -> None:
-        # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        self._metric = Metric
-        self._client = MlflowClient(tracking_uri=settings.tracking_uri)
-
-        def create() -> str:
-            experiment = self._client.get_experiment_by_name(settings.experiment)
-            experiment_id = (
-                experiment.experiment_id if experiment else self._client.create_experiment(settings.experiment)
-            )
-            return str(self._client.create_run(experiment_id, run_name=config.name).info.run_id)
-
-        self._run_id, recorded = self._recorded_id(create)
-        if recorded:
-            self._client.update_run(self._run_id, status="RUNNING")
-            return  # MLflow does not allow changes of parameters
-        parameters = [Param(name, str(value)) for name, value in flattened(config.model_dump(mode="json"))]
-        for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
-            self._client.log_batch(self._run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
-
-    def _log(self, event: StepEvent) -> None:
-        now_ms = time.time_ns() // 1_000_000
-        metrics = [self._metric(name, value, now_ms, event.step) for name, value in event.figures.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
-
-    def _finish(self, *, finished: bool) -> None:
-        self._client.set_terminated(self._run_id, "FINISHED" if finished else "KILLED")
+            _logger.error("%s: %s; this attempt continues without it", self._service, in_one_line(error))
 
 
 def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0."""
     wandb, mlflow = config.observers.wandb, config.observers.mlflow
-    return [*([Wandb(config, wandb)] if wandb else []), *([Mlflow(config, mlflow)] if mlflow else [])]
+    starts = {"wandb": wandb and partial(_start_wandb, config, wandb)}
+    starts["mlflow"] = mlflow and partial(_start_mlflow, config, mlflow)
+    return [Tracker(service, start) for service, start in starts.items() if start]
+
+
+def _recorded_id(config: RunConfig, service: str, new: Callable[[], str]) -> tuple[str, bool]:
+    """The id of the tracked run, and whether an earlier attempt has recorded it; else that of a `new` one."""
+    path = config.folder / f"{service}_run_id"
+    if path.exists() and (recorded := read_text(path, RunFolderError, "move it away").strip()):
+        return recorded, True
+    run_id = new()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, f"{run_id}\n")
+    return run_id, False
+
+
+def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
+    from wandb import Settings, init, teardown
+
+    run = init(
+        project=settings.project,
+        entity=settings.entity,
+        name=config.name,
+        id=_recorded_id(config, "wandb", lambda: secrets.token_hex(4))[0],
+        resume="allow" if settings.mode == "online" else None,  # offline W&B warns that it cannot
+        mode=settings.mode,
+        dir=str(config.folder),
+        config=config.model_dump(mode="json"),
+        allow_val_change=True,
+        settings=Settings(console="off", silent=True, finish_timeout=_FINISH_TIMEOUT_S),
+    )
+    # The x axis is our step: W&B drops values for earlier values of its own.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    _logger.info("wandb: logs into %s", run.url if settings.mode == "online" else run.dir)
+
+    def end(finished: bool) -> None:
+        run.finish(exit_code=int(not finished))
+        # `finish` does not wait until W&B's own process has written the last figures to the offline file.
+        teardown(exit_code=int(not finished))
+
+    return lambda event: run.log({"step": event.step, **event.figures}), end
+
+
+def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]:
+    """On a server, or in a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
+    # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    client, name = MlflowClient(tracking_uri=settings.tracking_uri), settings.experiment
+
+    def create() -> str:
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+        return str(client.create_run(experiment_id, run_name=config.name).info.run_id)
+
+    run_id, recorded = _recorded_id(config, "mlflow", create)
+    if recorded:
+        client.update_run(run_id, status="RUNNING")
+    else:  # MLflow allows no change of parameters
+        parameters = [Param(key, str(value)) for key, value in flattened(config.model_dump(mode="json"))]
+        for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
+            client.log_batch(run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
+
+    def log_step(event: StepEvent) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        client.log_batch(run_id, [Metric(key, value, now_ms, event.step) for key, value in event.figures.items()])
+
+    return log_step, lambda finished: client.set_terminated(run_id, "FINISHED" if finished else "KILLED")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 
 from pipeline.checks.inputs import check_trackers
@@ -125,7 +126,7 @@ def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, s
     settings = {"wandb": WANDB, "mlflow": nobody, "recorded": mlflow_in(tmp_path)}[service]
     (tracker,) = make_trackers(configured(tmp_path, settings))
     if service == "wandb":
-        tracker._run.finish()  # it now refuses what is logged
+        wandb.run.finish()  # it now refuses what is logged
     for step in range(3):
         tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 1.0}))
     tracker.on_end(finished=True)

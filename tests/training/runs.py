@@ -190,10 +190,8 @@ def start_deepspeed() -> None:
 
 
 KILL_POINTS = {
-    "before the files are written": ("training.checkpointing", "write_rank_file"),
     "before the files are hashed": ("training.checkpointing", "file_hash"),
     "before the folder is renamed": ("checkpoint.manifest", "write_json"),
-    "before latest names it": ("checkpoint.folder", "write_text"),
     "before the old one is removed": ("checkpoint.folder", "discard"),
 }
 

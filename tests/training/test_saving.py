@@ -7,34 +7,42 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from pipeline.checkpoint.folder import latest_checkpoint
+from pipeline.checkpoint.manifest import Position
+from pipeline.checkpoint.rank_files import RankState
+from pipeline.config.run import Checkpoints as Settings
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
+from tests.checkpoint.test_manifest import LAYOUT, record
 from tests.distributed import RankError, run_ranks
-from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, prepared, start_deepspeed, train
+from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, train
 from tests.waiting import PATIENCE_S
 
 STEPS = 3
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path, asynchronous):
-    points = ["before the folder is renamed"] if asynchronous else list(KILL_POINTS)
-    settings = {"checkpoints": {"every_steps": 1, "keep_last": 1, "asynchronous": asynchronous}, "zero": 1}
+def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path):
+    """At every instant of the changes to the folder: `tests/checkpoint/test_folder.py`."""
     undisturbed = make_run(tmp_path / "undisturbed", tokens, zero=1, schedule__steps=STEPS)
-    for point in points:
+    for point in KILL_POINTS:
+        asynchronous = point == "before the folder is renamed"
+        settings = {"checkpoints": {"every_steps": 1, "keep_last": 1, "asynchronous": asynchronous}, "zero": 1}
         config = make_run(tmp_path / point, tokens, name="given.yaml", schedule__steps=STEPS + 1, **settings)
         with pytest.raises(RankError, match="died without a result"):
             run_ranks(partial(train, kill_at=point, changes=[f"schedule.steps={STEPS}"]), 2, config)
         saved = (tmp_path / point / "checkpoints" / "latest").read_text().strip()
         assert saved == ("step_00000002" if point == "before the old one is removed" else "step_00000001"), point
-    jobs = [partial(train, undisturbed), *(partial(train, tmp_path / point / "run.yaml") for point in points)]
+    jobs = [partial(train, undisturbed), *(partial(train, tmp_path / point / "run.yaml") for point in KILL_POINTS)]
     assert run_ranks(in_turn, 2, jobs) == [[0] * len(jobs)] * 2
-    for point in points:
+    for point in KILL_POINTS:
         assert metrics(tmp_path / point) == metrics(tmp_path / "undisturbed"), point
         names = sorted(path.name for path in (tmp_path / point / "checkpoints").iterdir())
         assert names == ["latest", f"step_{STEPS:08d}"], f"{point}: stale folders are left"
@@ -68,22 +76,19 @@ def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
     }
 
 
-def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, checkpoints={"every_steps": 1, "asynchronous": True})
-    assert run_ranks(_save_twice, 1, config) == [(None, "step_00000001", "step_00000001")]
+def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tmp_path):
+    assert run_ranks(_save_twice, 1, tmp_path) == [(None, "step_00000001", "step_00000001")]
+    with safe_open(tmp_path / "step_00000001" / "rank_00000.safetensors", "pt") as file:
+        assert file.get_tensor("w/fp32").tolist() == [0, 1, 2], "the step after the save changed what it writes"
 
 
-def _save_twice(config: Path) -> tuple[object, ...]:
+def _save_twice(folder: Path) -> tuple[object, ...]:
     """What `latest` names when a save has returned, when it is complete, and after one that failed unforeseen."""
-    start_deepspeed()
-    from pipeline.checkpoint.manifest import Position
     from pipeline.training import checkpointing
 
-    trainer, _, _ = prepared(config)
-    trainer.observers.on_end(finished=True)
-    checkpoints = trainer.checkpoints
-    trainer.engine.backward(trainer.engine.loss(next(trainer.batches.of_step(0)))[0])
-    trainer.engine.step(1e-3)
+    weights = torch.arange(3.0)
+    engine: Any = SimpleNamespace(state=lambda: RankState(0, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {}))
+    checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
     write, returned = checkpointing.write_rank_file, threading.Event()
 
     def slowly(path, value):
@@ -91,18 +96,18 @@ def _save_twice(config: Path) -> tuple[object, ...]:
         write(path, value)
 
     def named():
-        latest = latest_checkpoint(checkpoints.folder)
+        latest = latest_checkpoint(folder)
         return latest and latest.name
 
     with patch.object(checkpointing, "write_rank_file", slowly):
-        checkpoints.save(trainer.engine, Position(step=1))
+        checkpoints.save(engine, Position(step=1))
+        weights.zero_()
         found = [named()]
         returned.set()
         checkpoints.finish()
     found.append(named())
     with patch.object(checkpointing, "write_rank_file", side_effect=ZeroDivisionError):
-        checkpoints.save(trainer.engine, Position(step=2))
+        checkpoints.save(engine, Position(step=2))
         with pytest.raises(ZeroDivisionError):
             checkpoints.finish()
-    checkpoints.finish()
     return (*found, named())

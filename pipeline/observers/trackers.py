@@ -60,10 +60,12 @@ class Tracker(Observer):
 
 def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0."""
-    wandb, mlflow = config.observers.wandb, config.observers.mlflow
-    starts = {"wandb": wandb and partial(_start_wandb, config, wandb)}
-    starts["mlflow"] = mlflow and partial(_start_mlflow, config, mlflow)
-    return [Tracker(service, start) for service, start in starts.items() if start]
+    trackers: list[Observer] = []
+    if (wandb := config.observers.wandb) is not None:
+        trackers.append(Tracker("wandb", partial(_start_wandb, config, wandb)))
+    if (mlflow := config.observers.mlflow) is not None:
+        trackers.append(Tracker("mlflow", partial(_start_mlflow, config, mlflow)))
+    return trackers
 
 
 def _recorded_id(config: RunConfig, service: str, new: Callable[[], str]) -> tuple[str, bool]:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from pipeline.observers.metrics import BOARD, MetricsFiles
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.training.observer import StepEvent
+
+
+@pytest.fixture(autouse=True)
+def numbers_from_0(monkeypatch):
+    """TensorBoard reads files of the same second by their numbers, as text: 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def write(folder, resumed_from, values):

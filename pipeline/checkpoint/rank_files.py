@@ -37,7 +37,7 @@ class RankState(NamedTuple):
     """What a rank saves.
 
     Attributes:
-        tp_rank: its tensor-parallel rank.
+        tp_rank, tp_size: its tensor-parallel rank, of how many.
         first: of each parameter that it holds a part of, the first element of that part in the flattened shard.
         values: the parts [n], by `<parameter>/<kind>`.
         adam_step: how many steps Adam has counted, of the type that it counts in.
@@ -45,6 +45,7 @@ class RankState(NamedTuple):
     """
 
     tp_rank: int
+    tp_size: int
     first: dict[str, int]
     values: dict[str, Tensor]
     adam_step: Tensor
@@ -66,7 +67,7 @@ def write_rank_file(path: Path, state: RankState) -> None:
     """
     tensors = state.values | {_STEP: state.adam_step}
     tensors |= {_RANDOM + device: value for device, value in state.random_state.items()}
-    layout = json.dumps({"tp_rank": state.tp_rank, "first": state.first})
+    layout = json.dumps({"tp_rank": state.tp_rank, "tp_size": state.tp_size, "first": state.first})
     header: dict[str, Any] = {"__metadata__": {_LAYOUT: layout}}
     end = 0
     for name, tensor in tensors.items():
@@ -125,7 +126,6 @@ class CheckpointReader:
             raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
         for path in files:
             self._open(path)
-        self.tp_size = 1 + max((tp_rank for _, tp_rank in self._parts), default=0)
         found = {name for name, _ in self._parts}
         if unknown := sorted(found - set(self._parameters)):
             raise CheckpointError(
@@ -133,8 +133,11 @@ class CheckpointReader:
                 "use the checkpoint with the method and base it was trained with"
             )
         self.names = [name for name in self._parameters if name in found]
-        for name in self.names:
-            self._check_complete(name)
+        try:
+            for name in self.names:
+                self._check_complete(name)
+        except ArithmeticError as error:  # a number of ranks that no model can be split over
+            raise _damaged(folder, error) from None
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
         """The whole trained parameter `name`, or a moment of it, in fp32.
@@ -167,7 +170,7 @@ class CheckpointReader:
             for name, first in layout["first"].items():
                 [length] = file.get_slice(f"{name}/fp32").get_shape()
                 self._parts[name, int(layout["tp_rank"])].append(_Part(int(first), length, file))
-            self.adam_step = file.get_tensor(_STEP)
+            self.tp_size, self.adam_step = int(layout["tp_size"]), file.get_tensor(_STEP)
         except _MALFORMED as error:
             raise _damaged(path, error) from None
 

@@ -197,7 +197,7 @@ class Engine:
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()
-        return RankState(self.tensor_parallel.rank, first, values, adam_step, random_state)
+        return RankState(self.tensor_parallel.rank, self.tensor_parallel.size, first, values, adam_step, random_state)
 
     def restore(self, folder: Path) -> None:
         """Loads this rank's optimizer state from the files of a checkpoint of any layout; no collective.

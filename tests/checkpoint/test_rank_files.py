@@ -130,7 +130,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a pickle": lambda file: torch.save(Bomb(file.parent / "mark"), file),
     "without layout": lambda file: save_file({"weights": torch.zeros(1)}, file),
     "an odd layout": lambda file: save_file(
-        {"weights": torch.zeros(1)}, file, {"layout": '{"tp_rank": 0, "first": 3}'}
+        {"weights": torch.zeros(1)}, file, {"layout": '{"tp_rank": 0, "tp_size": 3, "first": 3}'}
     ),
     "another place": lambda file: shutil.copy(file.with_name("rank_00000.safetensors"), file),
     "without moments": without_moments,
@@ -147,8 +147,16 @@ def test_a_damaged_file_is_named_and_nothing_in_it_runs(damage, copied):
     assert not (copied / "mark").exists()
 
 
+def test_a_copy_without_the_files_of_a_node_is_refused(saved, base, tmp_path):
+    folder, _ = saved["ZeRO-1, tp 4, shared key/value heads", "fft"]
+    copy = shutil.copytree(checkpoint_in(folder), tmp_path / "copy")
+    (copy / "rank_00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"the files of tensor-parallel rank 3 do not make up .* from every node"):
+        open_trained(copy, base("llama").path)
+
+
 def test_a_full_disk_is_an_oserror(small_disk):
-    state = RankState(0, {"w": 0}, {"w/fp32": torch.zeros(1_000_000)}, torch.tensor(1.0), {})
+    state = RankState(0, 1, {"w": 0}, {"w/fp32": torch.zeros(1_000_000)}, torch.tensor(1.0), {})
     with pytest.raises(OSError, match="No space left"):
         write_rank_file(small_disk(mib=1).path / "rank_00000.safetensors", state)
 

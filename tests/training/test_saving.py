@@ -87,7 +87,7 @@ def _save_twice(folder: Path) -> tuple[object, ...]:
     from pipeline.training import checkpointing
 
     weights = torch.arange(3.0)
-    engine: Any = SimpleNamespace(state=lambda: RankState(0, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {}))
+    engine: Any = SimpleNamespace(state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {}))
     checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
     write, returned = checkpointing.write_rank_file, threading.Event()
 

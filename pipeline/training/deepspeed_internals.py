@@ -81,13 +81,13 @@ def attach_zero_partitions(model: nn.Module) -> None:
 @torch.no_grad()
 def optimizer_state(engine: Any, model: nn.Module) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
     """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
+    # Adam's slots are its moments: `fp32` is none, but the tensor that they belong to.
     first, values, adam_step = {}, {}, torch.tensor(0.0)
     for name, piece in _master_pieces(model, engine.optimizer):
-        slots = engine.optimizer.optimizer.state.get(piece.flat) or {}  # none before the first update
-        first[name], adam_step = piece.first, torch.as_tensor(slots.get("step", 0.0)).clone()
+        slots = _slots(engine, piece)
+        first[name], adam_step = piece.first, slots["step"].clone()
         for kind in get_args(Kind):
-            flat = piece.flat if kind == "fp32" else slots.get(kind, torch.zeros_like(piece.flat))
-            values[f"{name}/{kind}"] = piece.within(flat)
+            values[f"{name}/{kind}"] = piece.within(slots.get(kind, piece.flat))
     return first, values, adam_step
 
 
@@ -101,12 +101,21 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
         CheckpointError: the checkpoint lacks a parameter or is damaged.
     """
     for name, piece in _master_pieces(model, engine.optimizer):
-        slots = engine.optimizer.optimizer.state[piece.flat]
+        slots = _slots(engine, piece)
         slots["step"] = reader.adam_step.clone().to(piece.flat.device)
         for kind in get_args(Kind):
-            flat = piece.flat if kind == "fp32" else slots.setdefault(kind, torch.zeros_like(piece.flat))
             span = (piece.first, piece.first + piece.length)
-            piece.within(flat).copy_(reader.read_span(name, kind, tp.rank, tp.size, span))
+            values = reader.read_span(name, kind, tp.rank, tp.size, span)
+            piece.within(slots.get(kind, piece.flat)).copy_(values)
+
+
+def _slots(engine: Any, piece: _MasterPiece) -> dict[str, Tensor]:  # noqa: ANN401
+    """The count and the moments that belong to `piece.flat`; as Adam itself makes them, if it has made no step yet."""
+    slots: dict[str, Tensor] = engine.optimizer.optimizer.state[piece.flat]
+    if not slots:
+        slots["step"] = torch.zeros((), device=piece.flat.device)
+        slots |= {moment: torch.zeros_like(piece.flat, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
+    return slots
 
 
 @torch.no_grad()

@@ -4,34 +4,28 @@
 
 Held-out windows of a finished run with a section `gate` are cut from old text into new, and from new into old. For each
 kind of features, with and without splices: how many tokens after the change are open, the first eight and the later
-ones. And for the gate that the section describes: the perplexity of the second text under the base, the trained model
-and the gated model, and how far closed tokens there are from the base.
+ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from itertools import islice, product
 from typing import NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import command_line
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig, load_config
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import open_trained
-from pipeline.data.packing import IGNORED
 from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.evaluation.table import readable, table
+from pipeline.evaluation.table import table
 from pipeline.gating.fit_run import BaseStream, fit_on, gate_layer
 from pipeline.gating.windows import Windows, as_windows, joined, read_fitting_text, spliced
-from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import Gate
 
 FIRST = 8
 DIRECTIONS = {True: "new after old", False: "old after new"}
@@ -54,48 +48,29 @@ def main() -> None:
     config = load_config(arguments.run, arguments.set)
     if config.gate is None:
         raise ConfigError(f"{config.name}: has no section gate")
-    print("\n\n".join(code_switching(config, config.gate)))
+    print(code_switching(config, config.gate))
 
 
 @torch.no_grad()
-def code_switching(config: RunConfig, settings: GateSettings) -> tuple[str, str]:
-    """The two tables."""
+def code_switching(config: RunConfig, settings: GateSettings) -> str:
+    """The table."""
     model = open_trained(newest_checkpoint(config), config.base)
     fingerprint = load_tokenizer(config.base).fingerprint
     changes = heldout_changes(config, fingerprint)
-    decoder = model.loaded(torch.float32, torch.device("cpu"))
-    stream = BaseStream(decoder, gate_layer(settings, model))
+    stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), gate_layer(settings, model))
     header = ["features", "splices", "new text open"]
     header += [f"{name}: {part} open" for name in DIRECTIONS.values() for part in (f"first {FIRST}", "later")]
-    rows, gates = [], {}
+    rows = []
     for splices, features in product((False, True), get_args(GateFeatures)):
         varied = settings.model_copy(update={"splices": splices, "features": features})
-        text = read_fitting_text(config, varied, fingerprint)
-        fit = fit_on(stream, text, varied)
-        gate = gates[splices, features] = fit.gate
-        row = [features, str(splices), f"{(fit.new > gate.threshold).double().mean():.2%}"]
+        fit = fit_on(stream, read_fitting_text(config, varied, fingerprint), varied)
+        row = [features, str(splices), f"{(fit.new > fit.gate.threshold).double().mean():.2%}"]
         for change in changes.values():
-            is_open = stream.scores(change.windows, gate) > gate.threshold
+            is_open = stream.scores(change.windows, fit.gate) > fit.gate.threshold
             parts = change.first_few, change.second & ~change.first_few
             row += [f"{is_open[part].double().mean():.1%}" for part in parts]
         rows.append(row)
-    return table(header, rows), second_texts(stream, gates[settings.splices, settings.features], changes)
-
-
-def second_texts(stream: BaseStream, gate: Gate, changes: dict[bool, Change]) -> str:
-    """Perplexities of the text after the change, and KL(base || model) of the closed tokens there."""
-    decoder, rows = stream.decoder, []
-    for is_new, change in changes.items():
-        closed = change.second & (stream.scores(change.windows, gate) <= gate.threshold)
-        base = log_probabilities(decoder, change.windows, base=True)
-        row, divergences = [DIRECTIONS[is_new], perplexity(base, change)], []
-        for decoder.gate in (None, gate):
-            found = log_probabilities(decoder, change.windows)
-            row.append(perplexity(found, change))
-            kl = (base.exp() * (base - found)).sum(-1)[closed]
-            divergences.append(f"{kl.mean():.3f}" if len(kl) else "")
-        rows.append(row + divergences)
-    return table(["perplexity of the second text", "base", "ungated", "gated", "closed: KL ungated", "KL gated"], rows)
+    return table(header, rows)
 
 
 def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:
@@ -114,20 +89,6 @@ def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:
         second = after & (chosen.document_ids == chosen.document_ids.gather(1, at)) & chosen.present
         changes[second_is_new] = Change(chosen, second, second & (after.int().cumsum(dim=1) <= FIRST))
     return changes
-
-
-def log_probabilities(decoder: Decoder, windows: Windows, *, base: bool = False) -> Tensor:
-    """[N, S, V] in fp32."""
-    inputs = windows.tokens, windows.positions, windows.documents(windows.tokens.device)
-    hidden = decoder.hidden_states(*inputs, path="base" if base else "model")
-    return F.log_softmax(decoder.output.logits(hidden), dim=-1).view(*windows.tokens.shape, -1)
-
-
-def perplexity(found: Tensor, change: Change) -> str:
-    """Of the targets in the second text; found: [N, S, V], log probabilities."""
-    predicted = change.second & (change.windows.targets != IGNORED)
-    targets = change.windows.targets[predicted]
-    return readable(math.exp(float(-found[predicted].gather(-1, targets.unsqueeze(-1)).mean())))
 
 
 if __name__ == "__main__":

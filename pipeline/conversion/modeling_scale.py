@@ -603,11 +603,14 @@ class ScaleOutput(nn.Module):
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.threshold, self.of_base = config.router_threshold, config.base_vocab_size or config.vocab_size
-        self.softcap = config.output_softcap
-        self.only_base_after_closed = config.gate_layer is not None and self.of_base < config.vocab_size
+        self.threshold, self.softcap = config.router_threshold, config.output_softcap
+        self.set_vocabulary(config)
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+
+    def set_vocabulary(self, config: ScaleConfig) -> None:
+        self.of_base = config.base_vocab_size or config.vocab_size
+        self.only_base_after_closed = config.gate_layer is not None and self.of_base < config.vocab_size
 
     def forward(self, paths: list[StreamPath], undecided: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved.
@@ -697,10 +700,38 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def get_output_embeddings(self) -> None:
         """None: the output projection is two matrices, and a tied one is read from the embedding."""
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:  # noqa: ANN401
-        """Refused: a row of the vocabulary is a row of four matrices, and the router compares the base's rows."""
-        if new_num_tokens not in (None, self.config.vocab_size):
-            raise NotImplementedError("a vocabulary is extended before the model is widened and trained")
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Adds rows, such as padding: the mean of the others, or zeros. To the gate and the router they are new pieces.
+
+        Raises:
+            ValueError: fewer rows than there are.
+        """
+        count = self.config.vocab_size
+        size = new_num_tokens or count
+        size += -size % (pad_to_multiple_of or 1)
+        if size < count:
+            raise ValueError(f"resize_token_embeddings: expected at least the model's {count} rows, found {size}")
+        if size == count:
+            return self.embedding
+        for owner, name in (
+            *((part, "weight") for part in (self.embedding.base, self.embedding.expansion)),
+            *((self.output, part) for part in ("base", "expansion")),
+        ):
+            rows = getattr(owner, name)
+            row = rows.float().mean(0).to(rows.dtype) if mean_resizing else torch.zeros_like(rows[0])
+            wider = torch.cat([rows, row.expand(size - count, -1)])
+            setattr(owner, name, nn.Parameter(wider, requires_grad=rows.requires_grad))
+        self.embedding.base.num_embeddings = self.embedding.expansion.num_embeddings = size
+        self.config.base_vocab_size = self.config.base_vocab_size or count
+        self.config.vocab_size = size
+        self.output.set_vocabulary(self.config)
+        self.tie_weights()
         return self.embedding
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -103,15 +103,29 @@ def test_outputs_are_what_the_library_asks_for(name, load):
         assert_near(states[-1] @ weights.T, expected, rounding_of(model.config))
 
 
-def test_embeddings_may_need_gradients_and_are_not_resized(load):
+def test_embeddings_may_need_gradients(load):
     """As adapters on a frozen model with gradient checkpointing ask for."""
     model = load("phi3").train().requires_grad_(False)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     assert model(some_tokens(model.config, 2, 9)).logits.requires_grad
-    assert model.resize_token_embeddings(model.config.vocab_size) is model.get_input_embeddings()
-    with pytest.raises(NotImplementedError, match="extended before the model is widened"):
-        model.resize_token_embeddings(model.config.vocab_size + 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", ["phi3", "gemma3"])
+def test_rows_are_added_to_the_vocabulary(key, load, tmp_path):
+    model = load(key)
+    tokens, count = some_tokens(model.config, 2, 9), model.config.vocab_size
+    before = model(tokens).logits
+    assert model.resize_token_embeddings(count) is model.get_input_embeddings()
+    model.resize_token_embeddings(pad_to_multiple_of=64)
+    assert model.config.vocab_size == 128 and model(torch.full_like(tokens, 127)).logits.shape[-1] == 128
+    assert_near(model(tokens).logits[..., :count], before, rounding_of(model.config))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="expected at least the model's 128 rows, found 97"):
+        model.resize_token_embeddings(count)
 
 
 def test_continuous_batching_generates_the_same_or_is_refused(load):

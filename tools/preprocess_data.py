@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
-from pipeline.config.data import Corpus
+from pipeline.config.data import Corpus, Data
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import Job, corpus_jobs, is_tokenized, tokens_in
@@ -50,11 +50,16 @@ def main(options: argparse.Namespace) -> None:
                 rejected = sum(manifest.rejected.values())
                 made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
                 print(f"{job.output}: {made}")
-            for name, corpus in config.data.corpora.items() if config is not None else ():
-                if config is not None and corpus.estimated_tokens is not None:
-                    tokens = tokens_in(config.data, name)
-                    off = tokens / corpus.estimated_tokens - 1
-                    print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
+            if config is not None:
+                _compare_estimates(config.data)
+
+
+def _compare_estimates(data: Data) -> None:
+    for name, corpus in data.corpora.items():
+        if corpus.estimated_tokens is not None:
+            tokens = tokens_in(data, name)
+            off = tokens / corpus.estimated_tokens - 1
+            print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
 
 
 def _of_run(config: RunConfig) -> list[Job]:

@@ -33,7 +33,7 @@ from pipeline.data.jobs import (
     manifest_of,
     run_units,
 )
-from pipeline.data.records import MAX_RECORD_BYTES, Document, Keys, Rejected
+from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.text_streams import encoding_advice
 from pipeline.data.token_corpus import InputFile, Manifest
 from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dtype, writing_shard
@@ -162,11 +162,6 @@ def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: 
             f"set {key} (--{key.replace('_', '-')}) to one of the keys, for chats messages_key (--messages-key), and "
             "remove the output folder"
         )
-    elif reason == "too_large":
-        advice = (
-            f"a document has at most {MAX_RECORD_BYTES >> 20} MiB: split them (a .txt by `document: blank_line`), and "
-            "remove the output folder"
-        )
     else:
         advice = next(filter(None, (encoding_advice(Path(one["file"])) for one in examples)), None) or (
             "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the "
@@ -240,10 +235,7 @@ def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Document | Rejected]
             )
         ids = ids[len(start) :] if ids[: len(start)] == start else ids
         ids = ids[: -len(end)] if ids[-len(end) :] == end else ids
-        text = tokenizer.decode(ids)
-        yield (
-            Document(text, len(text.encode(errors="replace")), ids=ids) if ids else Rejected(number, "empty_text", b"")
-        )
+        yield Document(tokenizer.decode(ids), ids=ids) if ids else Rejected(number, "empty_text", b"")
 
 
 class _Part:
@@ -263,7 +255,7 @@ class _Part:
 
     def add(self, document: Document) -> None:
         self._batch.append(document)
-        self._batch_bytes += document.utf8_bytes + document.prompt_utf8_bytes
+        self._batch_bytes += document.utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
             self.write_batch()
 
@@ -288,7 +280,7 @@ class _Part:
             lengths = prompts + answers
             prompt_lengths = len(tokenizer.document_start) + prompts
             counts.prompt_tokens += int(prompt_lengths.sum())
-            counts.prompt_bytes += sum(document.prompt_utf8_bytes for document in batch)
+            counts.prompt_bytes += sum(len((document.prompt or "").encode()) for document in batch)
         start, end = tokenizer.document_start, tokenizer.document_end
         framed = _framed(ids, lengths, start, end)
         self._writer.add(framed, lengths + len(start) + len(end), prompt_lengths)

@@ -42,16 +42,14 @@ class Keys(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A usable record. If it has a prompt, `text` is the answer. `..._bytes` are lengths in UTF-8.
+    """A usable record. If it has a prompt, `text` is the answer.
 
     `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
     of the text, where another program has tokenized it.
     """
 
     text: str
-    utf8_bytes: int
     prompt: str | None = None
-    prompt_utf8_bytes: int = 0
     group: str = ""
     ids: list[int] | None = None
 
@@ -59,6 +57,11 @@ class Document(NamedTuple):
     def whole_text(self) -> str:
         """The prompt, if there is one, and the text."""
         return (self.prompt or "") + self.text
+
+    @property
+    def utf8_bytes(self) -> int:
+        """The length of the whole text in UTF-8."""
+        return len(self.whole_text.encode(errors="replace"))
 
     @property
     def held_out_by(self) -> str:
@@ -95,9 +98,9 @@ def checked_text(offset: int, text: object) -> Record:
         return Rejected(offset, "empty_text", text[:EXCERPT_BYTES].encode())
     if "\0" in text:
         return Rejected(offset, "nul_character", text[:EXCERPT_BYTES].encode())
-    if (size := len(text.encode())) > MAX_RECORD_BYTES:
+    if len(text.encode()) > MAX_RECORD_BYTES:
         return Rejected(offset, "too_large", text[:EXCERPT_BYTES].encode())
-    return Document(text, size)
+    return Document(text)
 
 
 def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
@@ -107,7 +110,7 @@ def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
     checked = checked_text(offset, prompt)
     if isinstance(checked, Rejected):
         return checked._replace(reason="prompt_not_usable")
-    return Document(answer.text, answer.utf8_bytes, checked.text, checked.utf8_bytes)
+    return answer._replace(prompt=checked.text)
 
 
 def missing_column(names: Iterable[str], keys: Keys) -> str | None:

@@ -7,7 +7,7 @@ import random
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -176,21 +176,17 @@ class TokenCorpus:
             DataError: an id is beyond the vocabulary, or a file cannot be read.
         """
         pieces = []
+        vocab_size = self.manifest.tokenizer.vocab_size
         for shard, low, high, _ in self._pieces(start, stop):
             ids = shard.read(low, high)
-            if ids.min() < 0 or ids.max() >= self.manifest.tokenizer.vocab_size:
-                raise self._foreign_id(shard, low, ids)
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+                raise DataError(
+                    f"{shard.bin_path}: document {shard.document_at(low + at)}: expected ids below {vocab_size}, found "
+                    f"{ids[at]}; {self._advice}"
+                )
             pieces.append(ids)
         return np.concatenate(pieces).astype(np.int64)
-
-    def _foreign_id(self, shard: Shard, start: int, ids: npt.NDArray[Any]) -> DataError:
-        vocab_size = self.manifest.tokenizer.vocab_size
-        position = start + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-        document = shard.document_at(position)
-        return DataError(
-            f"{shard.bin_path}: document {document}, token {position - shard.document_start(document)}: expected an id "
-            f"below {vocab_size}, found {ids[position - start]}; {self._advice}"
-        )
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The positions in [start, stop) at which a document begins, ascending."""

@@ -179,13 +179,12 @@ def test_a_long_stretch_of_white_space_is_one_blank_line(tmp_path, monkeypatch):
         assert texts_of(path, keys=BY_PARAGRAPH, unit_bytes=unit_bytes) == ["one", "two\nmore", "three"]
 
 
-def test_a_document_that_is_too_large_is_named_with_what_to_do(tmp_path, monkeypatch):
+def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
     path = tmp_path / "x.txt"
     path.write_text("short\n\n" + "long line\n" * 200 + "\nlast")
     assert texts_of(path, keys=BY_PARAGRAPH) == ["short", "too_large", "last"]
-    with pytest.raises(DataError, match=r"too_large .*a document has at most 32 MiB: split them \(a .txt by"):
-        tokenize(tmp_path / "out", path, document="file", max_bad_fraction=0.01)
+    assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
 
 
 def test_a_truncated_file_loses_its_last_document_only(tmp_path):

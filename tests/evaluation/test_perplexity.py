@@ -70,7 +70,7 @@ def test_only_the_answer_to_a_prompt_is_scored():
     prompt, answer = "Tom had a little dog. The dog", "ran home and was happy."
     nll, tokens = plain_nll(f"{prompt} {answer}")  # SentencePiece puts a space before any text
     prompt_nll, prompt_tokens = plain_nll(prompt)
-    asked = Document(answer, len(answer), prompt, len(prompt))
+    asked = Document(answer, prompt)
     found = score_folder(STORIES, {"asked": [asked]})["asked"]
     assert (found.documents, found.tokens, found.bytes) == (1, tokens - prompt_tokens, len(answer))
     assert found.nll_per_token * found.tokens == pytest.approx(nll - prompt_nll, rel=1e-4)

@@ -50,11 +50,12 @@ Share = tuple[int, int]
 class Plan(Description):
     """What a folder is begun for. A job with another plan must not continue there.
 
-    `unit_size` is in bytes of text, or in tokens that a base writes.
+    `unit_size` is in bytes of text, or in tokens that a base writes. `version` is of how units are cut.
     """
 
     inputs: list[tuple[str, int]]
     unit_size: int
+    version: int = 1
 
 
 class UnitPart(BaseModel):
@@ -291,7 +292,7 @@ def manifest_of(
     counts = {name: sum(getattr(unit, name) for unit in shards.values()) for name in counted}
     return Manifest(
         part=part,
-        **plan.model_dump(exclude={"inputs", "unit_size"}),
+        **plan.model_dump(exclude={"inputs", "unit_size", "version"}),
         **counts,
         token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
         tokens_per_character=round(counts["tokens"] / max(counts["characters"], 1), 6),

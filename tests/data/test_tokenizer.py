@@ -128,13 +128,6 @@ def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("eos", [5, [], {}, {"content": 5}])
-def test_a_token_that_is_no_text_ends_no_document(tmp_path: Path, eos: object):
-    shutil.copytree(STORIES260K, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}), encoding="utf-8")
-    assert load_tokenizer(tmp_path).document_end == load_tokenizer(STORIES260K).document_end
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

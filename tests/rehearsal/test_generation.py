@@ -119,14 +119,3 @@ def test_documents_have_the_form_of_every_corpus(tmp_path: Path):
 )
 def test_where_a_document_is_over(ids: list[int], end: tuple[int, ...], document: list[int]):
     assert _document(np.array(ids), 1, [end[-1], 1], end).tolist() == document
-
-
-def test_code_in_the_folder_is_not_run(tmp_path: Path):
-    """transformers has code of its own for every architecture that can be a base."""
-    base = copied_stories(
-        tmp_path / "base", config={"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}}
-    )
-    (base / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
-    ours, stories = (writer(path).write(openings(3), temperature=1.0, max_tokens=9, seed=1) for path in (base, STORIES))
-    assert ours[0].tolist() == stories[0].tolist()
-    assert not (tmp_path / "ran").exists()

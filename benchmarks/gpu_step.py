@@ -87,29 +87,20 @@ class Variant(NamedTuple):
         base = "" if self.base == "bf16" else f" + {self.base}"
         return self.method + base + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
 
-    @property
-    def missing(self) -> str:
-        """The packages that it needs and that are not installed; empty if it can run."""
-        needed = ("liger_kernel", "triton") if self.liger else ()
-        return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
-
 
 def all_variants(*, compiled: bool) -> list[Variant]:
     """The ones that take long to compile come last."""
-    variants = [Variant(method) for method in (*OURS, *THEIRS)]
-    variants += [Variant(method, liger=True) for method in THEIRS]
     quantized = [Variant(method, base=base) for base in QUANTIZATIONS for method in QUANTIZED]
-    variants += quantized
+    variants = [Variant(method) for method in (*OURS, *THEIRS)]
+    variants += [*(Variant(method, liger=True) for method in THEIRS), *quantized]
     if compiled:
-        variants += [
-            Variant(method, compiled=True) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
-        ]
-        variants += [variant._replace(compiled=True) for variant in quantized]
+        plain = [Variant(method) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")]
+        variants += [variant._replace(compiled=True) for variant in (*plain, *quantized)]
     return variants
 
 
-def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
-    """This project's model for `method`, its parameters unset."""
+def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
+    """The settings of `method` in the paper's proportions."""
     widths = spec.widths
     group = widths.num_attention_heads // widths.num_key_value_heads  # heads grow by whole groups
     expansion = ExpansionWidths(
@@ -125,7 +116,12 @@ def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "
         "adapt": ScaleMethod(name="scale", variant="adapt", expansion=expansion, l_fp=l_fp),
         "route": ScaleMethod(name="scale", variant="route", expansion=expansion, l_fp=l_fp),
     }
-    model = method_for(settings[method], Path(), seed=0).build(spec, SINGLE, "none")
+    return settings[method]
+
+
+def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
+    """This project's model for `method`, its parameters unset."""
+    model = method_for(our_method(method, spec, l_fp), Path(), seed=0).build(spec, SINGLE, "none")
     if base != "bf16":
         quantize_base(model, base)
     return model
@@ -177,102 +173,6 @@ def compiler(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "eager"
 
 
-class Cost(NamedTuple):
-    """Of one step. On a shared machine processor seconds (over all threads) say more than elapsed ones."""
-
-    seconds: float
-    cpu_seconds: float
-
-
-class Training:
-    """One variant's model, optimizer and batch. Between `turn`s it holds no memory, but keeps what was compiled."""
-
-    def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        theirs = variant.method in THEIRS
-        # On the device a base in 16 bits would be there first, and count for the peak.
-        built_on = device if variant.base == "bf16" else torch.device("cpu")
-        with built_on, default_dtype(dtype):
-            if theirs:
-                self.model = their_model(variant, shape, device)
-            else:
-                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp, variant.base)
-                if variant.compiled:
-                    ours.compile_layers(compiler(device))
-                self.model = ours.to(device)
-        vocabulary = read_spec(shape.architecture).vocab_size
-        tokens = torch.randint(vocabulary, (shape.batch_size, shape.sequence_length))
-        # A document a row: the work is that of transformers, by the kernel for packed documents.
-        documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(device))
-        tokens = tokens.to(device)
-
-        def loss() -> Tensor:
-            if theirs:
-                value: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-                return value
-            total: Tensor = self.model(tokens, tokens, None, documents).total
-            return total / tokens.numel()
-
-        self._loss = loss
-        self._sizes = [parameter.untyped_storage().nbytes() for parameter in self.model.parameters()]
-        self._release()
-
-    @property
-    def trained(self) -> list[Tensor]:
-        """The parameters that train."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def turn(self, steps: int) -> list[Cost]:
-        """The costs of `steps` steps, after one that is not measured."""
-        try:
-            step = self._prepare()
-            return [step() for _ in range(1 + steps)][1:]
-        finally:
-            self._release()
-
-    @torch.no_grad()
-    def _prepare(self) -> Callable[[], Cost]:
-        """Gives the parameters memory and random values. Returns a function that makes a step."""
-        for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
-            parameter.untyped_storage().resize_(size)
-            set_randomly(parameter)
-        masters = [own if own.dtype == torch.float32 else own.detach().float() for own in self.trained]
-        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-
-        def update() -> None:
-            for own, master in zip(self.trained, masters, strict=True):
-                assert own.grad is not None
-                gradient, own.grad = own.grad, None
-                master.grad = gradient.to(master.dtype)
-            optimizer.step()
-            optimizer.zero_grad()
-            if masters[0] is not self.trained[0]:
-                torch._foreach_copy_(self.trained, masters)
-
-        def step() -> Cost:
-            synchronize(self.device)
-            started, cpu_started = time.perf_counter(), time.process_time()
-            with torch.enable_grad():
-                self._loss().backward()
-            with torch.no_grad():
-                update()
-            synchronize(self.device)
-            return Cost(time.perf_counter() - started, time.process_time() - cpu_started)
-
-        return step
-
-    def _release(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-            parameter.untyped_storage().resize_(0)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Peak:
     """The most GPU memory that is taken from here on, beyond what is held already.
 
@@ -301,82 +201,130 @@ def flops_per_token(method: str, shape: Shape) -> float:
     return flops.matrix + flops.attention / 2
 
 
-class Measured:
-    """What the turns of a variant showed. One that has a `fault`, such as too little memory, gets no more turns."""
+class Contender:
+    """A variant's model and what its turns showed. Between turns it holds no memory, but keeps what was compiled.
+
+    One that has a `fault`, such as too little memory, gets no more turns.
+    """
 
     def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
-        self.costs: list[Cost] = []
+        self.seconds: list[float] = []
         self.peak_gib: float | None = None
-        self.fault = f"needs {variant.missing}" if variant.missing else ""
-        self.trained_parameters: int | None = None
-        self._training: Training | None = None
+        missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
+        self.fault = f"needs {', '.join(missing)}" if variant.liger and missing else ""
+        self.trained_parameters = 0
+        self.model: nn.Module | None = None
 
     def turn(self, steps: int) -> None:
-        """Measures `steps` steps."""
+        """Measures `steps` steps, after one that is not measured."""
         peak = Peak(self.device)
         try:
-            if self._training is None:
-                self._training = Training(self.variant, self.shape, self.device, self.dtype)
-                self.trained_parameters = sum(own.numel() for own in self._training.trained)
-            self.costs += self._training.turn(steps)
+            if self.model is None:
+                self._build()
+            step = self._prepare()
+            step()
+            self.seconds += [step() for _ in range(steps)]
         except torch.OutOfMemoryError:
-            self.fault = "out of memory"
-            self._training = None
+            self.fault, self.model = "out of memory", None
+        self._release()
         self.peak_gib = max((gib for gib in (self.peak_gib, peak.gib()) if gib is not None), default=None)
+
+    def _build(self) -> None:
+        variant, shape, device = self.variant, self.shape, self.device
+        theirs = variant.method in THEIRS
+        # On the device a base in 16 bits would be there first, and count for the peak.
+        with device if variant.base == "bf16" else torch.device("cpu"), default_dtype(self.dtype):
+            if theirs:
+                model = their_model(variant, shape, device)
+            else:
+                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp, variant.base)
+                if variant.compiled:
+                    ours.compile_layers(compiler(device))
+                model = ours.to(device)
+        tokens = torch.randint(read_spec(shape.architecture).vocab_size, (shape.batch_size, shape.sequence_length))
+        # A document a row: the work is that of transformers, by the kernel for packed documents.
+        documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(device))
+        tokens = tokens.to(device)
+
+        def loss() -> Tensor:
+            if theirs:
+                value: Tensor = model(input_ids=tokens, labels=tokens).loss
+                return value
+            total: Tensor = model(tokens, tokens, None, documents).total
+            return total / tokens.numel()
+
+        self.model, self._loss = model, loss
+        self._sizes = [parameter.untyped_storage().nbytes() for parameter in model.parameters()]
+        self.trained_parameters = sum(own.numel() for own in self._trained())
+
+    def _trained(self) -> list[Tensor]:
+        assert self.model is not None
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @torch.no_grad()
+    def _prepare(self) -> Callable[[], float]:
+        """Gives the parameters memory and random values. Returns what makes a step, in seconds."""
+        assert self.model is not None
+        for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
+            parameter.untyped_storage().resize_(size)
+            set_randomly(parameter)
+        trained = self._trained()
+        masters = [own if own.dtype == torch.float32 else own.detach().float() for own in trained]
+        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+        def synchronized() -> float:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter()
+
+        def step() -> float:
+            started = synchronized()
+            with torch.enable_grad():
+                self._loss().backward()
+            with torch.no_grad():
+                for own, master in zip(trained, masters, strict=True):
+                    assert own.grad is not None
+                    gradient, own.grad = own.grad, None
+                    master.grad = gradient.to(master.dtype)
+                optimizer.step()
+                optimizer.zero_grad()
+                if masters[0] is not trained[0]:
+                    torch._foreach_copy_(trained, masters)
+            return synchronized() - started
+
+        return step
+
+    def _release(self) -> None:
+        for parameter in self.model.parameters() if self.model else ():
+            parameter.grad = None
+            parameter.untyped_storage().resize_(0)
 
     def row(self) -> dict[str, Any]:
         """The figures; TFLOP/s are of the work that is really done."""
-        outcome = self.fault or ("measured" if self.costs else "no time left")
-        row: dict[str, Any] = {"variant": str(self.variant), "outcome": outcome}
-        if outcome != "measured":
+        row: dict[str, Any] = {"variant": str(self.variant), "outcome": self.fault or "no time left"}
+        if self.fault or not self.seconds:
             return row
         counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(self.variant.method, self.variant.method)
-        seconds = statistics.median(cost.seconds for cost in self.costs)
+        seconds = statistics.median(self.seconds)
         rate = self.shape.batch_size * self.shape.sequence_length / seconds
         per_token = flops_per_token(counted, self.shape)
         return row | {
+            "outcome": "measured",
             "tokens_per_second": rate,
             "tflops": per_token * rate / 1e12,
             **({} if self.peak_gib is None else {"peak_memory_gib": self.peak_gib}),
             "seconds_per_step": seconds,
-            "seconds_min": min(cost.seconds for cost in self.costs),
-            "seconds_max": max(cost.seconds for cost in self.costs),
-            "cpu_seconds_per_step": statistics.median(cost.cpu_seconds for cost in self.costs),
+            "seconds_min": min(self.seconds),
+            "seconds_max": max(self.seconds),
             "flops_per_token": per_token,
             "trained_parameters": self.trained_parameters,
         }
 
 
-def measure(
-    shape: Shape,
-    variants: Sequence[Variant],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    rounds: int,
-    steps: int,
-    seconds: float,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
-    """One row per variant: the median over `rounds` turns of `steps` steps. After `seconds` no other turn begins.
-
-    `keep` gets the rows so far after every turn.
-    """
-    torch.manual_seed(0)
-    gc.freeze()  # what was imported: every turn collects garbage
-    deadline = time.monotonic() + seconds
-    measured = [Measured(variant, shape, device, dtype) for variant in variants]
-    for _ in range(rounds):
-        for own in measured:
-            if not own.fault and time.monotonic() < deadline:
-                own.turn(steps)
-                keep(_rows(measured))
-    return _rows(measured)
-
-
-def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    rows = [own.row() for own in measured]
+def rows_of(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+    """Their rows, with the time over that of our full fine-tuning and of PEFT's LoRA."""
+    rows = [own.row() for own in contenders]
     for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
         reference = next((row.get("seconds_per_step") for row in rows if row["variant"] == of), None)
         for row in rows:
@@ -392,7 +340,6 @@ _COLUMNS = {
     "s/step": ("seconds_per_step", ".4f"),
     "min": ("seconds_min", ".4f"),
     "max": ("seconds_max", ".4f"),
-    "cpu s": ("cpu_seconds_per_step", ".3f"),
     "x FFT": ("ratio_to_fft", ".2f"),
     "x PEFT": ("ratio_to_peft_lora", ".2f"),
     "trained": ("trained_parameters", ",d"),
@@ -431,24 +378,29 @@ def main() -> None:
     if unknown := sorted(set(arguments.variant or ()) - {str(variant) for variant in variants}):
         raise ConfigError(f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}")
     wanted = [variant for variant in variants if not arguments.variant or str(variant) in arguments.variant]
-    limits = {"rounds": arguments.rounds, "steps": arguments.steps, "seconds": arguments.seconds}
     about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, list[dict[str, Any]]] = {}
+    torch.manual_seed(0)
+    gc.freeze()  # what was imported: every turn collects garbage
 
-    def keep(own: list[dict[str, Any]]) -> None:
-        rows[:] = [row for row in rows if row["shape"] != name] + [{"shape": name, **row} for row in own]
+    def keep(shape: str, contenders: Sequence[Contender]) -> None:
+        rows[shape] = rows_of(contenders)
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": rows})
+            listed = [{"shape": name, **row} for name, of_shape in rows.items() for row in of_shape]
+            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": listed})
 
-    shape = None
     for name in names:
-        before, shape = shape, TINY if arguments.tiny else SHAPES[name]
-        if shape is not before:
-            torch._dynamo.reset()  # the same code for another size would count as compiled too often
-        own = measure(shape, wanted, device, dtype, **limits, keep=keep)
-        print_table(name, own)
-        keep(own)
+        deadline = time.monotonic() + arguments.seconds
+        torch._dynamo.reset()  # the same code for another size would count as compiled too often
+        shape = TINY if arguments.tiny else SHAPES[name]
+        contenders = [Contender(variant, shape, device, dtype) for variant in wanted]
+        for own in [own for _ in range(arguments.rounds) for own in contenders]:
+            if not own.fault and time.monotonic() < deadline:
+                own.turn(arguments.steps)
+                keep(name, contenders)
+        keep(name, contenders)
+        print_table(name, rows[name])
 
 
 if __name__ == "__main__":

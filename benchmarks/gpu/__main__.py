@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --only parity attention
     python -m benchmarks.gpu --cpu
 
-Each part runs in processes of its own, which end at its time limit. Results are written after every row, as JSON and
+Each part runs in a process of its own, which ends at its time limit. Results are written after every part, as JSON and
 as a Markdown table. --cpu rehearses all parts with tiny shapes. Exits with 1 if a check failed.
 """
 
@@ -20,7 +20,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "exports": ("exports", "check_exports"),
     "deepspeed": ("runs", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
-    **{f"step-{shape}": ("steps", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},
+    **{f"step-{shape}": ("runs", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},
     "run": ("runs", "check_run"),
     "watchdog": ("ranks", "check_watchdog"),
     "demo": ("runs", "check_demo"),
@@ -50,40 +49,6 @@ _OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
 
 
-class Results:
-    """The rows so far, written to `results.json` and `results.md` after each."""
-
-    def __init__(self, folder: Path, device: str, *, rehearsal: bool) -> None:
-        self.folder = folder
-        self.about = {"device": device, "machine": platform.platform(), "python": platform.python_version()}
-        for package in _PACKAGES:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                self.about[package] = importlib.metadata.version(package)
-        self.rehearsal = rehearsal
-        self.rows: list[dict[str, Any]] = []
-        self.seconds: dict[str, float] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self.write()
-
-    def add(self, part: str, row: Row) -> None:
-        """Adds a row, and prints it."""
-        self.rows.append({"part": part, **row._asdict()})
-        print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """Writes both files."""
-        values = {"about": self.about, "rehearsal": self.rehearsal, "rows": self.rows, "seconds": self.seconds}
-        write_json(self.folder / "results.json", values)
-        kind = "A rehearsal on the CPU, with tiny shapes" if self.rehearsal else "Measured"
-        lines = [f"{kind}: {', '.join(f'{name} {value}' for name, value in self.about.items())}.", ""]
-        lines += ["| part | check | outcome | found |", "|---|---|---|---|"]
-        for row in self.rows:
-            cells = (row["part"], row["check"], _OUTCOMES[row["passed"]], row["found"])
-            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-        write_text(self.folder / "results.md", "\n".join(lines) + "\n")
-
-
 def rows_of(part: str, setting: Setting) -> Iterator[Row]:
     """Runs a part in this process; what the others need is not imported."""
     module, function, *arguments = PARTS[part]
@@ -91,8 +56,9 @@ def rows_of(part: str, setting: Setting) -> Iterator[Row]:
     return rows
 
 
-def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[Row]:
-    """The rows of a part, in a process of its own, as they come; one more if it fails or has to be ended."""
+def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
+    """The rows of a part, in a process of its own; one more if it fails or has to be ended."""
+    device, folder = setting.device_type, setting.folder
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--part-seconds", str(seconds)]
     command += ["--output", str(folder), *(["--cpu"] if device == "cpu" else [])]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -101,62 +67,54 @@ def run_part(part: str, device: str, folder: Path, seconds: float) -> Iterator[R
         # Threads would only wait for one another, and DeepSpeed would import the compiler in every process.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if part.startswith("step-") else "1"}
     log = folder / f"{part}.log"
-    with log.open("w", encoding="utf-8") as errors:
+    _rows_file(setting, part).unlink(missing_ok=True)
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )
-    ended = threading.Event()
-
-    def end() -> None:
-        ended.set()
-        _end(process)
-
-    timer = threading.Timer(seconds, end)
-    timer.start()
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            yield Row(**json.loads(line))
-        code = process.wait()
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        code = -1
     finally:
-        timer.cancel()
         _end(process)
-    if ended.is_set():
-        yield Row("ends in time", False, f"ended after {seconds:.0f} s; see {log}")
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        rows = [Row(**json.loads(line)) for line in _rows_file(setting, part).read_text(encoding="utf-8").splitlines()]
+    if code == -1:
+        rows.append(Row("ends in time", False, f"ended after {seconds:.0f} s; see {log}"))
     elif code:
         last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
-        yield Row("ends well", False, f"exit code {code}: {''.join(last)[:400]}; see {log}")
+        rows.append(Row("ends well", False, f"exit code {code}: {''.join(last)[:400]}; see {log}"))
+    return rows
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends the processes of a part: the demo's stages are told by their script, which has to live for that."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
         deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline:
-            process.poll()
-            try:
+        with contextlib.suppress(ProcessLookupError):  # all are gone
+            os.killpg(process.pid, number)
+            while time.monotonic() < deadline:
+                process.poll()
                 os.killpg(process.pid, 0)
-            except ProcessLookupError:
-                return
-            time.sleep(0.1)
+                time.sleep(0.1)
 
 
-def _print_rows(part: str, setting: Setting) -> None:
-    """Runs a part, and prints each row as a line of JSON."""
-    # Libraries print to standard output, too: the rows get it for themselves.
-    rows = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    for row in rows_of(part, setting):
-        print(json.dumps(row._asdict()), file=rows, flush=True)
+def _rows_file(setting: Setting, part: str) -> Path:
+    return setting.folder / f"{part}.jsonl"
+
+
+def write_results(folder: Path, values: dict[str, Any]) -> None:
+    """Writes results.json and results.md."""
+    write_json(folder / "results.json", values)
+    kind = "A rehearsal on the CPU, with tiny shapes" if values["rehearsal"] else "Measured"
+    lines = [f"{kind}: {', '.join(f'{name} {value}' for name, value in values['about'].items())}.", ""]
+    lines += ["| part | check | outcome | found |", "|---|---|---|---|"]
+    for row in values["rows"]:
+        cells = (row["part"], row["check"], _OUTCOMES[row["passed"]], row["found"])
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    write_text(folder / "results.md", "\n".join(lines) + "\n")
 
 
 def main() -> int:
@@ -170,31 +128,38 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
-    device, folder = "cpu" if arguments.cpu else "cuda", arguments.output.resolve()
     limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
+    setting = Setting("cpu" if arguments.cpu else "cuda", arguments.output.resolve(), limit)
+    setting.folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
-        _print_rows(arguments.part, Setting(device, folder, limit))
+        for row in rows_of(arguments.part, setting):
+            with _rows_file(setting, arguments.part).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row._asdict()) + "\n")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part's processes end too
     name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
-    results = Results(folder, name, rehearsal=arguments.cpu)
+    about = {"device": name, "machine": platform.platform(), "python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            about[package] = importlib.metadata.version(package)
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
     deadline = time.monotonic() + 60 * arguments.minutes
     wanted = [part for part in PARTS if not arguments.only or part in arguments.only]
     for part in wanted:
         started = time.monotonic()
         left = min(limit, deadline - started)
-        if left <= 0:
-            results.add(part, Row("the whole part", None, "skipped: no time left"))
-            continue
-        for row in run_part(part, device, folder, left):
-            results.add(part, row)
-        results.seconds[part] = round(time.monotonic() - started, 1)
-        results.write()
-    failed = sum(row["passed"] is False for row in results.rows)
-    passed = sum(row["passed"] is True for row in results.rows)
-    done = f"{len(results.seconds)} of {len(wanted)} parts {'rehearsed' if arguments.cpu else 'run'}"
-    print(f"{done}: {passed} checks passed, {failed} failed; wrote {folder / 'results.md'}")
-    return 1 if failed or len(results.seconds) < len(wanted) else 0
+        found = run_part(part, setting, left) if left > 0 else [Row("the whole part", None, "skipped: no time left")]
+        for row in found:
+            print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
+        rows += [{"part": part, **row._asdict()} for row in found]
+        if left > 0:
+            seconds[part] = round(time.monotonic() - started, 1)
+        write_results(setting.folder, {"about": about, "rehearsal": arguments.cpu, "rows": rows, "seconds": seconds})
+    passed, failed = (sum(row["passed"] is outcome for row in rows) for outcome in (True, False))
+    done = f"{len(seconds)} of {len(wanted)} parts {'rehearsed' if arguments.cpu else 'run'}"
+    print(f"{done}: {passed} checks passed, {failed} failed; wrote {setting.folder / 'results.md'}")
+    return 1 if failed or len(seconds) < len(wanted) else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -13,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.setting import BASES, STORIES, Row, Setting, small_methods, started
-from benchmarks.gpu_step import Peak, set_randomly
-from pipeline.config.method import FullFineTuning, Lora, ScaleMethod
+from benchmarks.gpu_step import Peak, our_model, set_randomly
+from pipeline.config.method import FullFineTuning, Lora
 from pipeline.config.run import BasePrecision
-from pipeline.methods import method_for, quantize_base
+from pipeline.methods import quantize_base
 from pipeline.model.attention import (
     Attend,
     Documents,
@@ -29,7 +28,6 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.quantized import Quantization, computes_in_fp8, product_in_fp8, rounded
 from pipeline.parallel.sharding import default_dtype
-from pipeline.parallel.topology import SINGLE
 
 # --- Parity and preservation -----------------------------------------------------------------------------------------
 
@@ -83,19 +81,13 @@ def _preservation_at_size(setting: Setting) -> Iterator[Row]:
     """The same at the sizes of a real base, where other matrix kernels run."""
     spec_name = "llama-3.2-1b" if setting.on_gpu else "llama-1m"
     spec = read_spec(BASES / f"{spec_name}.json")
-    width = spec.widths.hidden_size // 8
-    method = ScaleMethod.model_validate(
-        {"name": "scale", "variant": "adapt", "l_fp": 3}
-        | {"expansion": {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 4}}
-    )
     length = 2048 if setting.on_gpu else 64
     tokens = torch.randint(spec.vocab_size, (1, length), device=setting.device)
     for dtype, precision in product((torch.float32, torch.bfloat16), get_args(BasePrecision)):
         with default_dtype(dtype), setting.device:
-            model = method_for(method, Path(), 0).build(spec, SINGLE, "none")
+            model = our_model("adapt", spec, 3, precision)
             plain = Decoder(spec).requires_grad_(False)
         if precision != "bf16":
-            quantize_base(model, precision)
             quantize_base(plain, precision)
         for parameter in model.parameters():
             set_randomly(parameter)
@@ -109,16 +101,15 @@ def _preservation_at_size(setting: Setting) -> Iterator[Row]:
 
 def _product_in_fp8(setting: Setting) -> Row:
     """The product that Hopper computes in fp8, against that of the decoded matrix and of activations rounded alike."""
+    what = "a product in fp8, against that of what is stored, in fp32"
+    if not computes_in_fp8(setting.device_type):
+        return Row(what, None, "this torch computes none on this device: matrices are decoded")
     quantization = Quantization("fp8", 512, 1024)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=setting.device)
     quantization.write(stored, lambda rows: torch.randn(rows[1] - rows[0], 1024, device=setting.device))
     x = torch.randn(64, 1024, device=setting.device, dtype=torch.bfloat16)
     expected = F.linear(rounded(x.cpu(), "fp8"), quantization.decode(stored, torch.float32).cpu())
-    what = "a product in fp8, against that of what is stored, in fp32"
-    if not computes_in_fp8(setting.device_type):
-        return Row(what, None, "this torch computes none on this device: matrices are decoded")
-    found = product_in_fp8(x, stored, quantization, None).float().cpu()
-    error = float((found - expected).norm() / expected.norm())
+    error = float((product_in_fp8(x, stored, quantization, None).float().cpu() - expected).norm() / expected.norm())
     return Row(what, error < 1e-2, f"off by {error:.1e}")
 
 

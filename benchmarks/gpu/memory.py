@@ -11,10 +11,9 @@ import torch
 
 from benchmarks.gpu.runs import compared, write_config
 from benchmarks.gpu.setting import BASES, Row, Setting
-from benchmarks.gpu_step import set_randomly
+from benchmarks.gpu_step import our_method, set_randomly
 from pipeline.config.run import load_config
 from pipeline.methods import build_model
-from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
@@ -28,32 +27,22 @@ _GIB = 2**30
 def check_memory(setting: Setting) -> Iterator[Row]:
     """What a micro-batch of each method takes in bf16, beyond the weights and without gradients that ZeRO keeps."""
     spec = read_spec(BASES / ("llama-3.2-1b.json" if setting.on_gpu else "llama-1m.json"))
-    width, length = spec.widths.hidden_size // 8, 8192 if setting.on_gpu else 64
-    group = spec.widths.num_attention_heads // spec.widths.num_key_value_heads
-    expansion = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": group}
-    scale = {"name": "scale", "expansion": expansion}
-    cases: list[tuple[dict[str, object], ActivationCheckpointing]] = [
-        ({"name": "fft"}, "none"),
-        ({"name": "lora", "rank": width}, "none"),
-        ({**scale, "variant": "preserve"}, "none"),
-        ({**scale, "variant": "adapt", "l_fp": 3}, "none"),
-        ({**scale, "variant": "adapt", "l_fp": 3}, "all"),
-        ({**scale, "variant": "route", "l_fp": 3}, "none"),
-    ]
-    in_4_bits = [(method, checkpointing, "nf4") for method, checkpointing in cases if method.get("variant") == "adapt"]
-    for method, checkpointing, precision in [*((*case, "bf16") for case in cases), *in_4_bits]:
-        name = f"{method.get('variant', method['name'])}, checkpointing {checkpointing}, base in {precision}"
+    length = 8192 if setting.on_gpu else 64
+    cases = [(method, "none", "bf16") for method in ("fft", "lora", "preserve", "adapt", "route")]
+    cases += [("adapt", "all", "bf16"), ("adapt", "none", "nf4"), ("adapt", "all", "nf4")]
+    for method, checkpointing, precision in cases:
+        name = f"{method}, checkpointing {checkpointing}, base in {precision}"
         path = write_config(
             setting,
             "memory",
-            method=method,
+            method=our_method(method, spec, 3).model_dump(mode="json", exclude_none=True),
             data={"folder": "unread", "sequence_length": length, "corpora": {"text": {"input": ["unread"]}}},
             schedule={"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-4},
             activation_checkpointing=checkpointing,
             base_precision=precision,
         )
         config = load_config(path)
-        costs = measure_micro_batch(config, spec, 1, checkpointing, torch.bfloat16)
+        costs = measure_micro_batch(config, spec, 1, config.activation_checkpointing, torch.bfloat16)
         estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
         with default_dtype(torch.bfloat16), setting.device:
             model = build_model(config, spec, SINGLE)

@@ -1,15 +1,17 @@
-"""Real runs of the project's programs: under each ZeRO stage and resumed, at a real size, and the demo."""
+"""Real runs of the project's programs: each ZeRO stage, resumed; a real size; the demo; the benchmark of steps."""
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 
 from benchmarks.gpu.ranks import check_new_group, check_two_ranks
 from benchmarks.gpu.setting import BASES, ROOT, STORIES, Row, Setting, small_methods
-from benchmarks.gpu.trace import check_trace
+from benchmarks.gpu_step import ON_A_GPU
 from pipeline.config.method import ScaleMethod
 from pipeline.config.reading import read_yaml
 from pipeline.config.run import RunConfig, load_config
@@ -36,7 +38,8 @@ from pipeline.studies.random_base import make_random_base
 from pipeline.studies.study import RandomBase
 
 _GIB = 2**30
-_MEMORY_TOLERANCE = 0.1
+_MEMORY_TOLERANCE, _MOST_IDLE = 0.1, 0.05
+_LAST_TURN_S, _TO_REPORT_S = 40.0, 5.0
 _OF_A_LAUNCHER = ("SLURM_", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "EXPECTED_WORLD_SIZE")
 """Variables that begin like this would make these runs ranks of an allocation."""
 KOREAN, ENGLISH = "data/ko/reviews.{}jsonl.zst", "data/en/stories.{}jsonl.zst"
@@ -55,15 +58,10 @@ def run(command: list[str], setting: Setting, *, timeout: float | None = None, *
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": setting.device_type, **variables}
     done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command[:4])} ended with {done.returncode}: {_last_line(done.stderr + done.stdout)}"
-        )
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        error = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "no output")
+        raise RuntimeError(f"{' '.join(command[:4])} ended with {done.returncode}: {error[:400]}")
     return done.stderr
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "no output")[:400]
 
 
 def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # noqa: ANN401  # sections of YAML
@@ -106,11 +104,6 @@ def train(path: Path, setting: Setting) -> str:
     return run([sys.executable, "-m", "pipeline.train", str(path)], setting)
 
 
-def losses(config: RunConfig) -> list[float]:
-    """Those of all steps so far."""
-    return [step["loss"] for step in read_metrics(config.folder / METRICS) if "loss" in step]
-
-
 def has_deepspeed() -> bool:
     """Whether training can run here."""
     return importlib.util.find_spec("deepspeed") is not None
@@ -128,19 +121,24 @@ def check_deepspeed(setting: Setting) -> Iterator[Row]:
         own = load_config(config)
         prepare(own)
         train(config, setting)
-        before = losses(own)
-        summary = json.loads((own.folder / "training.json").read_text(encoding="utf-8"))
-        difference = summary["step0_max_abs_logit_difference"]
-        yield Row(f"ZeRO-{stage}: logits at step 0 less the base's", difference == 0, str(difference))
+        before = [step["loss"] for step in read_metrics(own.folder / METRICS) if "loss" in step]
+        yield _step0(f"ZeRO-{stage}", own.folder)[0]
         shutil.rmtree(own.folder / "checkpoints" / "step_00000004")
         (own.folder / "training.json").unlink()
         train(config, setting)
-        again = losses(own)
+        again = [step["loss"] for step in read_metrics(own.folder / METRICS) if "loss" in step]
         # On a GPU the order of sums in a backward pass is not fixed: only the first step after the restart is exact.
         same = again[:3] == before[:3] and (setting.on_gpu or again == before)
         close = len(again) == len(before) == 4 and abs(again[3] / before[3] - 1) < 0.01
         found = f"{again[2:]}, before: {before[2:]}"
         yield Row(f"ZeRO-{stage}: losses after resuming in the middle", same and close, found)
+
+
+def _step0(name: str, folder: Path) -> tuple[Row, dict[str, Any]]:
+    """Whether a run began with the base's logits; and its training.json."""
+    trained: dict[str, Any] = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    difference = trained["step0_max_abs_logit_difference"]
+    return Row(f"{name}: logits at step 0 less the base's", difference == 0, str(difference)), trained
 
 
 def check_run(setting: Setting) -> Iterator[Row]:
@@ -182,9 +180,10 @@ def check_run(setting: Setting) -> Iterator[Row]:
     rates = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
     rate = statistics.median(rates[len(rates) // 5 :])
     yield Row(f"{steps} steps under ZeRO-1: tokens/s of the median step", None, f"{rate:,.0f}")
-    bare = bare_rate(setting.folder / "gpu_step-1b-8192.json", "adapt")
-    if bare is not None and setting.on_gpu:
-        yield Row("the same over the bare step of the benchmark", None, f"{rate / bare:.2f}")
+    if setting.on_gpu and (steps_file := _steps_file(setting, "1b-8192")).exists():
+        rows = json.loads(steps_file.read_text(encoding="utf-8"))["rows"]
+        bare = next((row.get("tokens_per_second") for row in rows if row["variant"] == "adapt"), None)
+        yield Row("the same over the bare step of the benchmark", None, f"{rate / bare:.2f}" if bare else "not known")
     yield from check_trace(config.folder, setting)
     estimator = Estimator(
         config, read_spec(config.base), load_deepspeed_config(config.deepspeed, Layout(1, 1)), Cluster(gpus=1)
@@ -194,12 +193,38 @@ def check_run(setting: Setting) -> Iterator[Row]:
     yield compared("peak memory of the run", estimated, measured if setting.on_gpu else None)
 
 
-def bare_rate(path: Path, variant: str) -> float | None:
-    """The tokens/s that the benchmark of steps measured, if it ran."""
-    if not path.exists():
-        return None
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return next((row.get("tokens_per_second") for row in rows if row["variant"] == variant), None)
+def check_trace(run_folder: Path, setting: Setting) -> Iterator[Row]:
+    """The device's idle share over the traced steps of a run, and its optimizer."""
+    from pipeline.observers.performance import PROFILE  # it needs deepspeed, as the run did
+
+    (path,) = (run_folder / PROFILE).iterdir()
+    events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+
+    def intervals(matches: Callable[[dict[str, Any]], object]) -> list[tuple[float, float]]:
+        # On a GPU a span of the program appears a second time, as what the device did in it.
+        own = [event for event in events if event.get("cat") != "gpu_user_annotation" and matches(event)]
+        return [(event["ts"], event["ts"] + event["dur"]) for event in own]
+
+    steps = intervals(lambda event: re.fullmatch(r"ProfilerStep#\d+", event["name"]))
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if setting.on_gpu else ("cpu_op",)
+    window = min(begin for begin, _ in steps), max(end for _, end in steps)
+    idle = idle_share(intervals(lambda event: event.get("cat") in kinds), window)
+    found = f"{idle:.1%} of {(window[1] - window[0]) / 1e3:,.1f} ms"
+    found += "" if setting.on_gpu else ", between operators of the CPU: says nothing about a GPU"
+    passed = idle < _MOST_IDLE if setting.judges_speed else None
+    yield Row(f"time between kernels in {len(steps)} step(s) of the run (goal: below 5 %)", passed, found)
+    fused = sum(event["name"] == "aten::_fused_adamw_" for event in events)
+    yield Row("the optimizer of the run is torch's fused AdamW", fused > 0, f"{fused} calls in {len(steps)} step(s)")
+
+
+def idle_share(busy: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+    """The share of `window` that no interval of `busy` covers; they may overlap, and reach beyond it."""
+    covered, reached = 0.0, window[0]
+    for begin, end in sorted(busy):
+        end = min(end, window[1])
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return 1 - covered / (window[1] - window[0])
 
 
 def compared(what: str, estimated_gib: float, measured_gib: float | None) -> Row:
@@ -230,9 +255,34 @@ def check_demo(setting: Setting) -> Iterator[Row]:
     config = setting.folder / "demo.yaml"
     write_text(config, yaml.safe_dump(values))
     run(["bash", "slurm/cpt_korean.sh", str(config)], setting, NPROC="1", CONFIG=str(config))
-    trained = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    difference = trained["step0_max_abs_logit_difference"]
-    yield Row("the demo: logits at step 0 less the base's", difference == 0, str(difference))
+    row, trained = _step0("the demo", folder)
+    yield row
     scores = {name: f"{figures['perplexity']:.3g}" for name, figures in trained["validation"].items()}
     exports = sorted(path.parent.name for path in folder.rglob("config.json") if path.parent != folder)
     yield Row("the demo: trained, converted and evaluated", bool(exports), f"perplexities {scores}, exports {exports}")
+
+
+def _steps_file(setting: Setting, shape: str) -> Path:
+    return setting.folder / f"gpu_step-{shape}.json"
+
+
+def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
+    """The speed and memory of every variant of the benchmark of training steps."""
+    output = _steps_file(setting, shape)
+    options = ["--shape", shape, "--seconds", str(max(1.0, setting.seconds - _LAST_TURN_S)), "--json", str(output)]
+    if not setting.on_gpu:
+        options += ["--cpu", "--tiny", "--rounds", "1", "--steps", "1", "--threads", "1"]
+        if shape != ON_A_GPU[0]:  # every variant is tried once
+            options += ["--variant", "fft", "preserve"]
+    output.unlink(missing_ok=True)
+    try:
+        run([sys.executable, "benchmarks/gpu_step.py", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
+    except subprocess.TimeoutExpired:
+        yield Row(f"{shape}: the last turn ends in time", False, "ended; the rows below are what it had found")
+    for row in json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else ():
+        found = row["outcome"]
+        if found == "measured":
+            found = f"{row['tokens_per_second']:,.0f} tokens/s, {row['tflops']:.1f} TFLOP/s, "
+            found += f"{row['seconds_per_step']:.4f} s a step"
+            found += f", {row['peak_memory_gib']:.1f} GiB" if "peak_memory_gib" in row else ""
+        yield Row(f"{shape}, {row['variant']}", None, found)

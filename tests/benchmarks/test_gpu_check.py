@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.ranks import check_new_group
-from benchmarks.gpu.runs import compared, write_config
+from benchmarks.gpu.runs import compared, idle_share
 from benchmarks.gpu.setting import ROOT, Setting
-from benchmarks.gpu.trace import idle_share
-from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,18 +41,22 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
     assert [row for name, row in rows.items() if row.passed is not True and not name.endswith(NOT_JUDGED)] == []
 
 
-def test_exports_run_with_offloaded_weights(tmp_path):
-    assert [row.passed for row in rows_of("exports", tmp_path).values()] == [None, True, None]
+@pytest.mark.parametrize(
+    ("part", "outcomes"),
+    [
+        ("exports", [None, True, None]),
+        ("watchdog", [True, True]),
+        ("memory", [None] * 16),
+        ("step-1b-4096", [None] * 2),
+    ],
+)
+def test_a_part_is_rehearsed(part, outcomes, tmp_path):
+    assert [row.passed for row in rows_of(part, tmp_path).values()] == outcomes
 
 
 def test_a_new_group_is_told_its_device(tmp_path):
     row = check_new_group(Setting("cpu", tmp_path, 60.0))
     assert row.passed and row.found == "through gloo"
-
-
-def test_the_watchdog_names_a_lost_rank(tmp_path):
-    rows = rows_of("watchdog", tmp_path)
-    assert len(rows) == 2 and [row for row in rows.values() if not row.passed] == []
 
 
 intervals = st.tuples(st.integers(-20, 120), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -75,10 +77,6 @@ def test_an_estimate_that_is_off_is_a_fault():
     assert compared("", 1.05, 1.0).passed is True and compared("", 0.95, 1.0).passed is True
     assert compared("", 1.2, 1.0).passed is False and compared("", 0.8, 1.0).passed is False
     assert compared("", 1.0, None).passed is None
-
-
-def test_the_configurations_are_valid(tmp_path):
-    assert load_config(write_config(Setting("cpu", tmp_path, 60.0), "small")).schedule.steps == 4
 
 
 def call(monkeypatch, *arguments):

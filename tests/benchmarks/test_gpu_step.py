@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_step
-from benchmarks.gpu_step import TINY, Measured, Training, Variant
+from benchmarks.gpu_step import TINY, Contender, Variant
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,24 +39,25 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("variant", [Variant("adapt"), Variant("peft_lora")], ids=str)
 def test_a_turn_trains_16_bit_weights_and_then_holds_no_memory(variant):
-    training = Training(variant, TINY, CPU, torch.bfloat16)
-    assert {parameter.dtype for parameter in training.model.parameters()} == {torch.bfloat16}
-    step = training._prepare()
-    before = [parameter.clone() for parameter in training.model.parameters()]
+    contender = Contender(variant, TINY, CPU, torch.bfloat16)
+    contender.turn(2)
+    assert len(contender.seconds) == 2 and contender.fault == ""
+    parameters = list(contender.model.parameters())
+    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
+    step = contender._prepare()
+    before = [parameter.clone() for parameter in parameters]
     step()
-    for own, old in zip(training.model.parameters(), before, strict=True):
-        assert own.requires_grad or torch.equal(own, old)
-    assert any(not torch.equal(own, old) for own, old in zip(training.model.parameters(), before, strict=True))
-    training._release()
-    assert sum(parameter.untyped_storage().nbytes() for parameter in training.model.parameters()) == 0
-    assert len(training.turn(2)) == 2
+    changed = [not torch.equal(own, old) for own, old in zip(parameters, before, strict=True)]
+    assert any(changed) and all(own.requires_grad for own, moved in zip(parameters, changed, strict=True) if moved)
 
 
 def test_a_variant_that_does_not_fit_is_a_row(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Training, "turn", refuse)
-    rows = gpu_step.measure(TINY, [Variant("fft")], CPU, torch.float32, rounds=2, steps=1, seconds=60)
-    assert [row["outcome"] for row in rows] == ["out of memory"]
-    assert Measured(Variant("fft"), TINY, CPU, torch.float32).row()["outcome"] == "no time left"
+    contender = Contender(Variant("fft"), TINY, CPU, torch.float32)
+    assert contender.row()["outcome"] == "no time left"
+    monkeypatch.setattr(Contender, "_build", refuse)
+    contender.turn(1)
+    assert contender.row()["outcome"] == "out of memory"

@@ -47,7 +47,7 @@ endif
 FRONTIER := frontier$(if $(QUICK),_quick)
 frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
 	$(BIN)/python tools/run_study.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python tools/show_frontier.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA)) --output runs/frontier/summary.json --picture runs/frontier/frontier.svg
+	$(BIN)/python tools/report.py runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)

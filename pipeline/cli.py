@@ -40,7 +40,6 @@ PROGRAMS = {
     "report": "report",
     # many runs
     "study": "run_study",
-    "frontier": "show_frontier",
     # for scripts and shells
     "may-retry": "may_retry",
     "describe-config": "describe_config",

@@ -8,7 +8,6 @@ The base's weights are not needed: its config.json is enough (--base-config, if 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from pipeline import command_line
@@ -22,19 +21,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_cluster_options(parser)
     parser.add_argument("--tp", type=int, help="overrides the configuration's parallel.tp_size")
     parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
     from pipeline.sizing.estimate import open_estimator  # here, so that --help does not import torch
-    from pipeline.sizing.table import Report
+    from pipeline.sizing.table import report
 
     config, cluster = load_config(arguments.run, arguments.set, base="described"), cluster_of(arguments)
-    report = Report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
-    print(json.dumps(report.as_values(), indent=2) if arguments.json else report.as_text())
-    return 0 if report.recommended.choice else 1
+    text, recommended = report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
+    print(text)
+    return 0 if recommended else 1
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from pipeline.sizing.traffic import (
     GATHER,
     REDUCE,
     TENSOR_PARALLEL,
-    Gathering,
     Traffic,
     estimate_gathering,
     estimate_traffic,
@@ -77,14 +76,14 @@ class Estimate:
     step_s: float
 
     @property
-    def inside_bytes(self) -> float:
-        """What a GPU sends in a step to GPUs of its own node."""
-        return sum(traffic.inside_bytes for traffic in self.traffic)
-
-    @property
     def between_bytes(self) -> float:
         """What a GPU sends in a step to other nodes."""
         return sum(traffic.between_bytes for traffic in self.traffic)
+
+    @property
+    def inside_bytes(self) -> float:
+        """What it sends to GPUs of its own node."""
+        return sum(traffic.sent_bytes for traffic in self.traffic) - self.between_bytes
 
     def fits(self, cluster: Cluster) -> bool:
         """Whether it fits into the memory of a GPU."""
@@ -128,12 +127,13 @@ class Estimator:
         """
         cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
-        zero, costs, gathering = self._micro_batch(choice)
+        zero, costs = self._micro_batch(choice)
         memory, host_bytes = self.memory(choice)
-        traffic = estimate_traffic(costs, zero, layout, micro_batches, gathering.gathered, cluster)
+        gathered = estimate_gathering(costs, zero).total
+        traffic = estimate_traffic(costs, zero, layout, micro_batches, gathered, cluster)
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
-        step_s = step_seconds(compute_s, traffic, zero, cluster)
+        step_s = _step_seconds(compute_s, traffic, zero, cluster)
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
@@ -142,10 +142,14 @@ class Estimator:
         Raises:
             UserError: the model cannot be split this way.
         """
-        zero, costs, gathering = self._micro_batch(choice)
-        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
-        asynchronous = self.config.checkpoints.asynchronous
-        return estimate_memory(costs, zero, dp_size, gathering.most_at_once, asynchronous=asynchronous)
+        zero, costs = self._micro_batch(choice)
+        return estimate_memory(
+            costs,
+            zero,
+            Layout(self.cluster.gpus, choice.tp_size).dp_size,
+            estimate_gathering(costs, zero).most_at_once,
+            asynchronous=self.config.checkpoints.asynchronous,
+        )
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.
@@ -159,29 +163,26 @@ class Estimator:
             if choice.zero_stage == 1 or choice.tp_size < self.cluster.gpus or choice == own:
                 yield choice
 
-    def estimate_all(self) -> tuple[list[Estimate], dict[Choice, str]]:
-        """The estimates of all layouts, and the reason for each that is impossible."""
+    def estimate_all(self) -> tuple[list[Estimate], dict[int, str]]:
+        """The estimates of all layouts, and by tensor-parallel size why others are impossible."""
         estimates, refused = [], {}
         for choice in self.all_choices():
             try:
                 estimates.append(self.estimate(choice))
             except UserError as error:
-                refused[choice] = str(error)
+                refused[choice.tp_size] = str(error)
         return estimates, refused
 
-    def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts, Gathering]:
+    def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts]:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
         key = choice.tp_size, choice.activation_checkpointing
         if key not in self._costs:
             _logger.info("running a micro-batch without data: tp %d, checkpointing %s", *key)
             self._costs[key] = measure_micro_batch(self.config, self.spec, *key, zero.dtype)
-        costs = self._costs[key]
-        if zero.stage < 3:
-            return zero, costs, Gathering()
-        return zero, costs, estimate_gathering(costs, zero.gathering)
+        return zero, self._costs[key]
 
 
-def step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
+def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
     """The time of a step, in seconds.
 
     Tensor-parallel messages block the computation. Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set;
@@ -210,28 +211,17 @@ def open_estimator(
         ConfigError: the DeepSpeed file is invalid for the layout or the run.
         BaseModelError: neither the base's folder nor `base_config` exists.
         LayoutError: the number of GPUs does not divide by the tensor-parallel size.
+        DataError: the extended vocabulary is missing, or of another base.
     """
     if tp_size is not None:
         if tp_size <= 0:
             raise ConfigError(f"--tp: expected a number above 0, found {tp_size}")
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp_size": tp_size})})
-    layout = Layout(cluster.gpus, config.parallel.tp_size)
-    spec = read_architecture(config, base_config)
-    deepspeed = load_deepspeed_config(config.deepspeed, layout)
-    check_stage(config, deepspeed.zero_stage)
-    return Estimator(config, spec, deepspeed, cluster)
-
-
-def read_architecture(config: RunConfig, base_config: Path | None = None) -> DecoderSpec:
-    """The architecture of the run's base, from its folder or from the file `base_config`, with the run's new rows.
-
-    Raises:
-        BaseModelError: neither exists.
-        DataError: the extended vocabulary is missing, or of another base.
-    """
     source = base_config or config.base
     if not source.exists():
         raise BaseModelError(
             f"{source}: no such file or folder; the base's config.json is enough: name it with --base-config"
         )
-    return extended_spec(config, read_spec(source))
+    deepspeed = load_deepspeed_config(config.deepspeed, Layout(cluster.gpus, config.parallel.tp_size))
+    check_stage(config, deepspeed.zero_stage)
+    return Estimator(config, extended_spec(config, read_spec(source)), deepspeed, cluster)

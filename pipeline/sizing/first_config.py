@@ -20,13 +20,14 @@ from pipeline.errors import LayoutError
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import stock_widths
+from pipeline.scale.plan import Widths
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.sizing.matching import MULTIPLE_OF, grown
 
 _SAMPLE_BYTES = 4 * 2**20
-WIDER_BY = 1 / 8
-"""The paper's share, of every width."""
+_WIDER_BY, _L_FP_SHARE = 1 / 8, 3 / 16  # the paper's shares: of every width, and of the layers without W12
+_MULTIPLE_OF = 8
 _PAPER_HIDDEN_SIZE, _PAPER_RATE = 2048, 1e-3
 _LONGEST, _SHORTEST = 8192, 64
 _SEQUENCES = 4096
@@ -36,9 +37,7 @@ _LARGEST_STEP = 2**22
 """Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
 _SMALLEST_BATCH = 8
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
-_LINES = (
-    "\nA line of a .txt file is a document; `document: file` in its corpus makes the whole file one (docs/data.md)."
-)
+_LINES = "\nA line of a .txt file is a document, `document: file` in its corpus makes it the whole file (docs/data.md)."
 _BYTES = "\nThe new text takes many tokens: `scale-cpt vocabulary` adds pieces, for --vocabulary (docs/vocabulary.md)."
 _MANY_TOKENS_PER_BYTE = 0.5
 _REPEATED = (4, 100_000_000)
@@ -88,15 +87,29 @@ def propose(
     folder = model_folder(base)
     spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)
     learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, text_key)
-    values = _values(name, folder, spec, tokenizer, learned, known, cluster)
-    for corpus in values["data"]["corpora"].values() if text_key != "text" else ():
-        corpus["text_key"] = text_key
-    config = parse_config(values, source="the proposed configuration")
-    hidden_size = max(1, round(spec.widths.hidden_size * WIDER_BY / MULTIPLE_OF)) * MULTIPLE_OF
-    method = grown("adapt", hidden_size, config, spec, unpadded=True)
-    values["method"] = {
-        **method.model_dump(mode="json", include={"name", "variant", "expansion", "l_fp"}),
-        "norm": "base",
+    schedule, length = _schedule(learned, spec, cluster)
+    own: dict[str, Any] = {
+        "tokens": max(20_000, min(50_000_000, _read(learned) // 300)),
+        "max_tokens": min(length, 2048),
+    }
+    if not tokenizer.document_start:  # nothing to begin a text with
+        own |= {"openings": [*known.inputs], "opening_tokens": min(16, length // 4)}  # a copy, or YAML writes an anchor
+    key = {} if text_key == "text" else {"text_key": text_key}
+    corpora = {
+        "new": {**_corpus(learned, length), **key},
+        "old": {**_corpus(known, length), "role": "replay", **key},
+        "own_text": {"role": "rehearsal", "sample": own, **key},
+    }
+    values = {
+        "name": name,
+        "folder": f"runs/{name}",
+        "base": str(folder),
+        "method": _method(spec),
+        "data": {"folder": f"runs/{name}/tokens", "sequence_length": length, "corpora": corpora},
+        "schedule": schedule,
+        "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
+        "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
+        "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
     # A gate keeps the base's own logits, in which new pieces have no place.
     values |= {"vocabulary": {"folder": str(vocabulary)}} if vocabulary is not None else {"gate": {}}
@@ -104,54 +117,41 @@ def propose(
     return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 
 
-def _values(
-    name: str,
-    base: Path,
-    spec: DecoderSpec,
-    tokenizer: Tokenizer,
-    learned: Texts,
-    known: Texts,
-    cluster: Cluster,
-) -> dict[str, Any]:
-    """The settings, with full fine-tuning in the place of the method."""
-    passes = _REPEATED[0] if learned.tokens < _REPEATED[1] else 1
-    read = passes * learned.tokens
+def _method(spec: DecoderSpec) -> dict[str, Any]:
+    """SCALE with all widths grown by an eighth, as closely as heads and an ordinary model without zeros allow."""
+    base = spec.widths
+    hidden_size = _MULTIPLE_OF * max(1, round(_WIDER_BY * base.hidden_size / _MULTIPLE_OF))
+    share = hidden_size / base.hidden_size
+    intermediate_size = _MULTIPLE_OF * max(1, round(share * base.intermediate_size / _MULTIPLE_OF))
+    kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
+    heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
+    whole = asdict(stock_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
+    added = {name: whole[name] - width for name, width in asdict(base).items() if name != "num_key_value_heads"}
+    l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
+    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp, "norm": "base"}
+
+
+def _read(learned: Texts) -> int:
+    """How many tokens a run reads."""
+    return (_REPEATED[0] if learned.tokens < _REPEATED[1] else 1) * learned.tokens
+
+
+def _schedule(learned: Texts, spec: DecoderSpec, cluster: Cluster) -> tuple[dict[str, Any], int]:
+    """The section `schedule`, and the length of a sequence."""
+    read = _read(learned)
     length = min(_LONGEST, 2 ** int(math.log2(spec.longest_text)))
     while read < _SEQUENCES * length and length > _SHORTEST:
         length //= 2
     batch = 2 ** round(math.log2(max(1.0, min(_LARGEST_STEP, read / _STEPS) / length)))
     batch = cluster.gpus * max(1, round(max(batch, _SMALLEST_BATCH) / cluster.gpus))
+    rate = _PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size)
     steps = max(1, round(read / (batch * length)))
-    own = {"tokens": max(20_000, min(50_000_000, read // 300)), "max_tokens": min(length, 2048)}
-    if not tokenizer.document_start:  # nothing to begin a text with
-        own |= {
-            "openings": [*known.inputs],  # a copy, or YAML writes an anchor
-            "opening_tokens": min(16, length // 4),
-        }
     return {
-        "name": name,
-        "folder": f"runs/{name}",
-        "base": str(base),
-        "method": {"name": "fft"},
-        "data": {
-            "folder": f"runs/{name}/tokens",
-            "sequence_length": length,
-            "corpora": {
-                "new": _corpus(learned, length),
-                "old": {**_corpus(known, length), "role": "replay"},
-                "own_text": {"role": "rehearsal", "sample": own},
-            },
-        },
-        "schedule": {
-            "steps": steps,
-            "global_batch_size": batch,
-            "micro_batch_size": 1,
-            "learning_rate": float(f"{_PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size):.1e}"),
-        },
-        "validation": {"every_steps": max(1, steps // 20), "max_sequences": 64},
-        "checkpoints": {"every_steps": max(1, steps // 10)},
-        "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
-    }
+        "steps": steps,
+        "global_batch_size": batch,
+        "micro_batch_size": 1,
+        "learning_rate": float(f"{rate:.1e}"),
+    }, length
 
 
 def _corpus(text: Texts, length: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ gradients count for what they really cost under every method, without a formula 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
-from pipeline.sizing.micro_batch import KnownSizes, extrapolated
+from pipeline.sizing.micro_batch import KnownSizes
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
@@ -95,18 +95,17 @@ def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 
     Where gradients are off it is the forward pass. `kl_fraction` of the sequences also take what KL(base || model)
     costs.
     """
-    plain = _count(meta_model, sequence_length, kl_rows=0)
-    if not kl_fraction:
-        return plain
-    rehearsed = _count(meta_model, sequence_length, kl_rows=1)
-    return FlopsPerToken(
-        plain.matrix + kl_fraction * (rehearsed.matrix - plain.matrix),
-        plain.attention + kl_fraction * (rehearsed.attention - plain.attention),
-    )
+    counts: dict[str, float] = defaultdict(float)
+    for kl_rows, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
+        if share:
+            for operation, flops in _count(meta_model, sequence_length, kl_rows=kl_rows).items():
+                counts[operation] += share * flops / sequence_length
+    matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
+    return FlopsPerToken(matrix, sum(counts.values()) - matrix)
 
 
-def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsPerToken:
-    """Counts a sequence that is rehearsed, or (kl_rows 0) is not."""
+def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> Counter[str]:
+    """Counts a sequence that is rehearsed, or (kl_rows 0) is not, by operation."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     every_chunk = meta_model.output.chunks
 
@@ -114,18 +113,13 @@ def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> FlopsP
         """As many FLOPs, in fewer operations."""
         return (slice(*rows) for rows in ((0, kl_tokens), (kl_tokens, tokens)) if rows[0] < rows[1])
 
-    def run() -> Counter[str]:
-        with _FlopCount() as count:
-            total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
-            if torch.is_grad_enabled():
-                total_loss.backward()
-        return count.flops
-
     meta_model.output.chunks = one_chunk_of_each_loss  # type: ignore[method-assign]
-    counts = extrapolated(meta_model, run)
+    with _FlopCount() as count:
+        total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+        if torch.is_grad_enabled():
+            total_loss.backward()
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
-    matrix = sum(counts.get(operation, 0) for operation in _MATRIX_PRODUCTS)
-    return FlopsPerToken(matrix / sequence_length, (sum(counts.values()) - matrix) / sequence_length)
+    return count.flops
 
 
 # By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and fp16. Where they give

@@ -48,8 +48,7 @@ def count_trained(model: Decoder) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-_MASTER_AND_MOMENTS = 12
-"""Bytes of an element's fp32 master weight and two Adam moments."""
+_MASTER_AND_MOMENTS = 12  # bytes of an element's fp32 master weight and two Adam moments
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,12 @@ def estimate_memory(
     weights = costs.parameter_bytes
     if zero.stage == 3:  # partitions each parameter; small ones are there whole as well
         partition = sum(partition_size(size, dp_size) for size in costs.trained_sizes)
-        small = sum(size for size in costs.parameter_sizes if size <= zero.gathering.param_persistence_threshold)
+        small = sum(size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
         weights = (sum(partition_size(size, dp_size) for size in costs.parameter_sizes) + small) * zero.dtype.itemsize
     gradients = (trained if zero.stage == 1 else partition) * zero.accumulation_dtype.itemsize
     # The copies of the optimizer's update: ZeRO-1 may send all gradients at once, the others copy their own in fp32.
     update = partition * torch.float32.itemsize
-    if zero.keeps_whole_gradients:
+    if zero.stage == 1 and zero.dtype != zero.accumulation_dtype:  # DeepSpeed's BF16_Optimizer: both kinds are whole
         gradients += trained * zero.dtype.itemsize
         update = trained * zero.communication_dtype.itemsize
     optimizer = partition * _MASTER_AND_MOMENTS
@@ -108,6 +107,9 @@ def estimate_memory(
         optimizer = gradients = update = 0
     if zero.host_weights:
         on_host, weights = on_host + weights, 0
+    # Gradients that wait to be sent: DeepSpeed allocates whole buckets, however small the gradients are.
+    waiting = {1: 0, 2: zero.dtype.itemsize * (2 if zero.overlaps else 1), 3: zero.communication_dtype.itemsize}
+    buckets = zero.bucket_elements * waiting[zero.stage]
     memory = Memory(
         weights=weights,
         gradients=gradients,
@@ -115,7 +117,7 @@ def estimate_memory(
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
         gathered=gathered_elements * zero.dtype.itemsize,
-        temporary=max(costs.temporary_bytes + _bucket_bytes(zero), update - costs.activation_bytes - costs.loss_bytes),
+        temporary=max(costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes),
     )
     at_start = 2 * trained * zero.dtype.itemsize if zero.stage < 3 else 0
     return memory, max(on_host, at_start)
@@ -124,15 +126,6 @@ def estimate_memory(
 def partition_size(size: int, dp_size: int) -> int:
     """A rank's part of `size` elements; that of the last rank is padded."""
     return -(-size // dp_size)
-
-
-def _bucket_bytes(zero: ZeroSettings) -> int:
-    """Gradients that wait to be sent. DeepSpeed allocates whole buckets, however small the gradients are."""
-    if zero.stage == 1:
-        return 0
-    if zero.stage == 3:
-        return zero.bucket_elements * zero.communication_dtype.itemsize
-    return zero.bucket_elements * zero.dtype.itemsize * (2 if zero.overlaps else 1)
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:

@@ -2,7 +2,7 @@
 
 The model that runs is the one that would train, on the meta device, with a CPU's fused attention: it keeps queries,
 keys, values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and
-recomputed layers count for what they really cost. One layer of each kind runs, and a second one for what each adds.
+recomputed layers count for what they really cost.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import TensorParallel
-
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ def measure_micro_batch(
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing)
     parameters = list(model.parameters())
-    returning, recomputed = _returning_and_recomputed(model, tp_size)
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -90,21 +87,15 @@ def measure_micro_batch(
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
     rows = config.data.kl_fraction * config.schedule.micro_batch_size
-    plain = extrapolated(model, lambda: _run(model, config, payload_bytes, kl_rows=0))
-    costs = plain
-    if rows:
-        costs = extrapolated(model, lambda: _run(model, config, payload_bytes, kl_rows=math.ceil(rows)))
-    share = rows / math.ceil(rows) if rows else 1.0
-    sent = {
-        kind: (1 - share) * plain.get(kind, 0) + share * count
-        for kind, count in costs.items()
-        if isinstance(kind, tuple)
-    }
+    held, returning, recomputed = _run(model, config, payload_bytes, kl_rows=math.ceil(rows))
+    sent = Counter(payload_bytes)
+    if share := math.ceil(rows) - rows:  # some micro-batches rehearse fewer sequences
+        _run(model, config, payload_bytes, kl_rows=0)
+        share /= math.ceil(rows)
+        sent = Counter({kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent})
     return MicroBatchCosts(
-        activation_bytes=costs[_ACTIVATIONS],
-        loss_bytes=costs[_LOSS],
-        temporary_bytes=costs[_TEMPORARY],
-        payload_bytes=Counter({kind: round(payload) for kind, payload in sent.items()}),
+        **held,
+        payload_bytes=sent,
         parameter_sizes=tuple(parameter.numel() for parameter in parameters),
         trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
         returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
@@ -113,61 +104,42 @@ def measure_micro_batch(
     )
 
 
-def extrapolated(model: Decoder, measure: Callable[[], Mapping[Kind, int]]) -> dict[Kind, int]:
-    """What `measure` counts on the whole `model`, from its calls with a few of the layers.
-
-    Every layer of a kind costs the same: it is of one `LayerKind`, has the same parameters, the same of them train, and
-    the same kinds of layers are below it.
-    """
-    layers, kinds = model.layers, dict[object, list[nn.Module]]()
-    below: frozenset[object] = frozenset()
-    for layer in layers:
-        parameters = tuple((name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters())
-        kind = (layer.collaborative, layer.kind, parameters)
-        kinds.setdefault((kind, below), []).append(layer)
-        below |= {kind}
-
-    def measured(taken: set[nn.Module]) -> Mapping[Kind, int]:
-        model.layers = nn.ModuleList(layer for layer in layers if layer in taken)
-        return measure()
-
-    few = {alike[0] for alike in kinds.values()}
-    one_of_each = measured(few)
-    total = dict(one_of_each)
-    for alike in kinds.values():
-        if len(alike) > 1:
-            more = measured({*few, alike[1]})
-            for what, count in more.items():
-                total[what] = total.get(what, 0) + (len(alike) - 1) * (count - one_of_each.get(what, 0))
-    model.layers = layers
-    return total
-
-
-_ACTIVATIONS, _LOSS, _TEMPORARY = "activations", "loss", "temporary"
-
-
 def _run(
     model: Decoder, config: RunConfig, payload_bytes: Counter[tuple[int, str]], *, kl_rows: int
-) -> dict[str | tuple[int, str], int]:
-    """The bytes that a micro-batch holds and sends, of which `kl_rows` sequences are rehearsed."""
+) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
+    """Runs a micro-batch of which `kl_rows` sequences are rehearsed; `payload_bytes` becomes what it sends.
+
+    Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
+    layers that run again for it.
+    """
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
     documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
     payload_bytes.clear()
-    for module in model.modules():
-        if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
-            module.rotary = RotaryEmbedding()
     live = LiveMemory(*model.parameters())
     forward_peak = activations = 0
+    returning: set[nn.Parameter] = set()
+    recomputed: set[nn.Parameter] = set()
+    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
         forward_peak, activations = live.peak, live.now
         live.peak = live.now
 
+    def after(module: nn.Module, _: object, outputs: object) -> None:
+        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
+            returning.update(module.parameters(recurse=False))
+            if module in again:
+                recomputed.update(weight for weight in module.parameters() if not weight.requires_grad)
+
     with ExitStack() as hooks:
         hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(after))
+            if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
+                module.rotary = RotaryEmbedding()
         for parameter in model.parameters():
             if parameter.requires_grad:
                 # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
@@ -178,29 +150,8 @@ def _run(
             loss = live.peak - activations
             losses.total.backward()
     temporary = max(forward_peak, live.peak) - activations - loss
-    held: dict[Any, int] = {_ACTIVATIONS: activations, _LOSS: loss, _TEMPORARY: temporary}
-    return {**held, **payload_bytes}
-
-
-def _returning_and_recomputed(model: Decoder, length: int) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """The parameters of modules whose outputs have a gradient, and frozen ones of layers that run again for it."""
-    returning: set[nn.Parameter] = set()
-    recomputed: set[nn.Parameter] = set()
-    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
-
-    def after(module: nn.Module, inputs: object, outputs: object) -> None:
-        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
-            returning.update(module.parameters(recurse=False))
-            if module in again:
-                recomputed.update(weight for weight in module.parameters() if not weight.requires_grad)
-
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.enter_context(module.register_forward_hook(after))
-        tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        with KnownSizes():
-            model(tokens, tokens)
-    return returning, recomputed
+    held = {"activation_bytes": activations, "loss_bytes": loss, "temporary_bytes": temporary}
+    return held, returning, recomputed
 
 
 # --- Memory of tensors without data -----------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Recommends a layout, and formats estimates as a table or as JSON values."""
+"""Recommends a layout, and prints estimates as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import fields
 
 from pipeline.config.method import ScaleMethod
 from pipeline.model.stock_model import describe_serving, why_not_stock
@@ -17,30 +16,21 @@ TOLERANCE = 0.03
 """Steps whose times differ by less than this share count as equally fast: the estimate is not more precise."""
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The recommended layout, or None where none fits, and the reason."""
-
-    choice: Choice | None
-    reason: str
-
-
-def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> Recommendation:
-    """The fastest layout that fits.
+def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
+    """The fastest layout that fits, and the reason; None where none fits.
 
     Among equally fast ones it is the one with the smallest tensor-parallel size, then the least recomputation, then the
     lowest ZeRO stage.
     """
     if not estimates:
-        return Recommendation(None, "no layout is possible; see the reasons given for each")
+        return None, "no layout is possible; see the reasons given for each"
     fitting = [estimate for estimate in estimates if estimate.fits(cluster)]
     usable = f"{cluster.usable_bytes / GIB:.0f}"
     if not fitting:
         least = min(estimates, key=lambda estimate: estimate.memory.total)
-        return Recommendation(
-            None,
+        return None, (
             f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {usable}; "
-            "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json",
+            "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json"
         )
     fastest = min(estimate.step_s for estimate in fitting)
     best = min((estimate for estimate in fitting if estimate.step_s <= fastest * (1 + TOLERANCE)), key=_effort)
@@ -56,7 +46,7 @@ def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> Recommendation
         if best.choice.zero_stage < 3 and other.choice == best.choice._replace(zero_stage=3):
             more_gb = (other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes) / 1e9
             reasons.append(f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits")
-    return Recommendation(best.choice, "; ".join(reasons))
+    return best.choice, "; ".join(reasons)
 
 
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
@@ -68,88 +58,59 @@ def _gib(estimate: Estimate) -> str:
     return f"{estimate.memory.total / GIB:.1f}"
 
 
-class Report:
-    """What `scale-cpt estimate` prints: every layout, those that are impossible, and a recommendation."""
+def report(estimator: Estimator) -> tuple[str, Choice | None]:
+    """The model, a table of layouts, the time of the run's own and of the recommended one; and the recommended one."""
+    estimates, refused = estimator.estimate_all()
+    recommended, reason = recommend(estimates, estimator.cluster)
+    lines = [*_model_lines(estimator), "", *_table_lines(estimates, estimator.cluster)]
+    lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
+    chosen = {estimator.own_choice: "this run's", recommended: "recommended"}
+    for estimate in estimates:
+        if estimate.choice in chosen:
+            lines += ["", f"{estimate.choice} ({chosen[estimate.choice]})", *_detail_lines(estimate, estimator)]
+    lines += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
+    return "\n".join(lines), recommended
 
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator = estimator
-        self.estimates, self.refused = estimator.estimate_all()
-        self.recommended = recommend(self.estimates, estimator.cluster)
 
-    def as_values(self) -> dict[str, Any]:
-        """JSON values: bytes, seconds, FLOPs."""
-        estimator, choice = self.estimator, self.recommended.choice
-        flops = estimator.flops_per_token("none")
-        return {
-            "cluster": asdict(estimator.cluster),
-            "parameters": asdict(estimator.parameters),
-            "flops_per_token": {**asdict(flops), "total": flops.total},
-            "steps": estimator.config.schedule.steps,
-            "tokens_per_step": estimator.tokens_per_step,
-            "own": estimator.own_choice._asdict(),
-            "recommended": choice._asdict() if choice else None,
-            "reason": self.recommended.reason,
-            "layouts": [
-                {
-                    **estimate.choice._asdict(),
-                    "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
-                    "fits": estimate.fits(estimator.cluster),
-                    **{name: value for name, value in asdict(estimate).items() if name not in ("choice", "memory")},
-                }
-                for estimate in self.estimates
-            ],
-            "refused": [{**refused._asdict(), "reason": reason} for refused, reason in self.refused.items()],
-        }
+def _model_lines(estimator: Estimator) -> Iterator[str]:
+    cluster, config, spec = estimator.cluster, estimator.config, estimator.spec
+    flops = estimator.flops_per_token("none")
+    yield f"parameters  {estimator.parameters}"
+    yield (
+        f"FLOPs       {flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
+        f"{flops.attention / 1e9:.2f} attention)"
+    )
+    yield f"batch       {estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps"
+    yield (
+        f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
+        f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}"
+    )
+    if isinstance(config.method, ScaleMethod):
+        plan = plan_expansion(config.method, spec.widths, spec.num_layers)
+        if why_not_stock(plan, spec, gated=False) is None:
+            yield f"serving     a stock export: {describe_serving(plan.expansion, spec)}"
 
-    def as_text(self) -> str:
-        """The model, a table of layouts, the time of the run's own and of the recommended one."""
-        lines = [*self._model_lines(), "", *self._table_lines()]
-        refused = {choice.tp_size: reason for choice, reason in self.refused.items()}
-        lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
-        chosen = {self.estimator.own_choice: "this run's", self.recommended.choice: "recommended"}
-        for estimate in self.estimates:
-            if estimate.choice in chosen:
-                lines += ["", f"{estimate.choice} ({chosen[estimate.choice]})", *self._detail_lines(estimate)]
-        lines += ["", f"recommended: {self.recommended.choice or 'no layout'}: {self.recommended.reason}"]
-        return "\n".join(lines)
 
-    def _model_lines(self) -> Iterator[str]:
-        estimator, config, spec = self.estimator, self.estimator.config, self.estimator.spec
-        cluster, flops = estimator.cluster, estimator.flops_per_token("none")
-        yield f"parameters  {estimator.parameters}"
+def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[str]:
+    kinds = [kind.name for kind in fields(Memory)]
+    head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} " + " ".join(f"{kind:>11}" for kind in kinds)
+    yield f"{head} {'total GiB':>10} {'fits':>4} {'in node GB':>10} {'network GB':>10} {'s/step':>8}"
+    for estimate in estimates:
+        stage, tp_size, checkpointing = estimate.choice
+        held = " ".join(f"{getattr(estimate.memory, kind) / GIB:>11.2f}" for kind in kinds)
         yield (
-            f"FLOPs       {flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
-            f"{flops.attention / 1e9:.2f} attention)"
+            f"{stage:>4} {tp_size:>3} {checkpointing:<13} {held} {estimate.memory.total / GIB:>10.2f} "
+            f"{'yes' if estimate.fits(cluster) else 'no':>4} {estimate.inside_bytes / 1e9:>10.2f} "
+            f"{estimate.between_bytes / 1e9:>10.2f} {estimate.step_s:>8.2f}"
         )
-        yield f"batch       {estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps"
-        yield (
-            f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
-            f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}"
-        )
-        if isinstance(config.method, ScaleMethod):
-            plan = plan_expansion(config.method, spec.widths, spec.num_layers)
-            if why_not_stock(plan, spec, gated=False) is None:
-                yield f"serving     a stock export: {describe_serving(plan.expansion, spec)}"
 
-    def _table_lines(self) -> Iterator[str]:
-        kinds = [kind.name for kind in fields(Memory)]
-        head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} " + " ".join(f"{kind:>11}" for kind in kinds)
-        yield f"{head} {'total GiB':>10} {'fits':>4} {'in node GB':>10} {'network GB':>10} {'s/step':>8}"
-        for estimate in self.estimates:
-            stage, tp_size, checkpointing = estimate.choice
-            held = " ".join(f"{getattr(estimate.memory, kind) / GIB:>11.2f}" for kind in kinds)
-            yield (
-                f"{stage:>4} {tp_size:>3} {checkpointing:<13} {held} {estimate.memory.total / GIB:>10.2f} "
-                f"{'yes' if estimate.fits(self.estimator.cluster) else 'no':>4} {estimate.inside_bytes / 1e9:>10.2f} "
-                f"{estimate.between_bytes / 1e9:>10.2f} {estimate.step_s:>8.2f}"
-            )
 
-    def _detail_lines(self, estimate: Estimate) -> Iterator[str]:
-        steps, step_s = self.estimator.config.schedule.steps, estimate.step_s
-        per_gpu = self.estimator.tokens_per_step / step_s / self.estimator.cluster.gpus
-        if estimate.host_bytes:
-            yield f"  {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
-        yield (
-            f"  {estimate.micro_batches} micro-batches a step, {step_s:.2f} s ({estimate.compute_s:.2f} computing), "
-            f"{per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h for {steps:,} steps"
-        )
+def _detail_lines(estimate: Estimate, estimator: Estimator) -> Iterator[str]:
+    steps, step_s = estimator.config.schedule.steps, estimate.step_s
+    per_gpu = estimator.tokens_per_step / step_s / estimator.cluster.gpus
+    if estimate.host_bytes:
+        yield f"  {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
+    yield (
+        f"  {estimate.micro_batches} micro-batches a step, {step_s:.2f} s ({estimate.compute_s:.2f} computing), "
+        f"{per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h for {steps:,} steps"
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.memory import partition_size
 from pipeline.sizing.micro_batch import MicroBatchCosts
-from pipeline.sizing.zero import GatherSettings, ZeroSettings
+from pipeline.sizing.zero import ZeroSettings
 
 GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
 
@@ -26,70 +27,62 @@ class Traffic:
         purpose: `GATHER`, `REDUCE` or `TENSOR_PARALLEL`.
         collective: `all-gather`, `reduce-scatter` or `all-reduce`.
         payload_bytes: the total length of the messages, as passed to the collectives.
-        group_size: over how many ranks.
-        inside_bytes, between_bytes: what a GPU sends to GPUs of its own node, and (on average) of other nodes.
+        group_size, on_node: over how many ranks, and how many of them share a node.
     """
 
     purpose: str
     collective: str
     payload_bytes: int
     group_size: int
-    inside_bytes: float
-    between_bytes: float
+    on_node: int
 
-    @classmethod
-    def ring(cls, purpose: str, collective: str, payload_bytes: int, group_size: int, on_node: int) -> Traffic:
-        """A ring over `group_size` ranks, `on_node` of them on each node."""
-        passes = 2 if collective == "all-reduce" else 1
-        sent = passes * payload_bytes * (group_size - 1) / group_size
-        between = sent / on_node if group_size > on_node else 0.0
-        return cls(purpose, collective, payload_bytes, group_size, sent - between, between)
+    @property
+    def sent_bytes(self) -> float:
+        """What a GPU sends."""
+        passes = 2 if self.collective == "all-reduce" else 1
+        return passes * self.payload_bytes * (self.group_size - 1) / self.group_size
+
+    @property
+    def between_bytes(self) -> float:
+        """What of it goes to other nodes, on average."""
+        return self.sent_bytes / self.on_node if self.group_size > self.on_node else 0.0
 
     def seconds(self, cluster: Cluster) -> float:
         """How long the rings take, without contention."""
-        sent_bytes = self.inside_bytes + self.between_bytes
-        return max(sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
+        return max(self.sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
 
 
 def estimate_traffic(
-    costs: MicroBatchCosts,
-    zero: ZeroSettings,
-    layout: Layout,
-    micro_batches: int,
-    gathered_elements: int,
-    cluster: Cluster,
+    costs: MicroBatchCosts, zero: ZeroSettings, layout: Layout, micro_batches: int, gathered: int, cluster: Cluster
 ) -> list[Traffic]:
-    """The messages of one optimizer step of `micro_batches`, each of which gathers as much, on each rank."""
+    """The messages of a rank in an optimizer step of `micro_batches`, each of which gathers `gathered` elements."""
     trained, dp_size = sum(costs.trained_sizes), layout.dp_size
     traffic = []
     if dp_size > 1:
-        gathered = trained
+        updated = trained
         if zero.stage == 3:  # parameters that are never partitioned are gathered once, after the update
-            persistent = (size for size in costs.parameter_sizes if size <= zero.gathering.param_persistence_threshold)
-            gathered = gathered_elements * micro_batches
-            gathered += sum(partition_size(size, dp_size) * dp_size for size in persistent)
-        times = 1 if zero.stage == 1 else micro_batches
-        reduced = trained * zero.communication_dtype.itemsize * times
+            persistent = (size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
+            updated = gathered * micro_batches + sum(partition_size(size, dp_size) * dp_size for size in persistent)
+        reduced = trained * zero.communication_dtype.itemsize * (1 if zero.stage == 1 else micro_batches)
         reduction = "reduce-scatter" if zero.stage == 3 else "all-reduce"
         on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
-        traffic.append(Traffic.ring(GATHER, "all-gather", gathered * zero.dtype.itemsize, dp_size, on_node))
-        traffic.append(Traffic.ring(REDUCE, reduction, reduced, dp_size, on_node))
-    for (group_size, collective), payload in sorted(costs.payload_bytes.items()):
-        on_node = min(group_size, cluster.gpus_per_node)
-        traffic.append(Traffic.ring(TENSOR_PARALLEL, collective, payload * micro_batches, group_size, on_node))
+        traffic.append(Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node))
+        traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
+    for (size, collective), payload in sorted(costs.payload_bytes.items()):
+        on_node = min(size, cluster.gpus_per_node)
+        traffic.append(Traffic(TENSOR_PARALLEL, collective, payload * micro_batches, size, on_node))
     return traffic
 
 
-@dataclass(frozen=True)
-class Gathering:
+class Gathering(NamedTuple):
     """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
 
-    gathered: int = 0
-    most_at_once: int = 0
+    total: int
+    most_at_once: int
 
 
-def estimate_gathering(costs: MicroBatchCosts, settings: GatherSettings) -> Gathering:
-    """What DeepSpeed gathers in a micro-batch.
+def estimate_gathering(costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering:
+    """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
 
     It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
     for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
@@ -97,13 +90,15 @@ def estimate_gathering(costs: MicroBatchCosts, settings: GatherSettings) -> Gath
     `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
     are never partitioned, so never gathered.
     """
+    if zero.stage < 3:
+        return Gathering(0, 0)
 
     def partitioned(sizes: Sequence[int]) -> list[int]:
-        return [size for size in sizes if size > settings.param_persistence_threshold]
+        return [size for size in sizes if size > zero.param_persistence_threshold]
 
     whole, returning = sum(partitioned(costs.parameter_sizes)), sum(partitioned(costs.returning_sizes))
-    live = settings.max_live_parameters if settings.prefetch_bucket_size else 0
-    kept = min(whole, max(live, settings.max_reuse_distance // 2))  # a way up and down again
+    live = zero.max_live_parameters if zero.prefetch_bucket_size else 0
+    kept = min(whole, max(live, zero.max_reuse_distance // 2))  # a way up and down again
     again = returning * (1 - kept / whole) if whole else 0
-    gathered = whole + round(again) + sum(partitioned(costs.recomputed_sizes))
-    return Gathering(gathered, min(whole, kept + max(partitioned(costs.parameter_sizes), default=0)))
+    total = whole + round(again) + sum(partitioned(costs.recomputed_sizes))
+    return Gathering(total, min(whole, kept + max(partitioned(costs.parameter_sizes), default=0)))

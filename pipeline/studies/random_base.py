@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -18,8 +16,8 @@ from transformers.utils import logging
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_training import texts, train_sentencepiece
-from pipeline.errors import BaseModelError, ConfigError, DataError
-from pipeline.files import published_folder, read_bytes, read_object, write_json
+from pipeline.errors import ConfigError
+from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec
 from pipeline.studies.study import NewTokenizer, RandomBase
 
@@ -38,9 +36,16 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
     spec = read_spec(wanted.architecture)
-    made_of = _made_of(wanted)
-    if (folder / _MADE_OF).exists():
-        _check_made_of(folder, made_of)
+    made_of = wanted.model_dump(mode="json")
+    for part in made_of["tokenizer"]["texts"] if isinstance(wanted.tokenizer, NewTokenizer) else ():
+        part["input"] = [str(Path(path).resolve()) for path in part["input"]]  # their spelling does not count
+    if (path := folder / _MADE_OF).exists():
+        found = read_object(path, ConfigError, "remove the study's folder")
+        if changed := [key for key in made_of if found.get(key) != made_of[key]]:
+            raise ConfigError(
+                f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the "
+                f"study's folder {folder.parent}, or give the study another one"
+            )
         return
     with published_folder(folder, None) as unfinished:
         if isinstance(wanted.tokenizer, Path):
@@ -50,29 +55,6 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         _write_weights(wanted, unfinished)
         write_json(unfinished / _MADE_OF, made_of)
     _logger.info("wrote a base of %d layers with random weights to %s", spec.num_layers, folder)
-
-
-def _made_of(wanted: RandomBase) -> dict[str, Any]:
-    """Everything that determines the base; paths of texts are made absolute, so that their spelling does not count."""
-    values = wanted.model_dump(mode="json")
-    architecture = wanted.architecture / "config.json" if wanted.architecture.is_dir() else wanted.architecture
-    values["architecture"] = read_object(architecture, BaseModelError)
-    if isinstance(wanted.tokenizer, Path):
-        values["tokenizer"] = hashlib.sha256(read_bytes(tokenizer_file(wanted.tokenizer), DataError)).hexdigest()
-    else:
-        for part in values["tokenizer"]["texts"]:
-            part["input"] = [str(Path(path).resolve()) for path in part["input"]]
-    return values
-
-
-def _check_made_of(folder: Path, made_of: dict[str, Any]) -> None:
-    path = folder / _MADE_OF
-    found = read_object(path, ConfigError, "remove the study's folder")
-    if changed := [key for key in made_of if found.get(key) != made_of[key]]:
-        raise ConfigError(
-            f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the study's "
-            f"folder {folder.parent}, or give the study another one"
-        )
 
 
 def _write_weights(wanted: RandomBase, folder: Path) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, RESUME_LATER, StudyError
 from pipeline.files import shipped
 from pipeline.hub import model_folder
-from pipeline.run_folder.status import read_status
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.runs import StudyRuns, Task
 from pipeline.studies.study import SCRATCH, load_study
@@ -42,8 +40,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
     runs = StudyRuns(study, str(path))
     if study.scratch is not None:
         make_random_base(study.scratch, study.folder / SCRATCH)
-    runs.check_fits_base()
-    runs.check_inputs()
+    runs.check()
     return runs
 
 
@@ -57,9 +54,9 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         StudyError: a run failed, other than by diverging at one of several learning rates.
         KeyboardInterrupt, SystemExit: a signal asked this process to end.
     """
-    tasks, done, total = runs.pending_tasks(), runs.finished_count(), runs.run_count()
-    _logger.info("%s: %d of %d runs are done; %d at a time", runs.study.folder, done, total, jobs)
-    running: list[Process] = []
+    tasks, total = runs.pending_tasks(), runs.run_count()
+    _logger.info("%s: %d of %d runs are done; %d at a time", runs.study.folder, runs.finished_count(), total, jobs)
+    running: list[_Process] = []
     failed: dict[str, StudyError] = {}
     signals: list[int] = []  # acted on below, so that no process is lost between its start and its place in the list
     handlers = {
@@ -67,26 +64,24 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        with log.progress_bar(str(runs.study.folder), total, " runs", done=done, scaled=False) as bar:
-            while not signals:
-                started = {process.task.name for process in running} | failed.keys()
-                waiting = [task for task in tasks if task.name not in started]
-                if not waiting and not running:
-                    break
-                for task in waiting[: jobs - len(running)]:
-                    running.append(_start(task, side_by_side=min(jobs, len(tasks))))  # a single task gets all cores
-                time.sleep(_POLL_EVERY_S)
-                if ended := [process for process in running if process.popen.poll() is not None]:
-                    running = [process for process in running if process not in ended]
-                    tasks, done = runs.pending_tasks(), runs.finished_count()
-                    unfinished = {task.name for task in tasks}
-                    for process in ended:
-                        name, took = process.task.name, timedelta(seconds=round(time.monotonic() - process.started))
-                        if name in unfinished:
-                            failed[name] = process.error()
-                        outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
-                        _logger.info("%s: %s in %s; %d of %d runs are done", name, outcome, took, done, total)
-                bar.move_to(done, ", ".join(process.progress() for process in running))
+        while not signals:
+            started = {process.task.name for process in running} | failed.keys()
+            waiting = [task for task in tasks if task.name not in started]
+            if not waiting and not running:
+                break
+            for task in waiting[: jobs - len(running)]:
+                running.append(_Process(task, side_by_side=min(jobs, len(tasks))))  # a single task gets all cores
+            time.sleep(_POLL_EVERY_S)
+            if ended := [process for process in running if process.popen.poll() is not None]:
+                running = [process for process in running if process not in ended]
+                tasks = runs.pending_tasks()
+                done, unfinished = runs.finished_count(), {task.name for task in tasks}
+                for process in ended:
+                    name, took = process.task.name, timedelta(seconds=round(time.monotonic() - process.started))
+                    if name in unfinished:
+                        failed[name] = process.error()
+                    outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
+                    _logger.info("%s: %s in %s; %d of %d runs are done", name, outcome, took, done, total)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -104,55 +99,35 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         raise StudyError(f"{first}{also}", first.exit_code)
 
 
-@dataclass
-class Process:
-    """A running task. Its output is appended to `log`, from the offset `log_start` in bytes."""
+class _Process:
+    """A running task. Its output is appended to the run's LOG."""
 
-    task: Task
-    popen: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
-    started: float
+    def __init__(self, task: Task, side_by_side: int) -> None:
+        self.task, self.started = task, time.monotonic()
+        task.run.write()
+        self.log = task.run.folder / LOG
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (side_by_side * task.ranks))),
+            **os.environ,
+            # The script takes the first python on the path.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PROJECT": str(Path.cwd()),
+            "CONFIG": str(task.run.path),
+            "STAGES": " ".join(task.stages),
+            "NPROC": str(task.ranks),
+        }
+        command = ["bash", str(shipped() / "slurm" / "cpt_korean.sh")]
+        with self.log.open("ab") as file:
+            self._log_start = file.tell()
+            # A session of its own: Ctrl-C is passed on once, by this process, and not by the terminal too.
+            self.popen = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
 
     def error(self) -> StudyError:
         """Why the task did not finish, with its own error message."""
-        with self.log.open("rb") as file:
-            file.seek(self.log_start)
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         said = [*errors, *reversed(lines), "without any output"][0]
         code = self.popen.returncode
         return StudyError(
             f"{self.task.name} ended with exit code {code}: {said} (all output: {self.log})", code or INTERNAL_FAULT
         )
-
-    def progress(self) -> str:
-        """The task's name and step."""
-        status = read_status(self.task.run.folder)
-        return f"{self.task.name} {f'{status.step}/{status.steps}' if status.steps else 'starts'}"
-
-
-def _start(task: Task, side_by_side: int) -> Process:
-    task.run.write()
-    path = task.run.folder / LOG
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (side_by_side * task.ranks))),
-        **os.environ,
-        # The script takes the first python on the path.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PROJECT": str(Path.cwd()),
-        "CONFIG": str(task.run.path),
-        "STAGES": " ".join(task.stages),
-        "NPROC": str(task.ranks),
-    }
-    with path.open("ab") as file:
-        log_start = file.tell()
-        # A session of its own: Ctrl-C is passed on once, by this process, and not by the terminal too.
-        popen = subprocess.Popen(
-            ["bash", str(shipped() / "slurm" / "cpt_korean.sh")],
-            env=environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    return Process(task, popen, path, log_start, time.monotonic())

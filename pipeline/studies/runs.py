@@ -5,10 +5,8 @@ No other state is kept. It is determined again whenever a run ends, by one proce
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import yaml
 
 from pipeline.checks.inputs import check_fits
 from pipeline.config.data import Role
-from pipeline.config.method import FullFineTuning, Method, ScaleMethod
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
@@ -27,7 +25,6 @@ from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import (
     METRICS,
-    Figures,
     ValidationRecord,
     geometric_mean,
     read_metrics,
@@ -35,7 +32,6 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
-from pipeline.sizing.matching import matched
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.training.divergence import REPORT as DIVERGENCE
 
@@ -67,6 +63,14 @@ class StudyRun:
     def path(self) -> Path:
         return self.folder / RUN_FILE
 
+    def write(self) -> None:
+        """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
+        if (self.folder / "checkpoints").exists():
+            self.check_same()
+        if not self.path.exists() or load_config(self.path, base="named") != self.config:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
+
     def check_same(self) -> None:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
         if not self.path.exists():
@@ -77,14 +81,6 @@ class StudyRun:
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
                 f"remove the folder {self.folder}, or give the study another one"
             )
-
-    def write(self) -> None:
-        """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
-        if (self.folder / "checkpoints").exists():
-            self.check_same()
-        if not self.path.exists() or load_config(self.path, base="named") != self.config:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
 
     @property
     def is_trained(self) -> bool:
@@ -128,15 +124,10 @@ class StudyRun:
         """
         return read_validations(read_metrics(self.folder / METRICS), self.folder / METRICS)
 
-    def measured_corpora(self, role: Role) -> list[str]:
-        """The corpora of that role that have a held-out part."""
-        data = self.config.data
-        return [name for name, corpus in data.corpora.items() if corpus.role == role and has_heldout(data, name)]
-
-    def perplexity(self, role: Role, figures: Figures) -> float | None:
-        """The geometric mean over a role's held-out corpora, infinite where one is; None without any."""
-        names = self.measured_corpora(role)
-        return geometric_mean([figures[name]["perplexity"] for name in names]) if names else None
+    def perplexity(self, role: Role) -> float:
+        """The geometric mean at the end over a role's held-out corpora, infinite where one is. Raises likewise."""
+        figures, corpora = self.validations()[-1].figures, self.config.data.corpora
+        return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == role])
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
@@ -184,42 +175,24 @@ class StudyRuns:
             settings = merged({"method": {"name": "fft"}}, stage.settings)
             self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
             self.base = self.stages[-1].folder / HF_FOLDER
-        # The size of a matched method is not known yet, and cannot be wrong.
-        self._first = {
-            name: self._run_of(self.grid(name)[0], compared.method or FullFineTuning(name="fft"))
-            for name, compared in study.methods.items()
-        }
-        if not all(run.measured_corpora("new") for run in self._first.values()):
-            raise ConfigError(
-                f"{source}: settings.data.corpora: expected a held-out part of a corpus of role new, by which learning "
-                "rates are chosen, found none; set heldout_input or heldout_fraction"
-            )
-
-    @cached_property
-    def methods(self) -> dict[str, Method]:
-        """The section `method` of each compared method, in the study's order; the base's architecture must be known."""
-        found: dict[str, Method] = {}
-        for name, compared in self.study.methods.items():
-            if compared.matched is None:
-                assert compared.method is not None  # one of them is given
-                found[name] = compared.method
-                continue
-            # The study was checked: `match` names a method that has a section of its own.
-            found[name] = matched(compared.matched, self._first[self.study.match or ""].config, read_spec(self.base))
-        return found
+        self._first = {name: self.trial(self.grid(name)[0]) for name in study.methods}
+        for data in (run.config.data for run in self._first.values()):
+            if not any(corpus.role == "new" and has_heldout(data, name) for name, corpus in data.corpora.items()):
+                raise ConfigError(
+                    f"{source}: settings.data.corpora: expected a held-out part of a corpus of role new, by which "
+                    "learning rates are chosen, found none; set heldout_input or heldout_fraction"
+                )
 
     def trial(self, trial: Trial) -> StudyRun:
         """The run of that trial."""
-        return self._run_of(trial, self.methods[trial.method])
-
-    def _run_of(self, trial: Trial, method: Method) -> StudyRun:
+        compared = self.study.methods[trial.method]
         varied = {
-            "method": method.model_dump(mode="json", exclude_none=True),
+            "method": compared.method.model_dump(mode="json", exclude_none=True),
             "seed": trial.seed,
             "schedule": {"learning_rate": trial.learning_rate},
         }
-        settings = merged(self.study.settings, self.study.methods[trial.method].settings)
-        return self._run(str(trial), merged(settings, varied), f"settings, for {trial.method}")
+        settings = merged(merged(self.study.settings, compared.settings), varied)
+        return self._run(str(trial), settings, f"settings, for {trial.method}")
 
     def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
         own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
@@ -227,29 +200,21 @@ class StudyRuns:
         values = merged(own, merged(shared, settings))
         return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"))
 
-    def check_fits_base(self) -> None:
-        """Checks every method against the base, if that exists yet, before the first one trains for hours.
+    def check(self) -> None:
+        """Checks every method against the base, if that exists yet, and looks for all texts, before the first run.
 
         Raises:
-            ConfigError: the base cannot be trained by one of the methods. Those that are `matched` always fit.
+            ConfigError: the base cannot be trained by one of the methods.
+            DataError: a file that is yet to be tokenized is missing, empty, or of an unknown format.
         """
-        for name, compared in self.study.methods.items():
-            if compared.method is not None and self.base.exists():
-                try:
-                    check_fits(self._first[name].config, read_spec(self.base))
-                except ConfigError as error:
-                    raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
-
-    def check_inputs(self) -> None:
-        """Looks for all texts that are yet to be tokenized, before the first is.
-
-        Raises:
-            DataError: a file is missing, empty, or of an unknown format.
-        """
+        for name, run in self._first.items() if self.base.exists() else ():
+            try:
+                check_fits(run.config, read_spec(self.base))
+            except ConfigError as error:
+                raise ConfigError(f"{self.source}: methods.{name}: {error}") from None
         for run in (*self.stages, *self._first.values()):
-            if not is_tokenized(run.config.data):
-                for files in named_inputs(run.config.data):
-                    input_files(files)
+            for files in () if is_tokenized(run.config.data) else named_inputs(run.config.data):
+                input_files(files)
 
     def grid(self, method: str) -> list[Trial]:
         """The runs among which the learning rate of `method` is chosen."""
@@ -268,12 +233,8 @@ class StudyRuns:
             return trials[0].learning_rate
         if not all(map(self.is_over, trials)):
             return None
-        perplexities = {}
-        for trial in trials:
-            run = self.trial(trial)
-            if not run.has_diverged:
-                found = run.perplexity("new", run.validations()[-1].figures)
-                perplexities[trial.learning_rate] = math.inf if found is None else found
+        runs = {trial.learning_rate: self.trial(trial) for trial in trials}
+        perplexities = {rate: run.perplexity("new") for rate, run in runs.items() if not run.has_diverged}
         if not perplexities:
             raise StudyError(
                 f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR

@@ -13,7 +13,6 @@ from pipeline.config.method import Method
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.sources import combined, read_layers
 from pipeline.errors import ConfigError
-from pipeline.sizing.matching import MethodName
 
 RunSettings = dict[str, Any]
 """Some of a run configuration's settings; the study provides the rest."""
@@ -77,10 +76,8 @@ class Compared(Section):
 
     label: Annotated[str, Field(min_length=1)]
     """for tables"""
-    method: Method | None = Field(default=None, description="that section of a run configuration")
-    matched: MethodName | None = Field(
-        default=None, description="instead: this method, of the size that trains as much as that of the study's `match`"
-    )
+    method: Method
+    """that section of a run configuration"""
     learning_rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     """the rate with the lowest held-out perplexity of the new corpus, with the first seed, is chosen"""
     settings: RunSettings = Field(
@@ -91,12 +88,10 @@ class Compared(Section):
     the frontier"""
 
     @model_validator(mode="after")
-    def _one_method_and_different_rates(self) -> Compared:
-        if (self.method is None) == (self.matched is None):
-            raise ValueError("give method or matched, one of them")
+    def _is_consistent(self) -> Compared:
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
             raise ValueError("learning_rates: each once")
-        if self.averages and (self.method is None or self.method.name != "fft"):
+        if self.averages and self.method.name != "fft":
             raise ValueError("averages: only of method fft, whose parameters are the base's own")
         _check_absent(self.settings, (*_FROM_STUDY, *_VARIED))
         return self
@@ -118,7 +113,6 @@ class Study(Section):
     """of all compared runs: a run configuration without name, folder, base, method, seed and learning rate"""
     ranks: PositiveInt = 1
     """processes of a compared run on this machine; on a cluster the allocation decides"""
-    match: Name | None = Field(default=None, description="whose count of trained parameters the `matched` methods get")
     methods: Annotated[dict[Name, Compared], Field(min_length=1)]
     """what is compared, by name"""
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
@@ -138,12 +132,6 @@ class Study(Section):
         labels = [compared.label for compared in self.methods.values()]
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"methods: expected a different label for each, found {repeated[0]!r} twice")
-        if any(compared.matched for compared in self.methods.values()):
-            reference = self.methods.get(self.match or "")
-            if reference is None or reference.method is None:
-                raise ValueError(
-                    f"match: expected one of the methods that has a section of its own, found {self.match}"
-                )
         return self
 
 

@@ -15,7 +15,7 @@ from pipeline import command_line
 from pipeline.errors import DataError
 from pipeline.evaluation.table import cell, over_seeds, table
 from pipeline.run_folder.metrics import Figures, mean
-from pipeline.studies.results import LEARNING_RATES, SUMMARY, Row, read_rows, read_tried
+from pipeline.studies.results import SUMMARY, Row, by_label, read_rows
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
 TASKS = {"task0": "Task 0", "task1": "Task 1"}
@@ -32,25 +32,25 @@ def read_summary(study: Path) -> list[Row]:
         DataError: it is not a study of biographies.
     """
     rows = read_rows(study)
+    wanted = {f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES}
     for number, row in enumerate(rows):
-        for validation in row.validations:
-            _check_asked(validation.figures, f"{study / SUMMARY}: row {number}, step {validation.step}")
+        for validation in row.validations if row.chosen or row.after else ():
+            asked = {corpus for corpus, own in validation.figures.items() if {HARD, SOFT, EXACT} <= own.keys()}
+            if missing := sorted(wanted - asked):
+                raise DataError(
+                    f"{study / SUMMARY}: row {number}, step {validation.step}: expected the corpora of a study of "
+                    f"biographies, found none called {missing[0]} with answers; give the folder of a study of "
+                    "configs/studies/biography*.yaml"
+                )
     return rows
 
 
-def rates_table(study: Path) -> str:
-    """Both tasks at the end of the run at each learning rate, chosen or not.
-
-    Raises:
-        RunFolderError, DataError: as `read_summary`.
-    """
+def rates_table(rows: Sequence[Row]) -> str:
+    """Both tasks at the end of the run at each learning rate, chosen or not, with the first seed."""
     lines = []
-    for number, run in enumerate(read_tried(study)):
-        known = ["diverged", ""]
-        if run.after:
-            _check_asked(run.after, f"{study / LEARNING_RATES}: row {number}")
-            known = [f"{mean_figure(run.after, task):.1%}" for task in TASKS]
-        lines.append([run.label, f"{run.learning_rate:g}", *known])
+    for row in (row for row in rows if row.seed == rows[0].seed):
+        known = [f"{mean_figure(row.after, task):.1%}" for task in TASKS] if row.after else ["diverged", ""]
+        lines.append([row.label, f"{row.learning_rate:g}", *known])
     return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
 
 
@@ -64,7 +64,7 @@ def end_table(rows: Sequence[Row]) -> str:
     header = ["", "trained", "learning rate"]
     for title in TASKS.values():
         header += [f"{title}: hard", "before", "soft", "exact match", "company's city"]
-    return table(header, [_end_line(own) for own in _by_label(rows).values()])
+    return table(header, [_end_line(own) for own in by_label(_chosen(rows)).values()])
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
@@ -74,7 +74,7 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
     """
     header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
     lines = []
-    for label, own in _by_label(rows).items():
+    for label, own in by_label(_chosen(rows)).items():
         reached = [first for row in own if (first := _first_learned(row, learned)) is not None]
         if reached:
             steps, task1, task0 = (mean(column) for column in zip(*reached, strict=True))
@@ -85,19 +85,8 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
     return table(header, lines)
 
 
-def _check_asked(figures: Figures, place: str) -> None:
-    """Raises DataError where a corpus of the biographies is missing; `place` says where the figures were read."""
-    for corpus in (f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES):
-        if not {HARD, SOFT, EXACT} <= figures.get(corpus, {}).keys():
-            raise DataError(
-                f"{place}: expected the corpora of a study of biographies, found none called {corpus} with answers; "
-                "give the folder of a study of configs/studies/biography*.yaml"
-            )
-
-
-def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    labels = dict.fromkeys(row.label for row in rows)
-    return {label: [row for row in rows if row.label == label] for label in labels}
+def _chosen(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.chosen]
 
 
 def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:
@@ -128,9 +117,8 @@ def _end_line(own: Sequence[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the study's folder, the `folder` of its YAML file")
-    study = parser.parse_args().study
-    rows = read_summary(study)
-    print(end_table(rows), matched_table(rows), rates_table(study), sep="\n\n")
+    rows = read_summary(parser.parse_args().study)
+    print(end_table(rows), matched_table(rows), rates_table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

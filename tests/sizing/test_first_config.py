@@ -20,15 +20,16 @@ from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
-from pipeline.model.from_hf import open_base
+from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.stock_model import stock_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import measure, propose
+from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
+ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 
 
@@ -66,19 +67,13 @@ def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run(tmp_path):
 
 
 def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch):
-    base = tmp_path / "base"
-    shutil.copytree(STORIES, base)
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (base / name).exists():
-            values = json.loads((base / name).read_text())
-            (base / name).write_text(json.dumps({**values, "add_bos_token": False}))
-    tokenizer = json.loads((base / "tokenizer.json").read_text())
-    tokenizer["post_processor"] = None
-    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    base = shutil.copytree(STORIES, tmp_path / "base")
+    changes = {"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": None}}
+    for name, change in changes.items():
+        (base / name).write_text(json.dumps(json.loads((base / name).read_text()) | change))
     cluster = Cluster(1, on_cpu=True)
     config, text = propose("first", base, NEW, OLD, cluster)
-    assert "&id" not in text
-    assert config.data.corpora["own_text"].sample.openings == OLD
+    assert "&id" not in text and config.data.corpora["own_text"].sample.openings == OLD
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == []
 
@@ -106,6 +101,13 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(call, tmp_path):
     assert "exists already" in call(*init, "--new", *NEW, code=ConfigError.exit_code)
     call(*init, "--new", "none.jsonl", "--output", "b.yaml", code=DataError.exit_code)
     assert not (tmp_path / "b.yaml").exists()
+
+
+def test_widths_grow_by_an_eighth():
+    """Llama-3.2-1B: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
+    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"))
+    assert method["expansion"] == {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    assert method["l_fp"] == 3
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])

@@ -58,7 +58,6 @@ def saved_bytes(model, batch):
     ("method", "mask"), [*((method, False) for method in METHODS), ("adapt", True)], ids=lambda value: str(value)
 )
 def test_activations_are_what_autograd_saves(config_of, method, mask):
-    """With documents, as on a GPU: there they take no mask, but a kernel that saves as much as the causal one."""
     config = config_of(method, data__document_mask=mask)
     saved = saved_bytes(real_model(config, DTYPE), causal_batch(config))
     assert saved > 0
@@ -106,10 +105,8 @@ def test_sequence_parallel_ranks_save_less(config_of, method):
         saved += run_ranks(saved_bytes_of_rank, 2, config)
         assert estimated(config).activation_bytes == pytest.approx(saved[0], rel=0.05)
         assert saved[0] == saved[1]
-    hidden_size, expansion, norms, tokens = 64, SCALE["expansion"]["hidden_size"], 2 * 5 + 1, 2 * 32
-    trained = hidden_size if method == "fft" else expansion
-    saved_by_norms = norms * tokens * (trained * (4 + 2) + 4)
-    assert whole[0] - split[0] == saved_by_norms // 2
+    norms, tokens, trained = 2 * 5 + 1, 2 * 32, 64 if method == "fft" else SCALE["expansion"]["hidden_size"]
+    assert whole[0] - split[0] == norms * tokens * (trained * (4 + 2) + 4) // 2
 
 
 def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
@@ -146,7 +143,6 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
 def test_checkpointing_keeps_less_and_reads_parameters_once_more(config_of):
     none, checkpointed = (estimated(config_of("adapt", activation_checkpointing=mode)) for mode in ("none", "all"))
     assert checkpointed.activation_bytes < none.activation_bytes / 2
-    assert checkpointed.temporary_bytes > none.temporary_bytes
     assert sum(checkpointed.returning_sizes) == sum(none.returning_sizes) > 0 == sum(none.recomputed_sizes)
     assert 0 < sum(checkpointed.recomputed_sizes) < sum(none.parameter_sizes)
 

@@ -31,10 +31,9 @@ def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
         "folder": str(folder / "study"),
         "base": str(STORIES),
         "settings": settings,
-        "match": "adapt",
         "methods": {
             "adapt": {"label": "SCALE-Adapt", "method": run["method"], "learning_rates": [2e-3]},
-            "lora": {"label": "LoRA", "matched": "lora", "learning_rates": [2e-3, 1e-5]},
+            "lora": {"label": "LoRA", "method": {"name": "lora", "rank": 15}, "learning_rates": [2e-3, 1e-5]},
         },
         "seeds": [1, 2],
     }

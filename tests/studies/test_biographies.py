@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DataError
@@ -19,9 +17,7 @@ from studies.biographies import make_texts, show
 from studies.biographies.make_texts import (
     ATTRIBUTES,
     BIOGRAPHIES,
-    DAYS,
     MONTHS,
-    YEARS,
     biographies,
     make_people,
     make_pools,
@@ -49,20 +45,13 @@ def test_the_pools_have_the_papers_sizes_and_nothing_twice():
     assert len(some.cities) == 20 and set(some.cities) <= set(pools.cities)
 
 
-@settings(max_examples=20)
-@given(st.integers(20, 400), st.integers(0, 2**32))
-def test_people_have_the_papers_proportions(count: int, seed: int):
-    roster = make_roster(count, pool_fraction=0.05, seed=seed)
-    assert [len(group) for group in (roster.pretrained, roster.task0, roster.task1)] == [
-        round(count / 2),
-        round(count / 4),
-        round(count / 10),
-    ]
-    assert roster.task0 == roster.pretrained[: len(roster.task0)]
+def test_people_have_the_papers_proportions():
+    roster = make_roster(202, pool_fraction=0.05, seed=1)
+    assert [len(group) for group in (roster.pretrained, roster.task0, roster.task1)] == [101, 50, 20]
+    assert roster.task0 == roster.pretrained[:50]
     names = [person.name for person in (*roster.pretrained, *roster.task1)]
     assert len(set(names)) == len(names), "Task 1's people have biographies, or share a name"
-    assert roster == make_roster(count, pool_fraction=0.05, seed=seed)
-    assert roster != make_roster(count, pool_fraction=0.05, seed=seed + 1)
+    assert roster == make_roster(202, pool_fraction=0.05, seed=1) != make_roster(202, pool_fraction=0.05, seed=2)
 
 
 def test_every_attribute_takes_all_its_values_and_the_company_fixes_the_city():
@@ -74,10 +63,8 @@ def test_every_attribute_takes_all_its_values_and_the_company_fixes_the_city():
     city_of = dict(zip(pools.companies, pools.company_cities, strict=True))
     assert all(person.company_city == city_of[person.company] for person in people)
     assert {person.company for person in people} == set(city_of)
-    dates = [re.fullmatch(r"(\w+) (\d+), (\d+)", person.birthday).groups() for person in people]
-    assert {month for month, _, _ in dates} == set(MONTHS)
-    assert {int(day) for _, day, _ in dates} == set(range(DAYS[0], DAYS[1] + 1))
-    assert {int(year) for _, _, year in dates} == set(range(YEARS[0], YEARS[1] + 1))
+    months, days, years = zip(*(re.split(", | ", person.birthday) for person in people), strict=True)
+    assert (set(months), {*map(int, days)}, {*map(int, years)}) == (set(MONTHS), {*range(1, 29)}, {*range(1900, 2100)})
     assert max(Counter(person.major for person in people).values()) < 2 * 20_000 / 100
 
 
@@ -162,11 +149,9 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
 
 @pytest.fixture
 def summary(tmp_path: Path) -> Path:
-    rows = [row("Full fine-tuning", 1, 0.1), row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
-    (tmp_path / "summary.json").write_text(json.dumps(rows))
-    chosen = {"label": "LoRA", "chosen": False, "at_the_edge": False}
-    tried = [{**chosen, "learning_rate": rate, "after": figures(0.5, rate)} for rate in (0.25, 0.5)]
-    (tmp_path / "learning_rates.json").write_text(json.dumps(tried))
+    tried = {**row("Full fine-tuning", 1, 0.5), "learning_rate": 0.5, "chosen": False}
+    rows = [row("Full fine-tuning", 1, 0.1), tried, row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
+    (tmp_path / "summary.json").write_text(json.dumps([*rows, {**tried, "before": {}, "during": [], "after": {}}]))
     return tmp_path
 
 
@@ -188,7 +173,7 @@ def test_task_0_where_task_1_is_known_as_well(summary: Path):
     assert fft == ["Full fine-tuning", "10", "50.0%", "80.0%"]
     assert route[1:] == ["10", "50.0%", "80.0%"]
     assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
-    slower = rows[1].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
+    slower = rows[2].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
     (line,) = cells(matched_table([rows[0], slower], learned=0.5))[2:]
     assert line == ["Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"]
 
@@ -196,9 +181,12 @@ def test_task_0_where_task_1_is_known_as_well(summary: Path):
 def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, monkeypatch, capsys):
     call(monkeypatch, show, summary)
     printed = capsys.readouterr().out
-    rates = rates_table(summary)
-    assert all(text in printed for text in (end_table(show.read_summary(summary)), rates))
-    assert cells(rates)[2:] == [["LoRA", "0.25", "50.0%", "25.0%"], ["LoRA", "0.5", "50.0%", "50.0%"]]
+    rows = show.read_summary(summary)
+    assert all(own(rows) in printed for own in (end_table, matched_table, rates_table))
+    label = "Full fine-tuning"
+    route = ["SCALE-Route", "0.003", "70.0%", "80.0%"]
+    tried = [[label, "0.003", "10.0%", "80.0%"], [label, "0.5", "50.0%", "80.0%"], route, [label, "0.5", "diverged"]]
+    assert cells(rates_table(rows))[2:] == tried
     other = {"label": "LoRA", "steps": 1, "roles": {"korean": "new"}, "before": {}, "after": {}}
     (summary / "summary.json").write_text(json.dumps([other]))
     with pytest.raises(DataError, match="expected the corpora of a study of biographies, found none called task0_"):

@@ -20,9 +20,21 @@ LOW, HIGH = Trial("lora", 1e-5, 1), Trial("lora", 2e-3, 1)
 
 
 @pytest.fixture
-def runs(tmp_path, tokens) -> StudyRuns:
-    path = write_study(tmp_path, study_values(tmp_path, tokens))
-    return StudyRuns(load_study(path, tmp_path), str(path))
+def opened(tmp_path, tokens):
+    """The runs of the small study after `change` was made to its values."""
+
+    def open_changed(change=lambda values: None) -> StudyRuns:
+        values = study_values(tmp_path, tokens)
+        change(values)
+        path = write_study(tmp_path, values)
+        return StudyRuns(load_study(path, tmp_path), str(path))
+
+    return open_changed
+
+
+@pytest.fixture
+def runs(opened) -> StudyRuns:
+    return opened()
 
 
 def finish(runs: StudyRuns, trial: Trial, perplexity: float | None, steps: tuple[int, ...] = (0, STEPS)) -> None:
@@ -44,58 +56,55 @@ def names(runs: StudyRuns) -> list[str]:
     return [task.name for task in runs.pending_tasks()]
 
 
-def test_the_base_writes_its_text_once_before_the_compared_runs(tmp_path, tokens):
+def test_the_base_writes_its_text_once_before_the_compared_runs(opened, tmp_path, tokens):
     """Runs of other seeds read the same corpora, so one run makes them for all."""
     folder = shutil.copytree(tokens, tmp_path / "tokens")
-    values = study_values(tmp_path, folder)
-    values["settings"]["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 50}}
-    schedule = {**values["settings"]["schedule"], "learning_rate": 1e-3}
-    path = write_study(tmp_path, values)
-    runs = StudyRuns(load_study(path, tmp_path), str(path))
-    (task,) = runs.pending_tasks()
+
+    def samples(values):
+        values["settings"]["data"]["folder"] = str(folder)
+        values["settings"]["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 50}}
+
+    def with_stage(values):
+        samples(values)
+        schedule = {**values["settings"]["schedule"], "learning_rate": 1e-3}
+        values["stages"] = {"first": {"settings": {**values["settings"], "schedule": schedule}}}
+
+    (task,) = opened(samples).pending_tasks()
     assert (task.name, task.stages) == (f"{ONLY}: sample", ("sample",))
     (folder / "korean" / "manifest.json").rename(tmp_path / "korean")
-    (task,) = runs.pending_tasks()
+    (task,) = opened(samples).pending_tasks()
     assert task.stages == ("tokenize",)
     (tmp_path / "korean").rename(folder / "korean" / "manifest.json")
     (folder / "own").mkdir()
     (folder / "own" / "manifest.json").write_text("{}")
-    assert ONLY in names(runs)
-
-    values["stages"] = {"first": {"settings": {**values["settings"], "schedule": schedule}}}
-    path = write_study(tmp_path, values)
-    (task,) = StudyRuns(load_study(path, tmp_path), str(path)).pending_tasks()
+    assert ONLY in names(opened(samples))
+    (task,) = opened(with_stage).pending_tasks()
     assert task.stages == ("tokenize", "sample", "train", "convert")
 
 
-def test_a_gate_of_other_settings_is_fitted_again(tmp_path, tokens):
+def test_a_gate_of_other_settings_is_fitted_again(opened):
     """A gate, or another one, may be asked for after a run is finished."""
 
-    def of_gate(tokens_read: int | None) -> StudyRuns:
-        values = study_values(tmp_path, tokens)
-        values["seeds"] = [1]
-        values["methods"]["adapt"]["settings"] = {"gate": {"tokens": tokens_read}} if tokens_read else {}
-        path = write_study(tmp_path, values)
-        return StudyRuns(load_study(path, tmp_path), str(path))
+    def with_gate(**settings) -> StudyRuns:
+        return opened(lambda values: values["methods"]["adapt"].update(settings={"gate": settings}))
 
     def stages(runs: StudyRuns) -> list[tuple[str, ...]]:
-        return [task.stages for task in runs.pending_tasks() if task.run.config.folder == run.config.folder]
+        return [task.stages for task in runs.pending_tasks() if task.name == ONLY]
 
-    run = of_gate(None).trial(ADAPT)
-    finish(of_gate(None), ADAPT, 40.0)
-    assert stages(of_gate(None)) == []
-    wanted = of_gate(400)
+    finish(opened(), ADAPT, 40.0)
+    assert stages(opened()) == []
+    wanted = with_gate(tokens=400)
+    run = wanted.trial(ADAPT)
     assert stages(wanted) == [("upscale", "train", "gate")]
-    folder = run.config.folder / "gate"
-    folder.mkdir()
-    (folder / "gate.json").write_text("{")
+    (run.folder / "gate").mkdir()
+    (run.folder / "gate" / "gate.json").write_text("{")
     assert stages(wanted) == [("upscale", "train", "gate")]
-    settings = wanted.trial(ADAPT).config.gate.model_dump(mode="json")
     record = {name: 0 for name, field in GateRecord.model_fields.items() if field.is_required()}
-    record |= {"request": {"settings": settings}, "features": "token", "heldout": {}, "roc": [], "calibration": []}
-    (folder / "gate.json").write_text(GateRecord.model_validate(record).model_dump_json())
+    record |= {"request": {"settings": run.config.gate.model_dump(mode="json")}}
+    record |= {"features": "token", "heldout": {}, "roc": [], "calibration": []}
+    (run.folder / "gate" / "gate.json").write_text(GateRecord.model_validate(record).model_dump_json())
     assert stages(wanted) == []
-    assert stages(of_gate(500)) == [("upscale", "train", "gate")]
+    assert stages(with_gate(tokens=500)) == [("upscale", "train", "gate")]
 
 
 def test_other_seeds_run_at_the_rate_that_learned_most(runs):
@@ -112,7 +121,11 @@ def test_a_rate_that_diverged_is_not_chosen_or_tried_again(runs):
     finish(runs, LOW, 40.0)
     diverge(runs, HIGH)
     assert runs.chosen_rate("lora") == LOW.learning_rate
-    assert "lora.lr_1e-05.seed_2" in names(runs) and str(HIGH) not in names(runs)
+    assert [task.name for task in runs.pending_after([str(LOW), str(HIGH)])] == [
+        ONLY,
+        "adapt.lr_0.002.seed_2",
+        "lora.lr_1e-05.seed_2",
+    ]
     assert runs.finished_count() == 2
     finish(runs, HIGH, 30.0)  # somebody trained it after all
     assert runs.chosen_rate("lora") == HIGH.learning_rate
@@ -138,16 +151,6 @@ def test_missing_metrics_are_an_error_of_one_line(runs):
     finish(runs, HIGH, 40.0, steps=(STEPS,))
     with pytest.raises(RunFolderError, match=r"lora.lr_0.002.seed_1/metrics.jsonl: no validation after the first; "):
         runs.chosen_rate("lora")
-
-
-def test_a_chain_of_jobs_continues_after_a_rate_that_diverged(runs):
-    finish(runs, LOW, 40.0)
-    diverge(runs, HIGH)
-    assert [task.name for task in runs.pending_after([str(LOW), str(HIGH)])] == [
-        ONLY,
-        "adapt.lr_0.002.seed_2",
-        "lora.lr_1e-05.seed_2",
-    ]
 
 
 def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):

@@ -29,38 +29,31 @@ def architecture(tmp_path: Path) -> Path:
 
 
 def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture, tmp_path):
+    """Two calls with the same settings give the same base, another seed another; a start token is put before texts."""
     parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
     texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
-    tokenizer = NewTokenizer(vocab_size=900, texts=texts)
-    for folder, seed in (("first", 1), ("same", 1), ("other", 2)):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=seed), tmp_path / folder)
+    wanted = RandomBase(architecture=architecture, tokenizer=NewTokenizer(vocab_size=900, texts=texts), seed=1)
+    starting = NewTokenizer(vocab_size=900, texts=texts, start_token=True)
+    for folder, changes in (("first", {}), ("same", {}), ("other", {"seed": 2, "tokenizer": starting})):
+        make_random_base(wanted.model_copy(update=changes), tmp_path / folder)
 
     ours, theirs = load_tokenizer(tmp_path / "first"), AutoTokenizer.from_pretrained(tmp_path / "first")
+    started = AutoTokenizer.from_pretrained(tmp_path / "other")
     assert ours.vocab_size == load_hf_model(tmp_path / "first").config.vocab_size == 900
+    assert load_tokenizer(tmp_path / "other").document_start == (started.bos_token_id,)
     for text in TEXTS:
         ids = ours.reference.encode([text]).ids.tolist()
-        assert ids == theirs.encode(text)
+        assert ids == theirs.encode(text) == started.encode(text)[1:]
         assert ours.fast is None or ids == ours.fast.encode([text]).ids.tolist()
         assert theirs.decode(ids).lstrip() == text.lstrip()
     first, same, other = (file_hash(tmp_path / folder / "model.safetensors") for folder in ("first", "same", "other"))
     assert first == same != other
 
     before = (tmp_path / "first" / "config.json").stat().st_mtime_ns
-    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=1), tmp_path / "first")
+    make_random_base(wanted, tmp_path / "first")
     assert before == (tmp_path / "first" / "config.json").stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"made_of.json: this base was made of another seed than `scratch` has now"):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer, seed=9), tmp_path / "first")
-    with pytest.raises(ConfigError, match=r"was made of another tokenizer"):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES, seed=1), tmp_path / "first")
-
-
-def test_a_start_token_is_put_before_every_document(architecture, tmp_path):
-    texts = [TokenizerText(input=[str(STORIES_HELDOUT)], mib=0.05)]
-    tokenizer = NewTokenizer(vocab_size=400, texts=texts, start_token=True)
-    make_random_base(RandomBase(architecture=architecture, tokenizer=tokenizer), tmp_path / "base")
-    ours, theirs = load_tokenizer(tmp_path / "base"), AutoTokenizer.from_pretrained(tmp_path / "base")
-    assert ours.document_start == (theirs.bos_token_id,)
-    assert theirs.encode("Once upon") == [theirs.bos_token_id, *ours.reference.encode(["Once upon"]).ids.tolist()]
+    with pytest.raises(ConfigError, match=r"made of another tokenizer and seed than `scratch` has now"):
+        make_random_base(wanted.model_copy(update={"seed": 9, "tokenizer": STORIES}), tmp_path / "first")
 
 
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])

@@ -9,16 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from pipeline.errors import DataError, StudyError
-from pipeline.studies.report.runs import read_runs
+from pipeline.studies.report.page import page
+from pipeline.studies.report.runs import group, read_runs
 from pipeline.studies.results import summarise
 from pipeline.studies.run_study import open_study, run_study
-from tests.studies.studies import BEYOND, STEPS, call_tool, let_diverge, study_values, write_study
+from tests.studies.studies import BEYOND, STEPS, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,8 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     values["methods"]["adapt"]["method"]["variant"] = "route"
     values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
     values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
+    full = {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-2], "averages": [0.5]}
+    values["methods"]["fft"] = full
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
@@ -61,11 +63,16 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
 def test_a_row_has_the_figures_that_its_run_recorded(finished):
     study, _ = finished
     rows = json.loads((study / "summary.json").read_text())
-    assert [(row["label"], row["method"], row["seed"]) for row in rows] == [
-        ("SCALE-Adapt", "route", 1),
-        ("LoRA", "lora", 1),
+    assert [(row["label"], row["method"], row["learning_rate"], row["chosen"]) for row in rows] == [
+        ("SCALE-Adapt", "route", 2e-3, True),
+        ("SCALE-Adapt + gate", "route", 2e-3, True),
+        ("LoRA", "lora", 2e-3, True),
+        ("LoRA", "lora", BEYOND, False),
+        ("Full", "fft", 1e-2, True),
+        ("Full, averaged: 0.5", "fft", 1e-2, True),
     ]
-    for row in rows:
+    route, gated, lora, diverged, full, average = rows
+    for row in (route, lora):
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
         figures = {0: row["before"], STEPS: row["after"], **{each["step"]: each["figures"] for each in row["during"]}}
@@ -74,50 +81,32 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
             for corpus in ("korean", "english"):
                 for figure in ("perplexity", "bits_per_byte"):
                     assert figures[line["step"]][corpus][figure] == line[f"{figure}/{corpus}"]
-        assert lines[-1]["learning_rate"] <= row["learning_rate"]
         assert row["roles"] == {"korean": "new", "english": "replay"}
         assert row["peak_memory_gib"] > 0
         for key in ("trainable_parameters", "total_parameters", "steps", "tokens_seen", "seconds"):
             assert row[key] == training[key]
         assert row["after"]["korean"]["perplexity"] < row["before"]["korean"]["perplexity"]
-    assert rows[0]["before"]["korean"] == rows[1]["before"]["korean"]  # the same base
+    assert route["before"]["korean"] == lora["before"]["korean"]  # the same base
+    record = json.loads((study / route["folder"] / "gate" / "gate.json").read_text())["heldout"]
+    assert gated["after"]["english"]["perplexity"] == record["english"]["gated_perplexity"]
+    before, *ends = (own["korean"]["perplexity"] for own in (full["before"], full["after"], average["after"]))
+    assert ends[0] != ends[1] and max(ends) < before and full["inference_cost"] == average["inference_cost"] == 1.0
+    assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > 1.0
+    assert (diverged["after"], (study / diverged["folder"] / "divergence.json").exists()) == ({}, True)
 
 
-def test_the_frontier_has_the_base_every_run_and_the_gated_model(finished, tmp_path, monkeypatch, capsys):
-    study, _ = finished
-    output = tmp_path / "frontier.json"
-    picture = tmp_path / "frontier.svg"
-    call_tool(monkeypatch, "show_frontier", study.parent / "study.yaml", "--output", output, "--picture", picture)
-    rows = json.loads(output.read_text())
-    assert [(row["method"], row["gated"], row["seed"]) for row in rows] == [
-        ("base", False, None),
-        ("route", False, 1),
-        ("route", True, 1),
-        ("lora", False, 1),
-    ]
-    base, route, gated, lora = rows
-    ended = json.loads((study / "summary.json").read_text())
-    for row, end in ((route, ended[0]["after"]), (lora, ended[1]["after"]), (base, ended[0]["before"])):
-        assert row["korean_perplexity"] == row["new_perplexity"] == end["korean"]["perplexity"]
-        assert row["english_perplexity"] == row["old_perplexity"] == end["english"]["perplexity"]
-    record = json.loads((study / ended[0]["folder"] / "gate" / "gate.json").read_text())["heldout"]
-    assert gated["english_perplexity"] == record["english"]["gated_perplexity"]
-    assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > base["inference_cost"] == 1.0
-    assert "SCALE-Adapt + gate" in capsys.readouterr().out
-    drawn = ElementTree.parse(picture)
-    marks = [element for element in drawn.iter() if "mark" in element.get("class", "").split()]
-    assert len(marks) == 3 + 2 and "prefers-color-scheme: dark" in picture.read_text()
-
-
-def test_a_learning_rate_that_diverged_is_not_chosen(finished):
+def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_model(finished):
     study, printed = finished
-    tried = json.loads((study / "learning_rates.json").read_text())
-    at = {row["learning_rate"]: row for row in tried if row["label"] == "LoRA"}
-    assert (at[2e-3]["chosen"], at[2e-3]["at_the_edge"], at[BEYOND]["chosen"]) == (True, True, False)
-    assert (at[BEYOND]["new_perplexity"], at[BEYOND]["after"]) == (None, {})
     (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
-    assert line.endswith("diverged") and (study / f"lora.lr_{BEYOND:g}.seed_1" / "divergence.json").exists()
-    assert "chosen" in printed and "SCALE-Adapt" in printed
+    assert line.endswith("diverged") and "chosen, at the edge" in printed
+    assert [own.label for own in group(read_runs([study]))] == [
+        "SCALE-Adapt",
+        "SCALE-Adapt + gate",
+        "LoRA",
+        "Full",
+        "Full, averaged: 0.5",
+    ]
+    assert "SCALE-Adapt + gate: " in page(read_runs([study]), "Study")
 
 
 def test_the_report_reads_the_folder_of_a_run(finished):
@@ -130,7 +119,6 @@ def test_the_report_reads_the_folder_of_a_run(finished):
     read = json.loads(run.row.model_dump_json())
     assert {key: read[key] for key in same} == {key: row[key] for key in same}
     assert read["learning_rate"] == pytest.approx(2e-3) and run.row.tokens_seen == row["tokens_seen"]
-    assert any("preserved_fraction" in line for line in run.metrics)
 
 
 def test_finished_runs_are_skipped(finished, tokens):
@@ -138,7 +126,7 @@ def test_finished_runs_are_skipped(finished, tokens):
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
     runs = open_study(path, study)
-    assert (runs.finished_count(), runs.run_count()) == (3, 3)
+    assert runs.finished_count() == runs.run_count() == 4
     run_study(runs, jobs=2)
     assert summarise(runs) == printed.rstrip("\n")
     assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
@@ -150,20 +138,16 @@ def test_finished_runs_are_skipped(finished, tokens):
     assert [(task.run.config.folder.name, task.stages) for task in tasks] == [
         ("adapt.lr_0.002.seed_2", ("upscale", "train", "gate")),
         ("lora.lr_0.002.seed_2", ("train",)),
+        ("fft.lr_0.01.seed_2", ("train",)),
     ]
 
 
-def test_a_failing_run_ends_the_study_with_its_own_error(tokens, tmp_path):
+def test_texts_are_looked_for_first(tokens, tmp_path):
     values = study_values(tmp_path, tokens)
     values["settings"]["data"]["folder"] = str(tmp_path / "tokens")
     values["settings"]["data"]["corpora"]["korean"]["input"] = [str(tmp_path / "texts.jsonl")]
     with pytest.raises(DataError, match=r"texts.jsonl: no such file"):
         open_study(write_study(tmp_path, values), tmp_path)
-    (tmp_path / "texts.jsonl").write_text("no JSON\n")
-    said = r"adapt.lr_0.002.seed_1: tokenize ended with exit code 1: .*texts.jsonl .* \(all output: .*/log.txt\)"
-    with pytest.raises(StudyError, match=said) as raised:
-        run_study(open_study(write_study(tmp_path, values), tmp_path), jobs=2)
-    assert raised.value.exit_code == 1
 
 
 def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
@@ -172,6 +156,8 @@ def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
     broken["settings"] = {"deepspeed": "nowhere.json"}
     values["methods"] = {"broken": broken, "adapt": values["methods"]["adapt"]}
     runs = open_study(write_study(tmp_path, {**values, "seeds": [1]}), tmp_path)
-    with pytest.raises(StudyError, match=r"^broken.lr_0.001.seed_1 ended with exit code 2: .*nowhere.json"):
+    said = r"^broken.lr_0.001.seed_1 ended with exit code 2: .*nowhere.json.* \(all output: .*/log.txt\)"
+    with pytest.raises(StudyError, match=said) as raised:
         run_study(runs, jobs=1)
+    assert raised.value.exit_code == 2
     assert [task.name for task in runs.pending_tasks()] == ["broken.lr_0.001.seed_1"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checks.inputs import check_fits
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
-from pipeline.sizing.matching import trained_parameters
 from pipeline.studies.runs import StudyRuns, Trial
 from pipeline.studies.study import load_study
 
@@ -46,4 +46,4 @@ def test_its_runs_fit_the_ranks_they_are_made_for(runs):
         load_deepspeed_config(run.config.deepspeed, layout)
     spec = read_spec(runs.base)
     for run in trials:
-        assert trained_parameters(run.config.method, spec) > 0
+        check_fits(run.config, spec)

@@ -51,7 +51,7 @@ from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.studies.frontier import AveragedModel
+from pipeline.studies.derived import AveragedModel
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from pipeline.studies.report.words import count
-
 Point = tuple[float, float]
 STYLES = 7
 _MARGIN = 18.0  # of a picture in a file of its own
@@ -54,22 +52,20 @@ class Drawing:
         title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
         self._add('<polygon class="{} {}" points="{}">{}</polygon>', kind, style_class(style), points, title)
 
-    def ring(self, at: Point, radius: float, kind: str) -> None:
-        """A circle."""
-        self._add('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="{:.1f}"/>', kind, *at, radius)
+    def markup(self) -> Markup:
+        """The element, to stand in a page."""
+        box = f"0 0 {self.width:g} {self.height:g}"
+        return Markup(f'<svg viewBox="{box}" class="figure" {self._role}>{Markup().join(self._parts)}</svg>')
 
-    def markup(self, style_sheet: str = "") -> Markup:
-        """The element; with a style sheet, a complete SVG file with a margin."""
-        margin = _MARGIN if style_sheet else 0.0
-        width, height = self.width + 2 * margin, self.height + 2 * margin
-        corner = 0 - margin
-        box = f'viewBox="{corner:g} {corner:g} {width:g} {height:g}"'
-        if not style_sheet:
-            return Markup(f'<svg {box} class="figure" {self._role}>{Markup().join(self._parts)}</svg>')
-        file = f'xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
+    def file(self, style_sheet: str) -> str:
+        """A complete SVG file, with a margin."""
+        corner, width, height = -_MARGIN, self.width + 2 * _MARGIN, self.height + 2 * _MARGIN
         ground = f'<rect class="ground" x="{corner:g}" y="{corner:g}" width="100%" height="100%"/>'
-        head = f"<style>{escape(style_sheet)}</style>{ground}"
-        return Markup(f'<svg {file} {box} class="figure" {self._role}>{head}{Markup().join(self._parts)}</svg>')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" class="figure" '
+            f'viewBox="{corner:g} {corner:g} {width:g} {height:g}" {self._role}>'
+            f"<style>{escape(style_sheet)}</style>{ground}{Markup().join(self._parts)}</svg>"
+        )
 
 
 def style_class(style: int) -> str:
@@ -108,10 +104,12 @@ _SHAPES = (
     _polygon(6, 0, 5.7),
 )  # fmt: skip
 
+# --- Axes -------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to pixels from `start` to `end`; `ticks` are labelled, formatted by `words`.
+    """Maps values to pixels from `start` to `end`; `ticks` are labelled by `words`.
 
     `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
     """
@@ -142,22 +140,12 @@ MakeAxis = Callable[[Sequence[float], float, float], Axis]
 
 
 def linear_axis(
-    low: float, values: Iterable[float], start: float, end: float, words: Callable[[float], str], least: float = 0.0
+    values: Sequence[float], start: float, end: float, words: Callable[[float], str], least: float = 0.0
 ) -> Axis:
-    """An axis from `low`, or from lower values, with ticks at round numbers, at `least` so far apart."""
-    high = max([low + (least or 0.01), *values])
-    low = min([low, *values])
+    """An axis over `values` with ticks at round numbers, at `least` so far apart."""
+    low, high = min(values), max(values)
+    high = max(high, low + (least or 0.01))
     return Axis(low, high, start, end, words, _even(low, high, max(2, abs(end - start) / 40), least))
-
-
-def step_axis(steps: Sequence[float], start: float, end: float) -> Axis:
-    """An axis of training steps."""
-    return linear_axis(0.0, steps, start, end, count, least=1.0)
-
-
-def layer_axis(layers: Sequence[float], start: float, end: float) -> Axis:
-    """An axis of layers, from 1."""
-    return linear_axis(1.0, layers, start, end, count, least=1.0)
 
 
 def distance_axis(
@@ -175,8 +163,7 @@ def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     ticks = [10.0**decade * step for step in (1, 3, 2, 5) for decade in decades]
     if high - low < 0.7:
         ticks = _even(10**low, 10**high, 8)
-    axis = Axis(low, high, start, end, _large, warp=math.log10)
-    return axis.with_ticks(ticks, 26)
+    return Axis(low, high, start, end, _large, warp=math.log10).with_ticks(ticks, 26)
 
 
 def _large(value: float) -> str:
@@ -196,6 +183,9 @@ def _even(low: float, high: float, room: float, least: float = 0.0) -> list[floa
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [step * number for number in range(first, last + 1)]
+
+
+# --- Places for labels ------------------------------------------------------------------------------------------------
 
 
 class Box(NamedTuple):

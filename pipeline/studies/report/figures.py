@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pipeline.run_folder.metrics import mean, spread
-from pipeline.studies.report.drawing import Axis, Drawing, Point, layer_axis, linear_axis, log_axis, style_class
+from pipeline.studies.report.drawing import Axis, Drawing, Point, linear_axis, log_axis, style_class
 from pipeline.studies.report.plots import Figure, Panel, Plane, Series, panels_figure, plane_height
-from pipeline.studies.report.runs import PERPLEXITY, Group, Measure, Run, Standing, corpora, figure_names, measure_of
-from pipeline.studies.report.words import count, percent
+from pipeline.studies.report.runs import PERPLEXITY, Group, Measure, Standing, corpora, figure_names, measure_of
+from pipeline.studies.report.words import percent
 from pipeline.studies.results import REPLAY, Row
 
 _MAX_POINTS = 120  # of a line; more are not visible, and make the page large
@@ -19,14 +19,11 @@ _ANSWERS = {
     "first_token_probability": "probability of the right first token",
     "exact_match": "whole answer right",
 }
-_ROUTED = "preserved_fraction"
-_COSINE = "base_stream_cosine/layer_"
 
 
 def figures_of(groups: Sequence[Group]) -> list[Figure]:
     """All figures that the runs have data for."""
-    makers = (_tradeoff, _rates, _answers, _perplexities, _routing, _drift)
-    return [figure for make in makers if (figure := make(groups)) is not None]
+    return [figure for make in (_tradeoff, _rates, _answers, _perplexities) if (figure := make(groups)) is not None]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -63,9 +60,8 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
             _draw_group(plane, group, place, measure)
         plane.name([(group.label, place) for group, place in placed])
 
-    several = any(len(group.runs) > 1 for group in groups)
     marks = "Each mark is a run; the thin line is its course from the base."
-    if several:
+    if any(len(group.runs) > 1 for group in groups):
         marks = (
             "Large marks are means over seeds with bars of one standard deviation, small marks single runs, and thin "
             "lines their course from the base."
@@ -100,8 +96,9 @@ def _draw_group(plane: Plane, group: Group, middle: Standing, measure: Measure) 
 def _rates(groups: Sequence[Group]) -> Figure | None:
     """A line for each method through its learning rates; the chosen rate has a large, labelled mark."""
     measure = measure_of(groups)
-    tried = [(group, found) for group in groups if (found := measure.ends(group.tried))]
-    if all(len(found) < 2 for _, found in tried):
+    ends = [(group, measure.ends(group.tried)) for group in groups]
+    tried = [(group, found) for group, found in ends if len(found) > 1]
+    if not tried:
         return None
     learned, kept = new_and_kept(groups)
 
@@ -111,12 +108,10 @@ def _rates(groups: Sequence[Group]) -> Figure | None:
         named = []
         for group, found in tried:
             plane.line([place for _, place in found], f"rates {style_class(group.style)}")
-            chosen = [place for row, place in found if row.learning_rate == group.rows[0].learning_rate]
             for row, place in found:
                 said = f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place, learned, kept)}"
-                kind, size = ("mark", 1.0) if place in chosen else ("run", 0.5)
-                drawing.mark(plane.at(place), group.style, kind, size, said)
-            named.append((group.label, [*chosen, found[-1][1]][0]))
+                drawing.mark(plane.at(place), group.style, *(("mark", 1.0) if row.chosen else ("run", 0.5)), said)
+            named.append((group.label, next((place for row, place in found if row.chosen), found[-1][1])))
         plane.name(named)
 
     said = {group.label: [measure.describe(place, learned, kept) for _, place in found] for group, found in tried}
@@ -132,18 +127,18 @@ def _rates(groups: Sequence[Group]) -> Figure | None:
     )
 
 
-def _share_axis(_: Sequence[float], start: float, end: float) -> Axis:
-    return linear_axis(0.0, [1.0], start, end, percent)
+def _share_axis(values: Sequence[float], start: float, end: float) -> Axis:
+    return linear_axis([0.0, 1.0, *values], start, end, percent)
 
 
-def _axis_from_zero(values: Sequence[float], start: float, end: float) -> Axis:
-    return linear_axis(0.0, values, start, end, lambda value: f"{value:.4g}")
-
-
-def _series(groups: Sequence[Group], line_of: Callable[[Run], list[Point]]) -> list[Series]:
-    """The lines of the groups in which some run has one."""
-    found = [(group, [line for run in group.runs if (line := line_of(run))]) for group in groups]
-    return [Series(group.label, group.style, lines) for group, lines in found if lines]
+def _answers(groups: Sequence[Group]) -> Figure | None:
+    panels = [
+        Panel(f"{name}: {_ANSWERS[figure]}", _over_steps(groups, name, figure), _share_axis)
+        for figure in figure_names(groups)
+        if figure in _ANSWERS
+        for name in corpora(groups)
+    ]
+    return panels_figure("answers", "Questions answered during training", "Share of the held-out questions.", panels)
 
 
 def _perplexities(groups: Sequence[Group]) -> Figure | None:
@@ -152,7 +147,6 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
             f"{name}, to be {'kept' if role == REPLAY else 'learned'}",
             _over_steps(groups, name, PERPLEXITY.figure, above=0.0),
             log_axis,
-            _steps(groups),
         )
         for name, role in corpora(groups).items()
     ]
@@ -160,65 +154,17 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
     return panels_figure("perplexity", title, "Lower is better; the axes are logarithmic.", panels)
 
 
-def _answers(groups: Sequence[Group]) -> Figure | None:
-    panels = [
-        Panel(f"{name}: {_ANSWERS[figure]}", _over_steps(groups, name, figure), _share_axis, _steps(groups))
-        for figure in figure_names(groups)
-        if figure in _ANSWERS
-        for name in corpora(groups)
-    ]
-    return panels_figure("answers", "Questions answered during training", "Share of the held-out questions.", panels)
-
-
-def _routing(groups: Sequence[Group]) -> Figure | None:
-    def routed(run: Run) -> list[Point]:
-        return _thinned([(line["step"], line[_ROUTED]) for line in run.metrics if _ROUTED in line])
-
-    return panels_figure(
-        "routing",
-        "How often the router takes the preserved path",
-        "Share of the training tokens whose preserved and adapted logits have a cosine above the router's threshold.",
-        [Panel("share of tokens", _series(groups, routed), _share_axis, _steps(groups))],
-    )
-
-
-def _drift(groups: Sequence[Group]) -> Figure | None:
-    def last_drift(run: Run) -> list[Point]:
-        """By layer, from 1, at the last validation that has it."""
-        lines = ({key: line[key] for key in line if key.startswith(_COSINE)} for line in reversed(run.metrics))
-        cosines = next(filter(None, lines), {})
-        return sorted((int(key.removeprefix(_COSINE)) + 1.0, 1 - cosine) for key, cosine in cosines.items())
-
-    series = _series(groups, last_drift)
-    return panels_figure(
-        "drift",
-        "How far each layer's base stream moved",
-        "At the last validation, on text of the base's own domain: at 0 the stream has the base's direction. "
-        "Methods that train the base itself have no base stream to compare with.",
-        [Panel("1 \N{MINUS SIGN} cosine", series, _axis_from_zero, "layer", layer_axis)],
-    )
-
-
-def _steps(groups: Sequence[Group]) -> str:
-    """The label of the horizontal axis, with the tokens per step where all runs have the same."""
-    rows = [row for group in groups for row in group.rows]
-    sizes = {round(row.tokens_seen / row.steps) if row.tokens_seen and row.steps else None for row in rows}
-    size = sizes.pop() if len(sizes) == 1 else None
-    return f"steps of {count(size)} tokens" if size else "steps"
-
-
 def _over_steps(groups: Sequence[Group], corpus: str, figure: str, above: float = -math.inf) -> list[Series]:
     """A figure of a corpus by steps; an axis cannot show values that are not `above` a bound."""
-
-    def points(row: Row) -> list[Point]:
-        found = [(float(each.step), each.figures.get(corpus, {}).get(figure)) for each in row.validations]
-        return _thinned([(step, value) for step, value in found if value is not None and value > above])
-
-    return [own for own in _series(groups, lambda run: points(run.row)) if own.middle]
+    lines = [(group, [line for row in group.rows if (line := _line(row, corpus, figure, above))]) for group in groups]
+    series = [Series(group.label, group.style, of_group) for group, of_group in lines if of_group]
+    return [own for own in series if own.middle]
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _line(row: Row, corpus: str, figure: str, above: float) -> list[Point]:
     """At most `_MAX_POINTS` points, each the mean of some neighbours, at the step of the last of them."""
+    found = [(float(each.step), each.figures.get(corpus, {}).get(figure)) for each in row.validations]
+    points = [(step, value) for step, value in found if value is not None and value > above]
     size = math.ceil(len(points) / _MAX_POINTS)
-    runs = [points[at : at + size] for at in range(0, len(points), size or 1)]
-    return [(run[-1][0], mean([value for _, value in run])) for run in runs]
+    parts = [points[at : at + size] for at in range(0, len(points), size or 1)]
+    return [(part[-1][0], mean([value for _, value in part])) for part in parts]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from pipeline.studies.report import tables
 from pipeline.studies.report.drawing import Drawing
@@ -31,7 +32,7 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
     text = _TEMPLATES.get_template("page.html").render(
         title=title,
         sources=list(dict.fromkeys(run.source for run in runs)),
-        run_count=len(runs),
+        run_count=sum(len(own.runs) for own in groups),
         method_count=len(groups),
         findings=findings(groups),
         figures=[
@@ -64,7 +65,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
     return [*sentences, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
 
 
-def _mark(style: int) -> str:
+def _mark(style: int) -> Markup:
     drawing = Drawing(16, 16)
     drawing.mark((8, 8), style)
     return drawing.markup()
@@ -73,4 +74,4 @@ def _mark(style: int) -> str:
 def svg_file(drawing: Drawing) -> str:
     """A drawing as an SVG file, for light and dark pages."""
     style_sheet = _TEMPLATES.get_template("figures.css").render()
-    return _UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", drawing.markup(style_sheet))
+    return _UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", drawing.file(style_sheet))

@@ -15,17 +15,17 @@ from pipeline.studies.report.drawing import (
     Point,
     around,
     distance_axis,
+    linear_axis,
     moved_apart,
     place_labels,
     shortened,
-    step_axis,
     style_class,
     text_width,
 )
 from pipeline.studies.report.runs import Measure, Standing
-from pipeline.studies.report.words import short
+from pipeline.studies.report.words import count, short
 
-_LABEL = 13.0
+_LABEL, _SMALL = 13.0, 12.5  # font sizes of the style sheet
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,29 @@ class Figure:
         return drawing
 
 
-class Plane:
-    """Axes for standings: learned to the right, forgotten upwards.
+class Chart:
+    """Axes that are drawn, with their grid; points are pairs of values."""
+
+    def __init__(self, drawing: Drawing, x: Axis, y: Axis) -> None:
+        self.drawing, self.x, self.y = drawing, x, y
+        for tick in x.ticks:
+            drawing.line([(x(tick), y.end), (x(tick), y.start)], "grid" if tick else "zero")
+            drawing.text((x(tick), y.start + 18), x.words(tick) if tick else "0", "tick", "middle")
+        for tick in y.ticks:
+            drawing.line([(x.start, y(tick)), (x.end, y(tick))], "grid" if tick else "zero")
+            drawing.text((x.start - 8, y(tick) + 4), y.words(tick) if tick else "0", "tick", "end")
+
+    def at(self, point: Point) -> Point:
+        """The pixel of a point."""
+        return self.x(point[0]), self.y(point[1])
+
+    def line(self, points: Iterable[Point], kind: str) -> None:
+        """A line through points, in their order."""
+        self.drawing.line([self.at(point) for point in points], kind)
+
+
+class Plane(Chart):
+    """A chart of standings: learned to the right, forgotten upwards.
 
     There is room for `places`, and at the right for `labels`; `learned` and `kept` name the corpora.
     """
@@ -61,45 +82,27 @@ class Plane:
         learned: str,
         kept: str,
     ) -> None:
-        self.drawing = drawing
         right = drawing.width - min(max(text_width(label, _LABEL) for label in labels), 0.13 * drawing.width)
-        left, top, bottom = 68.0, 34.0, drawing.height - 58.0
+        bottom = drawing.height - 58.0
         across, up = ([sign * measure.better * size for size in measure.rounds] for sign in (1, -1))
-        self.x = x = distance_axis([place.learned for place in places], left, right, measure.on_new, across)
-        self.y = y = distance_axis([place.forgotten for place in places], bottom, top, measure.on_kept, up)
-        for tick in x.ticks:
-            drawing.line([(x(tick), top), (x(tick), bottom)], "grid" if tick else "zero")
-            drawing.text((x(tick), bottom + 18), x.words(tick) if tick else "0", "tick", "middle")
-        for tick in y.ticks:
-            drawing.line([(left, y(tick)), (right, y(tick))], "grid" if tick else "zero")
-            drawing.text((left - 8, y(tick) + 4), y.words(tick) if tick else "0", "tick", "end")
+        x = distance_axis([place.learned for place in places], 68.0, right, measure.on_new, across)
+        y = distance_axis([place.forgotten for place in places], bottom, 34.0, measure.on_kept, up)
+        super().__init__(drawing, x, y)
         drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
         drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {kept}", "axis")
         drawing.text((right, bottom + 42), f"learned: {measure.noun}, {learned} \N{RIGHTWARDS ARROW}", "axis", "end")
 
-    def at(self, place: Standing) -> Point:
-        """The pixel of a standing."""
-        return self.x(place.learned), self.y(place.forgotten)
-
-    def line(self, places: Iterable[Standing], kind: str) -> None:
-        """A line through standings, in their order."""
-        self.drawing.line([self.at(place) for place in places], kind)
-
-    def name(self, named: Sequence[tuple[str, Standing]], others: Iterable[Standing] = ()) -> None:
-        """Marks the base, and labels every point, with a leader line where the label is further away.
-
-        No label covers the marks of the points or of `others`.
-        """
+    def name(self, named: Sequence[tuple[str, Standing]]) -> None:
+        """Marks the base, and labels every point, with a leader line where the label is further away."""
         drawing, x, y = self.drawing, self.x, self.y
-        base = (x(0), y(0))
-        drawing.ring(base, 5, "base")
-        ends = [self.at(place) for _, place in named]
+        points = [(x(0), y(0)), *(self.at(place) for _, place in named)]
+        drawing.mark(points[0], 0, "base")
         names = ["base", *(shortened(name, _LABEL, 0.4 * drawing.width) for name, _ in named)]
         room = Box(x.start, y.end - 8, drawing.width, y.start)
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
-        taken = [hint, *(around(point, 12) for point in (*ends, *map(self.at, others)))]
-        boxes = place_labels([base, *ends], [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room)
-        for name, point, box in zip(names, [base, *ends], boxes, strict=True):
+        taken = [hint, *(around(point, 12) for point in points[1:])]
+        boxes = place_labels(points, [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room)
+        for name, point, box in zip(names, points, boxes, strict=True):
             near = (min(max(point[0], box.left - 2), box.right + 2), (box.top + box.bottom) / 2)
             if abs(near[0] - point[0]) + abs(near[1] - point[1]) > 22:
                 drawing.line([point, near], "leader")
@@ -129,54 +132,44 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its heading, its lines, and how its axes are made; `across` is the label of the horizontal one."""
+    """A chart over steps: its heading, its lines, and how its y axis is made."""
 
     heading: str
     series: Sequence[Series]
     y_axis: MakeAxis
-    across: str
-    x_axis: MakeAxis = step_axis
 
     @property
     def height(self) -> float:
         return max(300.0, 102 + 16 * len(self.series))
 
-    def draw(self, drawing: Drawing, left: float, right: float, top: float, bottom: float) -> None:
-        """Draws the panel between these pixels."""
-        points = [point for own in self.series for line in own.lines for point in line if math.isfinite(point[1])]
+    def draw(self, drawing: Drawing, left: float, right: float, top: float) -> None:
+        """Draws the panel from these pixels on."""
+        points = [point for own in self.series for line in own.lines for point in _finite(line)]
         drawing.text((left, top + 14), self.heading if points else f"{self.heading}: no finite figure", "axis")
         if not points:
             return
-        names = min(max(text_width(own.label, 12.5) for own in self.series), 0.36 * (right - left))
-        x = self.x_axis([at for at, _ in points], left + 52, right - names - 22)
-        y = self.y_axis([value for _, value in points], bottom - 46, top + 36)
-        for tick in y.ticks:
-            drawing.line([(x.start, y(tick)), (x.end, y(tick))], "grid")
-            drawing.text((x.start - 8, y(tick) + 4), y.words(tick), "tick", "end")
-        for tick in x.ticks:
-            drawing.line([(x(tick), y.start), (x(tick), y.start + 4)], "zero")
-            drawing.text((x(tick), y.start + 18), x.words(tick), "tick", "middle")
+        room = min(max(text_width(own.label, _SMALL) for own in self.series), 0.36 * (right - left))
+        x = linear_axis([0.0, *(at for at, _ in points)], left + 52, right - room - 22, count, least=1.0)
+        y = self.y_axis([value for _, value in points], top + self.height - 66, top + 36)
+        chart = Chart(drawing, x, y)
         drawing.line([(x.start, y.start), (x.end, y.start)], "zero")
-        drawing.text(((x.start + x.end) / 2, y.start + 37), self.across, "tick", "middle")
+        drawing.text(((x.start + x.end) / 2, y.start + 37), "steps", "tick", "middle")
         for own in self.series:
             for line in own.lines if len(own.lines) > 1 else ():
-                drawing.line(_pixels(line, x, y), f"way {style_class(own.style)}")
-        ends = []
-        for own in self.series:
-            middle = _pixels(own.middle, x, y)
-            drawing.line(middle, f"line {style_class(own.style)}")
-            for point in middle[-1:]:
-                drawing.mark(point, own.style, size=0.8)
-                ends.append((own.label, point))
+                chart.line(_finite(line), f"way {style_class(own.style)}")
+        ends = [(own, middle) for own in self.series if (middle := _finite(own.middle))]
         # The name of each line is at its end, and names are moved apart where ends are close.
-        heights = moved_apart([point[1] for _, point in ends], 16, y.end, y.start)
-        for (label, point), height in zip(ends, heights, strict=True):
-            drawing.line([(point[0] + 6, point[1]), (x.end + 14, height)], "leader")
-            drawing.text((x.end + 17, height + 4), shortened(label, 12.5, names), "label small")
+        heights = moved_apart([y(middle[-1][1]) for _, middle in ends], 16, y.end, y.start)
+        for (own, middle), height in zip(ends, heights, strict=True):
+            chart.line(middle, f"line {style_class(own.style)}")
+            across, up = chart.at(middle[-1])
+            drawing.mark((across, up), own.style, size=0.8)
+            drawing.line([(across + 6, up), (x.end + 14, height)], "leader")
+            drawing.text((x.end + 17, height + 4), shortened(own.label, _SMALL, room), "label small")
 
 
-def _pixels(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
-    return [(x(at), y(value)) for at, value in points if math.isfinite(value)]
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def panels_figure(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figure | None:
@@ -197,8 +190,7 @@ def panels_figure(name: str, title: str, caption: str, panels: Sequence[Panel]) 
         wide = drawing.width / len(shown[0])
         for row in shown:
             for column, panel in enumerate(row):
-                right = (column + 1) * wide - (18 if column < len(shown[0]) - 1 else 0)
-                panel.draw(drawing, column * wide, right, top, top + height(row) - 20)
+                panel.draw(drawing, column * wide, (column + 1) * wide - 18 * (column + 1 < len(shown[0])), top)
             top += height(row)
 
     several = any(len(own.lines) > 1 for panel in panels for own in panel.series)

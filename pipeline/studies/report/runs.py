@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pipeline.errors import RunFolderError
 from pipeline.files import is_plain_name, read_object
@@ -27,36 +26,23 @@ from pipeline.run_folder.metrics import (
 )
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.studies.report.words import change, points
-from pipeline.studies.results import (
-    FROM_TRAINING,
-    LEARNING_RATES,
-    REPLAY,
-    SUMMARY,
-    Row,
-    checked_rows,
-    read_rows,
-    read_tried,
-)
+from pipeline.studies.results import FROM_TRAINING, REPLAY, SUMMARY, Row, read_rows
 
 T = TypeVar("T")
 # The same base differs by rounding only: by the dtype and the number of ranks.
 _BASE_TOLERANCE = 0.02
 _MAX_CORPORA = 3  # of a role, in a figure
+METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
+"""The position is the style's number."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row, the name of the folder that it was read from, and the lines of its metrics.jsonl if there is one.
-
-    `written` is what the model wrote after each of `validation.prompts`, by step. `tried` has a row for each learning
-    rate of the method, in rising order; only the first seed has them.
-    """
+    """A row, the name of the folder that it was read from, and by step what the model wrote after each prompt."""
 
     row: Row
     source: str
-    metrics: Sequence[Mapping[str, float]]
     written: Mapping[int, Mapping[str, str]]
-    tried: Sequence[Row] = ()
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
@@ -91,49 +77,41 @@ def _check_same_base(runs: Sequence[Run]) -> None:
 
 
 def _read(folder: Path, name: str) -> list[Run]:
-    lines = read_metrics(folder / METRICS)
     if (folder / METRICS).is_file():
-        return [_run(_row_of_run(folder, name, lines), name, lines)]
+        return [Run(_row_of_run(folder, name), name, _written(folder))]
     if not (folder / SUMMARY).is_file():
         raise RunFolderError(
             f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
             "check the path, or train first"
         )
-    all_tried = read_tried(folder) if (folder / LEARNING_RATES).is_file() else []
-    runs = []
-    for row in read_rows(folder):
-        own = [tried for tried in all_tried if (tried.label, tried.seed) == (row.label, row.seed)]
-        at_rates = [
-            row.model_copy(update={"learning_rate": tried.learning_rate, "during": [], "after": tried.after})
-            for tried in sorted(own, key=lambda tried: tried.learning_rate)
-        ]
-        inside = row.folder is not None and is_plain_name(row.folder)
-        runs.append(_run(row, name, read_metrics(folder / str(row.folder) / METRICS) if inside else [], at_rates))
-    return runs
+    rows = read_rows(folder)
+    inside = [row.folder is not None and is_plain_name(row.folder) for row in rows]
+    return [
+        Run(row, name, _written(folder / str(row.folder)) if own else {}) for row, own in zip(rows, inside, strict=True)
+    ]
 
 
-def _run(row: Row, name: str, lines: Sequence[Mapping[str, Any]], tried: Sequence[Row] = ()) -> Run:
-    written = {line["step"]: line[TEXTS] for line in lines if isinstance(line.get(TEXTS), dict)}
-    return Run(row, name, [only_numbers(line) for line in lines], written, tried)
+def _written(folder: Path) -> dict[int, Mapping[str, str]]:
+    return {line["step"]: line[TEXTS] for line in read_metrics(folder / METRICS) if isinstance(line.get(TEXTS), dict)}
 
 
-def _row_of_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> Row:
+def _row_of_run(folder: Path, name: str) -> Row:
+    lines = read_metrics(folder / METRICS)
     before, *during, after = read_validations(lines, folder / METRICS)
     trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
     metrics = [only_numbers(line) for line in lines]
     replayed = {key.partition("/")[2] for line in metrics for key in line if key.startswith("forgetting/")}
-    values = {
+    return Row(
         **{key: trained[key] for key in FROM_TRAINING if key in trained},
-        "label": name,
-        "learning_rate": max((line["learning_rate"] for line in metrics if "learning_rate" in line), default=None),
-        "peak_memory_gib": peak_memory_gib(metrics),
-        "roles": {corpus: REPLAY if corpus in replayed else "new" for corpus in before.figures},
-        "before": before.figures,
-        "during": during,
-        "after": after.figures,
-        "steps": after.step,
-    }
-    return checked_rows(Row, [values], folder / TRAINING)[0]
+        label=name,
+        learning_rate=max((line["learning_rate"] for line in metrics if "learning_rate" in line), default=None),
+        peak_memory_gib=peak_memory_gib(metrics),
+        roles={corpus: REPLAY if corpus in replayed else "new" for corpus in before.figures},
+        before=before.figures,
+        during=during,
+        after=after.figures,
+        steps=after.step,
+    )
 
 
 class Standing(NamedTuple):
@@ -160,12 +138,12 @@ class Measure:
 
     def standing(self, row: Row, figures: Figures) -> Standing | None:
         """How far `figures` are from the base; None unless a new and a replayed corpus have the figure, all finite."""
-        learned: list[float] = []
-        forgotten: list[float] = []
+        far: tuple[list[float], list[float]] = [], []
         for name, role in row.roles.items():
             before, now = (of.get(name, {}).get(self.figure) for of in (row.before, figures))
             if before is not None and now is not None:
-                (forgotten if role == REPLAY else learned).append(self.distance(now, before))
+                far[role == REPLAY].append(self.distance(now, before))
+        learned, forgotten = far
         if not learned or not forgotten or not all(map(math.isfinite, learned + forgotten)):
             return None
         return Standing(self.better * mean(learned), -self.better * mean(forgotten))
@@ -198,26 +176,22 @@ _POINTS = [0.0, *(sign * size / 100 for size in (100, 20, 40, 60, 80, 50, 10, 30
 PERPLEXITY = Measure("perplexity", "perplexity", -1, _nats, change, _CHANGES)
 ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub, points, _POINTS)
 
-# The position is the style's number.
-METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
-
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one label, which differ in seed only; `style` is their colour and mark."""
+    """The runs of one label at its chosen learning rate, which differ in seed only; `style` is their colour and mark.
+
+    `tried` has a row for each learning rate, in rising order, with the first seed.
+    """
 
     label: str
     style: int
     runs: Sequence[Run]
+    tried: Sequence[Row]
 
     @property
     def rows(self) -> list[Row]:
         return [run.row for run in self.runs]
-
-    @property
-    def tried(self) -> list[Row]:
-        """A row for each learning rate, in rising order, with one seed."""
-        return [row for run in self.runs for row in run.tried]
 
     def standing(self, measure: Measure) -> Standing | None:
         """The mean of the standings of its runs; None where one of them has none."""
@@ -230,65 +204,58 @@ class Group:
 def group(runs: Sequence[Run]) -> list[Group]:
     """The runs by label; labels that several studies use are followed by the study's name.
 
-    Each group has its method's style, so that a method looks the same in every report, or else the next free one.
+    A method has the same colour in every report; its other labels, such as that with a gate, have other marks.
     """
     named: dict[str, list[Run]] = {}
     for run in runs:
         label = run.row.label
         is_shared = len({other.source for other in runs if other.row.label == label}) > 1
         named.setdefault(f"{label} ({run.source})" if is_shared else label, []).append(run)
-    styles: dict[str, int] = {}
+    groups: list[Group] = []
     for label, members in named.items():
         method = members[0].row.method
-        if method in METHODS and METHODS.index(method) not in styles.values():
-            styles[label] = METHODS.index(method)
-    free = (style for style in itertools.count() if style not in styles.values())
-    return [
-        Group(label, styles[label] if label in styles else styles.setdefault(label, next(free)), members)
-        for label, members in named.items()
-    ]
+        style = METHODS.index(method) if method in METHODS else len(groups) % len(METHODS)
+        while style in {other.style for other in groups}:
+            style += len(METHODS)
+        tried = [run.row for run in members if run.row.seed == members[0].row.seed]
+        tried.sort(key=lambda row: row.learning_rate or 0.0)
+        if chosen := [run for run in members if run.row.chosen]:
+            groups.append(Group(label, style, chosen, tried))
+    return groups
 
 
 def overview(runs: Sequence[Run]) -> list[Group]:
     """The groups, with the corpora of a role merged into their means where they are too many for figures."""
-    merged = []
-    for run in runs:
-        parts = _merged_corpora(run.row.roles)
-        rows = [_merged(row, parts) for row in (run.row, *run.tried)]
-        merged.append(replace(run, row=rows[0], tried=rows[1:]))
-    return group(merged)
+    return group([replace(run, row=_merged(run.row)) for run in runs])
 
 
-def _merged_corpora(roles: Mapping[str, str]) -> dict[str, list[str]]:
-    """The names of what is merged: the common beginning of the corpora, or their number."""
-    merged: dict[str, list[str]] = {}
-    for role in dict.fromkeys(roles.values()):
-        names = [name for name, own in roles.items() if own == role]
+def _merged(row: Row) -> Row:
+    """The row with such means, named after the common beginning of the corpora and their role."""
+    parts: dict[str, list[str]] = {}
+    for role in dict.fromkeys(row.roles.values()):
+        names = [name for name, own in row.roles.items() if own == role]
         if len(names) > _MAX_CORPORA:
-            shared = os.path.commonprefix(names)  # noqa: RUF071  # of letters, not of folders
-            whole = shared.rstrip("_-. /") or f"{len(names)} corpora"
-            merged[f"{whole} ({role})" if whole in (*merged, *roles) else whole] = names
-    return merged
-
-
-def _merged(row: Row, parts: Mapping[str, Sequence[str]]) -> Row:
-    gone = {name for names in parts.values() for name in names}
+            shared = os.path.commonprefix(names).rstrip("_-. /")  # noqa: RUF071  # of letters, not of folders
+            parts[f"{shared or 'corpora'} ({role})"] = names
 
     def merged(figures: Figures) -> Figures:
-        found: Figures = {}
+        found = dict(figures)
         for whole, names in parts.items():
-            own = [figures[name] for name in names if name in figures]
-            for figure in dict.fromkeys(figure for of in own for figure in of):
-                values = [of[figure] for of in own if figure in of]
-                average = geometric_mean(values) if figure == "perplexity" else mean(values)
-                found.setdefault(whole, {})[figure] = average
-        return {**found, **{name: own for name, own in figures.items() if name not in gone}}
+            own = [found.pop(name) for name in names if name in found]
+            known = dict.fromkeys(figure for of in own for figure in of)
+            values = {figure: [of[figure] for of in own if figure in of] for figure in known}
+            if own:
+                found[whole] = {
+                    name: geometric_mean(of) if name == "perplexity" else mean(of) for name, of in values.items()
+                }
+        return found
 
-    roles = {whole: row.roles[names[0]] for whole, names in parts.items()}
+    gone = {name for names in parts.values() for name in names}
+    roles = {name: role for name, role in row.roles.items() if name not in gone}
     during = [ValidationRecord(step=each.step, figures=merged(each.figures)) for each in row.during]
     return row.model_copy(
         update={
-            "roles": {**roles, **{name: role for name, role in row.roles.items() if name not in gone}},
+            "roles": roles | {whole: row.roles[names[0]] for whole, names in parts.items()},
             "before": merged(row.before),
             "during": during,
             "after": merged(row.after),

@@ -1,4 +1,4 @@
-"""The tables of a report: what each method learned and forgot, what was trained, and what it cost."""
+"""The tables of a report: what each method learned and forgot, what it cost, and what the models wrote."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _result(group: Group, figure: str, corpus: str) -> Cell:
 def comparison(groups: Sequence[Group], others: Sequence[Group]) -> Table:
     """How far each method moved from its base, and the same method in `others`, which have their own corpora."""
     measure = measure_of([*groups, *others])
-    of_method = {other.rows[0].method: other for other in others}
+    of_method = {other.rows[0].method: other for other in reversed(others)}  # the first of each
     rows = []
     for group in groups:
         pair = [group, of_method.get(group.rows[0].method)]
@@ -93,7 +93,7 @@ def texts(groups: Sequence[Group]) -> list[tuple[str, str, list[tuple[str, str]]
 
 
 def costs(groups: Sequence[Group]) -> Table:
-    """Trained parameters, time, memory, learning rate, steps and number of runs."""
+    """Trained parameters, time, memory, inference, learning rate, steps and number of runs."""
     rows = []
     for group in groups:
         first = group.rows[0]
@@ -102,12 +102,14 @@ def costs(groups: Sequence[Group]) -> Table:
             _bar(groups, group, "trainable_parameters", count, percent(trained / total) if trained and total else ""),
             _bar(groups, group, "seconds", duration),
             _bar(groups, group, "peak_memory_gib", lambda value: f"{short(value)} GiB"),
+            Cell(NOTHING if first.inference_cost is None else f"×{first.inference_cost:.2f}"),
             Cell(NOTHING if first.learning_rate is None else f"{first.learning_rate:g}"),
             Cell(f"{first.steps:,}", f"{count(first.tokens_seen)} tokens" if first.tokens_seen else ""),
             Cell(str(len(group.runs))),
         ]
         rows.append((group.label, group.style, cells))
-    return Table(["trained parameters", "time", "peak memory", "learning rate", "steps", "runs"], rows)
+    header = ["trained parameters", "time", "peak memory", "FLOPs of inference", "learning rate", "steps", "runs"]
+    return Table(header, rows)
 
 
 def _bar(groups: Sequence[Group], group: Group, name: str, words: Callable[[float], str], small: str = "") -> Cell:

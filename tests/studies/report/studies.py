@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.files import write_json
 
 # label, method, trained parameters; fall of the new perplexity and rise of the kept one in nats, as in the paper.
 METHODS = (
@@ -67,56 +68,22 @@ def rows(seeds: Sequence[int] = (1, 2, 3)) -> list[dict[str, Any]]:
     return [row(*method, seed) for method in METHODS for seed in seeds]
 
 
-def write_study(folder: Path, content: Any, *, diagnostics: bool = True) -> Path:
-    """A study's folder with that summary, and with the metrics of its runs."""
+def write_study(folder: Path, content: Any) -> Path:
+    """A study's folder with that summary."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(content), encoding="utf-8")
-    for row in content if diagnostics else ():
-        run = folder / row["folder"]
-        run.mkdir(exist_ok=True)
-        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics(row["method"], row["seed"]))))
+    write_json(folder / "summary.json", content)
     return folder
 
 
-def write_tried(folder: Path, content: Sequence[dict[str, Any]], factors: Sequence[float]) -> None:
-    """learning_rates.json of the first seed: 1 of `factors` is the chosen rate, others learn more or less."""
-    tried = []
+def at_rates(content: Sequence[dict[str, Any]], factors: Sequence[float]) -> list[dict[str, Any]]:
+    """The rows, and of the first seed also those at other rates: they learn and forget that many times as much."""
+    found = []
     for row in content:
-        if row["seed"] != content[0]["seed"]:
-            continue
-        far = {name: math.log(row["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
-        for factor in factors:
-            after = figures(-factor * far["korean"], factor * far["english"])
-            tried.append(
-                {
-                    "label": row["label"],
-                    "learning_rate": factor * row["learning_rate"],
-                    "seed": row["seed"],
-                    "new_perplexity": after["korean"]["perplexity"],
-                    "replay_perplexity": after["english"]["perplexity"],
-                    "after": after,
-                    "chosen": factor == 1.0,
-                    "at_the_edge": False,
-                }
-            )
-    (folder / "learning_rates.json").write_text(json.dumps(tried), encoding="utf-8")
-
-
-def metrics(method: str, seed: int) -> list[dict[str, float]]:
-    """Lines of metrics.jsonl: Route's shares, and drift where the base is kept."""
-    noise = random.Random(f"{method} {seed}")
-    lines: list[dict[str, float]] = []
-    for step in range(0, STEPS + 1, 10):
-        line: dict[str, float] = {"step": step, "loss": 2.0}
-        if method == "route" and step:
-            line["preserved_fraction"] = 0.55 + 0.4 * math.exp(-step / 200) + noise.gauss(0, 0.02)
-        if method not in ("fft", "freeze") and step % 125 == 0:
-            far = {"preserve": 0.0, "adapt": 0.02, "route": 0.016, "lora": 0.05, "llama_pro": 0.03}[method]
-            for layer in range(16):
-                drift = max(0.0, far * (layer - 2) / 13) * step / STEPS * noise.gauss(1, 0.05)
-                line[f"base_stream_cosine/layer_{layer:02d}"] = 1 - drift
-        lines.append(line)
-    return lines
+        for factor in factors if row["seed"] == content[0]["seed"] else (1.0,):
+            far = {name: factor * math.log(row["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
+            rate, after = factor * row["learning_rate"], figures(-far["korean"], far["english"])
+            found.append(row if factor == 1 else row | {"learning_rate": rate, "after": after, "chosen": False})
+    return found
 
 
 def answers() -> list[dict[str, Any]]:

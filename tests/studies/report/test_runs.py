@@ -12,11 +12,11 @@ from pipeline.studies.report.runs import group, overview, read_runs
 from tests.studies.report.studies import METHODS, answers, row, rows, write_study
 
 
-def test_a_study_is_its_rows_with_their_metrics(tmp_path):
+def test_a_study_is_its_rows(tmp_path):
     content = rows()
     runs = read_runs([write_study(tmp_path / "korean", content)])
-    assert [run.row.model_dump(exclude_none=True) for run in runs] == content
-    assert {run.source for run in runs} == {"korean"} and all(len(run.metrics) == 101 for run in runs)
+    assert [run.row.model_dump(exclude_none=True, exclude={"chosen"}) for run in runs] == content
+    assert {run.source for run in runs} == {"korean"}
     assert read_runs([tmp_path / "korean" / "summary.json", tmp_path / "korean"]) == runs
 
 
@@ -25,10 +25,10 @@ def test_unknown_keys_are_ignored(tmp_path):
     content[0] |= {"mood": "good", "peak_memory_gib": None}
     content[0]["after"]["korean"] |= {"verdict": "fine", "right": True, "mauve": 0.5, "perplexity": None}
     del content[0]["learning_rate"], content[0]["during"]
-    (run,) = read_runs([write_study(tmp_path, content, diagnostics=False)])
+    (run,) = read_runs([write_study(tmp_path, content)])
     assert run.row.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
     assert run.row.after["korean"]["perplexity"] == math.inf  # as orjson writes it
-    assert run.metrics == [] and [validation.step for validation in run.row.validations] == [0, 1000]
+    assert [validation.step for validation in run.row.validations] == [0, 1000]
 
 
 NOTHING = '{"step": 0, "perplexity/korean": 9.5}\n'
@@ -40,10 +40,6 @@ NOTHING = '{"step": 0, "perplexity/korean": 9.5}\n'
         ({}, "found neither"),
         ({"metrics.jsonl": '{"step": 1, "loss": 2.0}\n'}, "no validation after the first"),
         ({"metrics.jsonl": NOTHING + "\ufffd\n[1]"}, "no validation after the first"),
-        (
-            {"metrics.jsonl": NOTHING + NOTHING.replace("0", "2"), "training.json": '{"seconds": "many"}'},
-            r"training\.json: 0\.seconds",
-        ),
     ],
 )
 def test_folders_without_results_are_refused(files, said, tmp_path):
@@ -56,7 +52,7 @@ def test_folders_without_results_are_refused(files, said, tmp_path):
 
 def test_folders_of_the_same_name_are_distinguished(tmp_path):
     content = rows((1,))[:1]
-    folders = [write_study(tmp_path / name, content, diagnostics=False) for name in ("a/korean", "b/korean", "other")]
+    folders = [write_study(tmp_path / name, content) for name in ("a/korean", "b/korean", "other")]
     runs = read_runs(folders)
     assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
     label = content[0]["label"]
@@ -64,31 +60,30 @@ def test_folders_of_the_same_name_are_distinguished(tmp_path):
 
 
 def test_runs_of_different_bases_share_no_report(tmp_path):
-    ours = write_study(tmp_path / "ours", rows((1,))[:2], diagnostics=False)
+    ours = write_study(tmp_path / "ours", rows((1,))[:2])
     content = rows((1,))[:2]
     for own in content:
         own["before"]["korean"]["perplexity"] *= 1.01  # another dtype
-    assert len(read_runs([ours, write_study(tmp_path / "rounded", content, diagnostics=False)])) == 4
+    assert len(read_runs([ours, write_study(tmp_path / "rounded", content)])) == 4
     for own in content:
         own["before"]["english"]["perplexity"] *= 1.5
-    other = write_study(tmp_path / "other", content, diagnostics=False)
+    other = write_study(tmp_path / "other", content)
     assert len(read_runs([other])) == 2
     with pytest.raises(RunFolderError, match=r"ours and other: .* on english.*--beside"):
         read_runs([ours, other])
 
 
-def test_a_method_has_the_same_style_in_every_report_and_each_group_its_own(tmp_path):
+def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mark(tmp_path):
     def styles(name: str, methods: list[tuple[str, str | None]]) -> dict[str, int]:
         content = [{**row(label, str(method), 1, 0.5, 0.1, 1), "method": method} for label, method in methods]
-        runs = read_runs([write_study(tmp_path / name, content, diagnostics=False)])
-        return {own.label: own.style for own in group(runs)}
+        return {own.label: own.style for own in group(read_runs([write_study(tmp_path / name, content)]))}
 
     every = [(label, method) for label, method, *_ in METHODS]
     whole = styles("whole", every)
     assert sorted(whole.values()) == list(range(len(METHODS)))
     assert styles("some", every[::-2]).items() <= whole.items()
-    several = styles("several", [("(SVD, 0)", "adapt"), ("(0, 0)", "adapt"), ("whose", None), ("LoRA", "lora")])
-    assert several["(SVD, 0)"] == whole["SCALE-Adapt"] and several["LoRA"] == whole["LoRA"]
+    several = styles("several", [("Adapt", "adapt"), ("Adapt + gate", "adapt"), ("whose", None), ("LoRA", "lora")])
+    assert several["Adapt"] == whole["SCALE-Adapt"] == several["Adapt + gate"] - len(METHODS)
     assert len(set(several.values())) == 4
 
 
@@ -102,21 +97,10 @@ def test_many_corpora_of_a_role_are_merged(tmp_path):
                 found = figures.pop(task)
                 for part in range(5):
                     figures[f"{task}_{part}"] = {name: value * (0.8 + part / 10) for name, value in found.items()}
-    runs = read_runs([write_study(tmp_path, content, diagnostics=False)])
+    runs = read_runs([write_study(tmp_path, content)])
     merged = overview(runs)[0].rows[0]
-    assert merged.roles == {"task 1": "new", "task 0": "replay"}
+    assert merged.roles == {"task 1 (new)": "new", "task 0 (replay)": "replay"}
     parts = [runs[0].row.after[f"task 1_{part}"] for part in range(5)]
-    whole = merged.after["task 1"]
+    whole = merged.after["task 1 (new)"]
     assert whole["first_token_accuracy"] == pytest.approx(fmean(part["first_token_accuracy"] for part in parts))
     assert whole["perplexity"] == pytest.approx(geometric_mean(part["perplexity"] for part in parts))
-
-
-def test_merged_corpora_of_both_roles_have_different_names(tmp_path):
-    content = rows((1,))[:1]
-    for when in ("before", "after"):
-        new, kept = content[0][when].values()
-        content[0][when] = {f"wiki-{name}": new for name in "abcd"} | {f"wiki-{name}": kept for name in "wxyz"}
-    content[0] |= {"roles": {name: "new" if name[-1] in "abcd" else "replay" for name in content[0]["after"]}}
-    content[0] |= {"during": []}
-    (merged,) = overview(read_runs([write_study(tmp_path, content, diagnostics=False)]))[0].rows
-    assert merged.roles == {"wiki": "new", "wiki (replay)": "replay"}

@@ -1,0 +1,76 @@
+"""What a finished run becomes without more training: with its gate, or averaged with its base; its inference cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import newest_checkpoint
+from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.data.samples import load_heldout
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.gating.effect import heldout_perplexities
+from pipeline.methods import training_method
+from pipeline.methods.vocabulary import extended_spec
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import read_spec
+from pipeline.model.new_rows import is_new_row
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.gate_folder import GATE_FOLDER, open_record
+from pipeline.sizing.flops import count_flops
+
+
+@dataclass(frozen=True)
+class AveragedModel(TrainedModel):
+    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones.
+
+    The base has no rows of an extended vocabulary: they stay what they became.
+    """
+
+    share: float = 0.5
+
+    def read_stored(self, name: str) -> Tensor:
+        if is_new_row(name):
+            return super().read_stored(name)
+        base = self.base.read(self.method.base_name(name, self.base.spec)).float()
+        return torch.lerp(base, self.reader.read(name), self.share) if name in self.trained else base
+
+
+def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[dict[str, float]]:
+    """The held-out perplexities, by corpus, of a finished run's weights averaged with its base's, for each share.
+
+    Raises:
+        CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
+    """
+    trained = open_trained(newest_checkpoint(config), config.base)
+    own = {field.name: getattr(trained, field.name) for field in fields(trained)}
+    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+    return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
+
+
+def derived_perplexities(config: RunConfig, averages: Sequence[float]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """For tables, what is added to a run's label, and the held-out perplexities by corpus.
+
+    Raises:
+        CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
+    """
+    if config.gate is not None:
+        heldout = open_record(config.folder / GATE_FOLDER).heldout
+        yield " + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
+    if averages:
+        for share, perplexities in zip(averages, averaged_perplexities(config, averages), strict=True):
+            yield f", averaged: {share:g}", perplexities
+
+
+def inference_cost(config: RunConfig) -> float:
+    """The FLOPs of a token's forward pass over the base's; a gate's one product of vectors does not count."""
+    spec, length = read_spec(config.base), config.data.sequence_length
+    with torch.device("meta"), torch.no_grad():
+        models = training_method(config).build(extended_spec(config, spec), SINGLE, "none"), Decoder(spec)
+        own, base = (count_flops(model, length).total for model in models)
+    return own / base

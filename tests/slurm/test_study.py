@@ -23,7 +23,7 @@ def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> P
     let_diverge(values)
     values["settings"]["schedule"].update(schedule)
     values["methods"] = {"fft": {"label": "FFT", "method": {"name": "fft"}, "learning_rates": list(rates)}}
-    return write_study(folder, {**values, "seeds": [1], "match": None})
+    return write_study(folder, {**values, "seeds": [1]})
 
 
 def submit(cluster: Cluster, study: Path, *options: str) -> int:
@@ -64,8 +64,9 @@ def test_a_study_is_a_chain_of_jobs_that_goes_on_past_a_rate_that_diverges(
     assert slurm_cluster.wait(last).state == "COMPLETED", slurm_cluster.output(last)
     assert slurm_cluster.job(run)["JobState"] == "COMPLETED"
     assert slurm_cluster.job(diverging)["JobState"] == "FAILED"
-    (row,) = json.loads((tmp_path / "study" / "summary.json").read_text())
-    assert (row["method"], row["folder"]) == ("fft", "fft.lr_0.001.seed_1")
+    row, diverged = json.loads((tmp_path / "study" / "summary.json").read_text())
+    assert (row["method"], row["folder"], row["chosen"]) == ("fft", "fft.lr_0.001.seed_1", True)
+    assert (diverged["chosen"], diverged["after"]) == (False, {})
     assert "chosen" in slurm_cluster.output(last)
 
 

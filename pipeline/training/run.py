@@ -21,7 +21,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
 from pipeline.health.liveness import Phases, Verdict
-from pipeline.health.watchdog import Watchdog
+from pipeline.health.watchdog import Watchdog, lost_a_peer
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
@@ -71,11 +71,13 @@ def run_training(
 
 @contextmanager
 def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
-    """Records in `folder` the fault that ends the block. SystemExit, from another rank's fault, is not."""
+    """Records in `folder` the fault that ends the block. What follows from another rank's fault is not: a SystemExit,
+    and a broken connection, which the watchdog records with the name of that rank."""
     try:
         yield
     except Exception as error:
-        record_end(folder, exit_code=exit_code_of(error), step=phases.state.step, error=in_one_line(error))
+        if not lost_a_peer(error):
+            record_end(folder, exit_code=exit_code_of(error), step=phases.state.step, error=in_one_line(error))
         raise
 
 

@@ -111,8 +111,7 @@ def propose(
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
-    # A gate keeps the base's own logits, in which new pieces have no place.
-    values |= {"vocabulary": {"folder": str(vocabulary)}} if vocabulary is not None else {"gate": {}}
+    values |= {"gate": {}} | ({} if vocabulary is None else {"vocabulary": {"folder": str(vocabulary)}})
     config, values = _fitted(values, cluster)
     return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 

@@ -141,7 +141,7 @@ def test_text_under_another_key_and_an_extended_vocabulary(call, tmp_path):
         *("--vocabulary", "vocabulary"),
     )
     config = load_config(tmp_path / "run.yaml")
-    assert config.tokenizer == Path("vocabulary") and config.gate is None
+    assert config.tokenizer == Path("vocabulary") and config.gate is not None
     new, before = config.data.corpora["new"], plain.data.corpora["new"]
     assert new.text_key == "body"
     assert 1000 < new.estimated_tokens < before.estimated_tokens / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from tests.gating.gates import random_gate
 from tests.model.test_new_rows import NEW, batch_with_new_tokens, extended, model_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import assert_near, rounding_of
-from tests.training.runs import make_run, train_each, write_config
+from tests.training.runs import in_turn, make_run, train, write_config
 
 OLD = 97
 """The vocabulary of the tests' small bases; the first new id."""
@@ -142,7 +143,7 @@ def run(tmp_path_factory) -> Path:
         for job in corpus_jobs(config.data, config.tokenizer):
             preprocess(job, workers)
     path = make_run(folder / "run", folder / "tokens", zero=1, schedule__learning_rate=0.02, **settings)
-    assert run_ranks(train_each, 1, [path]) == [[0]]
+    assert run_ranks(in_turn, 1, [partial(train, path)]) == [[0]]
     return path
 
 

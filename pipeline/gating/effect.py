@@ -45,7 +45,7 @@ def measure(
     `spelling`: the old pieces that each new one stands for. The base reads and predicts these instead. The gated model
     does where a closed token comes before, which no new piece can follow; perplexities stay those of a token as cut.
     """
-    differences: list[float] = []
+    decoder.gate, differences = gate, list[float]()
     texts: dict[str, HeldoutText] = {}
     count = config.validation.max_sequences
     with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
@@ -56,19 +56,16 @@ def measure(
             lost = torch.zeros(len(_MODELS), len(_PLACES), dtype=torch.double)
             for group in windows.groups():
                 inputs, targets = decoder_inputs(group, config, decoder)
-                decoder.gate = None
-                base, ungated = (decoder.hidden_states(*inputs, path=path) for path in ("base", "model"))
-                stream = decoder.base_stream(*inputs, layer=gate.layer)
-                levels = decoder.gate_levels(gate, stream, inputs[0], inputs[2].ids if inputs[2] else None).cpu()
-                decoder.gate = gate
-                gated = decoder.hidden_states(*inputs)
+                base = decoder.hidden_states(*inputs, path="base")
+                gated, ungated = decoder.with_gate_and_without(gate, *inputs)
+                levels = _levels(gated).view(group.tokens.shape).cpu()
                 nll = [
                     decoder.output(hidden, targets).nll.double().view(levels.shape).cpu()
                     for hidden in (base, ungated, gated)
                 ]
                 if spelling:
                     is_new = group.tokens >= min(spelling), group.targets >= min(spelling)
-                    nll[0] = _nll_spelled_out(decoder, group, config, spelling, *is_new, path="base")
+                    nll[0] = _nll_spelled_out(decoder, group, config, spelling, *is_new, nll[0], path="base")
                     nll[2], replaced = _nll_as_possible(decoder, group, config, spelling, nll[2])
                     spelled_out += replaced
                 present, is_first = group.targets != IGNORED, group.positions < FIRST_TOKENS
@@ -101,6 +98,13 @@ def measure(
     return texts, max(differences, default=None)
 
 
+def _levels(hidden: HiddenStates) -> Tensor:
+    """What the gate made of each token [N]: CLOSED, UNDECIDED or OPEN."""
+    assert hidden.closed is not None
+    levels = torch.where(hidden.closed, CLOSED, OPEN)
+    return levels if hidden.undecided is None else levels.masked_fill(hidden.undecided, UNDECIDED)
+
+
 def _nll_spelled_out(
     decoder: Decoder,
     group: Windows,
@@ -108,16 +112,23 @@ def _nll_spelled_out(
     spelling: Mapping[int, Sequence[int]],
     tokens: Tensor,
     targets: Tensor,
+    nll: Tensor,
     path: LogitsPath = "model",
 ) -> Tensor:
-    """The nll [N, S] of each target of `group`, of which some are the old pieces that they stand for."""
-    spelled, columns = group.spelled_out(tokens, targets, spelling)
+    """The nll [N, S] of each target of `group`, of which some are the old pieces that they stand for.
+
+    Windows without any keep what they have in `nll`.
+    """
+    rows = (tokens | targets).any(1)
+    if not rows.any():
+        return nll
+    spelled, columns = group.rows(rows).spelled_out(tokens[rows], targets[rows], spelling)
     inputs, flat = decoder_inputs(spelled, config, decoder)
     hidden = decoder.hidden_states(*inputs, path=path)
     if path == "base":
         hidden = replace(hidden, closed=torch.ones_like(flat, dtype=torch.bool))
-    nll = decoder.output(hidden, flat).nll.double().view(columns.shape).cpu()
-    return torch.zeros(group.tokens.shape, dtype=nll.dtype).scatter_add_(1, columns, nll)
+    parts = decoder.output(hidden, flat).nll.double().view(columns.shape).cpu()
+    return nll.index_put((rows,), torch.zeros_like(nll[rows]).scatter_add_(1, columns, parts))
 
 
 def _nll_as_possible(
@@ -136,7 +147,7 @@ def _nll_as_possible(
         read = F.pad(replaced[:, :-1], (1, 0)) & (
             group.document_ids == F.pad(group.document_ids[:, :-1], (1, 0), value=-1)
         )
-        nll = _nll_spelled_out(decoder, group, config, spelling, read, replaced)
+        nll = _nll_spelled_out(decoder, group, config, spelling, read, replaced, nll)
         impossible = nll > -NEVER / 2
     return nll, int(replaced.sum())
 

@@ -1,4 +1,4 @@
-"""Logistic regression on features, and how well its scores separate: threshold, ROC curve, AUC, calibration."""
+"""Logistic regression on features, a threshold for its scores, and how well they separate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pipeline.errors import DataError
 _RIDGE = 1e-4
 """L2 penalty on the weights of standardised features, so that separable text has a finite solution."""
 _ITERATIONS = 200
-_ROC_POINTS = 100
-_BINS = 10
 _EQUAL = 1e-3
 """Scores that differ by less may be those of one state, computed in another order."""
 
@@ -94,30 +92,3 @@ def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
     below = torch.searchsorted(ordered, positives, right=False).double()
     not_above = torch.searchsorted(ordered, positives, right=True).double()
     return float(((below + not_above) / 2).mean() / len(negatives))
-
-
-def roc_points(positives: Tensor, negatives: Tensor) -> list[tuple[float, float]]:
-    """The shares of negatives and of positives above a threshold that falls, from (0, 0) to (1, 1)."""
-    every = torch.cat([positives, negatives]).sort(descending=True).values
-    picked = every[torch.linspace(0, len(every) - 1, min(_ROC_POINTS, len(every))).long()].unique().flip(0)
-    points = [(float((negatives > at).double().mean()), float((positives > at).double().mean())) for at in picked]
-    return [*points, (1.0, 1.0)]
-
-
-def calibration_bins(positives: Tensor, negatives: Tensor) -> list[tuple[float, float, int]]:
-    """For each tenth of the probabilities that occurs: its mean probability, the share that is new, and the tokens.
-
-    Each class counts the same, as it did when the weights were fitted.
-    """
-    probabilities = torch.cat([positives, negatives]).double().sigmoid()
-    is_new = torch.cat([torch.ones(len(positives)), torch.zeros(len(negatives))]).double()
-    weights = torch.where(is_new.bool(), 0.5 / len(positives), 0.5 / len(negatives)).double()
-    bins = (probabilities * _BINS).long().clamp(max=_BINS - 1)
-    found = []
-    for number in range(_BINS):
-        inside = bins == number
-        if inside.any():
-            total = weights[inside].sum()
-            mean = float((weights * probabilities)[inside].sum() / total)
-            found.append((mean, float((weights * is_new)[inside].sum() / total), int(inside.sum())))
-    return found

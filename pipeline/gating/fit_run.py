@@ -24,14 +24,7 @@ from pipeline.errors import CheckpointError, ConfigError, DataError, Preservatio
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
 from pipeline.gating.effect import inference_device, inference_dtype, measure
-from pipeline.gating.fit import (
-    area_under_roc,
-    calibration_bins,
-    fit_logistic,
-    roc_points,
-    standardisation,
-    threshold_for,
-)
+from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
@@ -103,8 +96,6 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
         open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
         left_out_of_own_text=fit.left_out,
-        roc=roc_points(new, negatives),
-        calibration=calibration_bins(new, negatives),
         heldout=texts,
         closed_max_abs_logit_difference=difference,
     )

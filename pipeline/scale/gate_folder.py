@@ -66,9 +66,9 @@ class HeldoutText(BaseModel):
 
 
 class GateRecord(BaseModel):
-    """The contents of gate.json."""
+    """The contents of gate.json. Those of earlier versions hold more, which nothing reads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     format: str = FORMAT
     request: dict[str, Any]
@@ -87,10 +87,6 @@ class GateRecord(BaseModel):
     open_fraction_of_negatives: float
     left_out_of_own_text: float
     """the share of the base's own text that is of the new text's kind, by documents; it counts as no negative"""
-    roc: list[tuple[float, float]]
-    """the open share of negatives, and that of new tokens, as the threshold falls"""
-    calibration: list[tuple[float, float, int]]
-    """for bins of the probability that the text is new: its mean, the share that is new, and the tokens"""
     heldout: dict[str, HeldoutText]
     closed_max_abs_logit_difference: float | None
     """from the base, over held-out sequences on which the gate never opens; None if there is none"""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -13,14 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from pipeline.errors import DataError
-from pipeline.gating.fit import (
-    area_under_roc,
-    calibration_bins,
-    fit_logistic,
-    roc_points,
-    standardisation,
-    threshold_for,
-)
+from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
 
 
 def problem(count, shift, seed=0, features=6):
@@ -100,20 +91,7 @@ def test_a_budget_that_cannot_be_measured_is_refused():
     positives=st.lists(st.integers(-5, 5), min_size=1, max_size=30),
     negatives=st.lists(st.integers(-5, 5), min_size=1, max_size=30),
 )
-def test_auc_and_roc(positives, negatives):
+def test_auc(positives, negatives):
     new, others = (torch.tensor(scores, dtype=torch.float32) for scores in (positives, negatives))
     labels = [1] * len(positives) + [0] * len(negatives)
     assert area_under_roc(new, others) == pytest.approx(roc_auc_score(labels, positives + negatives))
-    points = roc_points(new, others)
-    assert points[0] == (0.0, 0.0) and points[-1] == (1.0, 1.0)
-    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(points))
-
-
-def test_calibration_of_a_calibrated_score():
-    random = torch.Generator().manual_seed(1)
-    scores = 2 * torch.randn(40_000, generator=random)
-    is_new = torch.rand(40_000, generator=random) < scores.sigmoid()
-    bins = calibration_bins(scores[is_new], scores[~is_new])
-    assert sum(tokens for _, _, tokens in bins) == 40_000 and len(bins) == 10
-    for mean, share, _ in bins:
-        assert share == pytest.approx(mean, abs=0.03)

@@ -33,8 +33,8 @@ from tests.training.runs import in_turn, make_run, train
 ROOT = Path(__file__).parents[2]
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
-    "adapt": {},
-    "preserve": {"method__norm": "base", "method__variant": "preserve", "method__l_fp": None},
+    "adapt": {"base_precision": "nf4"},
+    "preserve": {"base_precision": "fp8", "method__norm": "base", "method__variant": "preserve", "method__l_fp": None},
 }
 
 

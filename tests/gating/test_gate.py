@@ -75,8 +75,6 @@ RECORD = GateRecord(
     closed_fraction_of_new=0.1,
     open_fraction_of_negatives=0.001,
     left_out_of_own_text=0.0,
-    roc=[(0.0, 0.0), (1.0, 1.0)],
-    calibration=[(0.05, 0.04, 7)],
     heldout={},
     closed_max_abs_logit_difference=None,
 )
@@ -122,11 +120,11 @@ def test_a_damaged_gate_is_refused(damage, folder):
         open_gate(folder)
 
 
-def test_a_gate_from_before_some_figures_were_measured_is_read(folder):
+def test_a_gate_of_an_earlier_version_that_measured_other_figures_is_read(folder):
     text = {"role": "new", "sequences": 1, "tokens": 9, "open_fraction": 0.5, "closed_sequences": 0}
     text |= {f"{kind}_perplexity": 2.0 for kind in ("base", "ungated", "gated")}
     values = json.loads((folder / GATE_RECORD).read_text())
-    (folder / GATE_RECORD).write_text(json.dumps(values | {"heldout": {"korean": text}}))
+    (folder / GATE_RECORD).write_text(json.dumps(values | {"heldout": {"korean": text}, "roc": [[0.0, 0.0]]}))
     record = open_gate(folder)[1]
     assert record.heldout["korean"].cost_of_first_tokens is None and "korean (new)" in as_text(record)
 

@@ -101,7 +101,7 @@ def test_a_gate_of_other_settings_is_fitted_again(opened):
     assert stages(wanted) == [("upscale", "train", "gate")]
     record = {name: 0 for name, field in GateRecord.model_fields.items() if field.is_required()}
     record |= {"request": {"settings": run.config.gate.model_dump(mode="json")}}
-    record |= {"features": "token", "heldout": {}, "roc": [], "calibration": []}
+    record |= {"features": "token", "heldout": {}}
     (run.folder / "gate" / "gate.json").write_text(GateRecord.model_validate(record).model_dump_json())
     assert stages(wanted) == []
     assert stages(with_gate(tokens=500)) == [("upscale", "train", "gate")]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ def why_not(
         peft = f"method {settings.name} has no adapters"
     elif spec.new_rows:
         peft = "adapters alone lack the rows of its new pieces"
-    elif spec.residual is not None:
-        peft = "its base was widened before and stores the added channels scaled, but PEFT would add adapters unscaled"
     return {
         "stock": why_not_stock(plan, spec, gated=gated),
         "scale": unwidened,
@@ -172,10 +170,15 @@ def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None =
         "alpha_pattern": {leaf: count * alpha for leaf, count in several.items()},
     }
 
+    def stored(path: str, factor: Literal["a", "b"]) -> Tensor:
+        values, residual = model.read(f"{path}.{factor}"), model.spec.residual
+        weight = path.removesuffix("adapter") + "base.weight"
+        return values if residual is None else residual.store_factor(weight, factor, values)
+
     def fused_b(paths: Mapping[FusedPart | None, str], rows: int, rank: int) -> Tensor:
         fused = torch.zeros(rows, rank * len(paths))
         for index, (part, path) in enumerate(paths.items()):
-            block = model.read(f"{path}.b")
+            block = stored(path, "b")
             if part is None:
                 return block
             groups = fused.view(part.groups, part.group_rows, -1)[:, part.first : part.first + part.rows]
@@ -183,7 +186,7 @@ def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None =
         return fused
 
     def stacked_a(paths: Mapping[FusedPart | None, str]) -> Tensor:
-        return torch.cat([model.read(f"{path}.a") for path in paths.values()])
+        return torch.cat([stored(path, "a") for path in paths.values()])
 
     tensors = []
     for name, paths in maps.items():

@@ -142,7 +142,7 @@ _PHI3_FUSED = {
 }
 _PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
-_GEMMA = "it multiplies its embedding by sqrt(hidden_size), and stores gains less 1"
+_GEMMA = "its servers take the embedding for the output too, and widened the two differ"
 _GPT_NEOX = "its LayerNorm takes one mean over the residual stream, and its head size follows from it"
 
 FAMILIES = {

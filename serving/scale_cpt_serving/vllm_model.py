@@ -36,8 +36,6 @@ def why_not(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
         return "it runs on one rank: leave --tensor-parallel-size and --pipeline-parallel-size out"
     if quantized:
         return "it is served in the type of its weights: leave --quantization out"
-    if config.attention_softcap is not None:
-        return "its attention scores are soft-capped, which has not been tried under vLLM; serve it with transformers"
     return config.why_not_packed()
 
 
@@ -61,6 +59,7 @@ class ScaleForVllm(nn.Module):
                 scale=layer.attention.scaling,
                 num_kv_heads=paths * config.num_key_value_heads,
                 cache_config=vllm_config.cache_config,
+                logits_soft_cap=config.attention_softcap,
                 per_layer_sliding_window=layer.attention.sliding_window,
                 prefix=f"{prefix}.layers.{index}.attention" if prefix else f"layers.{index}.attention",
             )

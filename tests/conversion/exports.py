@@ -49,7 +49,7 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
 NOT_STOCK = {
     "neox": "LayerNorm takes one mean",
     "olmo": "one mean square over all heads",
-    "gemma": "multiplies its embedding",
+    "gemma": "its servers take the embedding",
 }
 """Why no ordinary wider model of a family exists, by the beginning of the base's name."""
 

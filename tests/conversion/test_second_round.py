@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,18 @@ from pipeline.conversion.convert import Conversion, convert, latest_conversion, 
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import BaseModelError
+from pipeline.errors import RESUME_LATER, BaseModelError
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
+from tests.conversion.exports import exported
 from tests.distributed import run_ranks
+from tests.gating.gates import random_gate
+from tests.model.test_new_rows import extended, model_of
 from tests.tolerances import assert_near, rounding_of
-from tests.training.runs import losses, make_run, train, write_config
+from tests.training.runs import in_turn, losses, make_run, train, train_compiled, write_config
 from tests.widened import some_tokens
 
 WIDE = {"method__norm": "base", "schedule__learning_rate": 5e-3}
@@ -93,6 +97,42 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     assert (third.widths.hidden_size, third.residual.normed_size) == (112, 64)
 
 
+def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
+    """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank that does the same."""
+    wide, settings = first.folder / "hf", {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
+    settings |= {"data__replay_loss": "kl", "activation_checkpointing": "all", "checkpoints__asynchronous": True}
+    split = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "base_precision": "fp8", "zero": 2}
+    runs = {name: {"base_precision": name} for name in ("fp8", "nf4")} | {"split": split, "stage 3": {"zero": 3}}
+    paths = {name: make_run(tmp_path / name, tokens, **{"zero": 1, **settings, **own}) for name, own in runs.items()}
+    assert run_ranks(in_turn, 1, [partial(train, paths[name]) for name in ("fp8", "nf4")]) == [[0, 0]]
+    assert run_ranks(in_turn, 2, [partial(train, paths[name]) for name in ("split", "stage 3")]) == [[0, 0]] * 2
+    for name in runs:
+        assert json.loads((tmp_path / name / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "fp8"), rel=2e-5)
+    assert losses(tmp_path / "nf4") == pytest.approx(losses(tmp_path / "stage 3"), rel=0.2)
+    model = model_of(extended(open_base(wide)), "adapt", tmp_path)
+    pieces = some_tokens(model.spec, 2, 24)
+    assert_near(model.logits(pieces, path="base")[..., :512], exported_logits(wide, pieces), rounding_of(model.spec))
+
+
+def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
+    kinds = {
+        "upscaled": {"zero": 1, "upscaled": str(first.folder / "expansion")},
+        "widened": {"zero": 2, "base": str(first.folder / "hf")},
+    }
+    settings = {"schedule__steps": 2, "checkpoints": {"every_steps": 1, "asynchronous": True}, **WIDE}
+    for kind, own in kinds.items():
+        names, make = ("plain", "compiled", "stopped"), write_config if kind == "upscaled" else make_run
+        plain, compiled, stopped = (
+            make(tmp_path / kind / name, tokens, compile=name != "plain", **settings, **own) for name in names
+        )
+        jobs = [partial(train, plain), partial(train_compiled, compiled)]
+        jobs += [partial(train_compiled, stopped, stop=stop) for stop in (True, False)]
+        assert run_ranks(in_turn, 1, jobs) == [[0, 0, RESUME_LATER, 0]]
+        expected, found, resumed = (losses(tmp_path / kind / name) for name in names)
+        assert resumed == found == pytest.approx(expected, rel=2e-5)
+
+
 def test_base_and_expansion_joined_are_the_exported_model(first):
     joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
     probe = some_tokens(joined.spec, 2, 48)
@@ -113,6 +153,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 METHODS = {
     "fft": (FFT, "stock", [FP32]),
     "lora": ({"name": "lora", "rank": 4, "alpha": 8.0}, "stock", [FP16]),
+    "adapters": ({"name": "lora", "rank": 4, "alpha": 8.0}, "peft", [FP32]),
     "llama_pro": ({"name": "llama_pro", "added_layers": 5}, "stock", [BF16]),
     "preserve": (scale("preserve", norm="base"), "stock", [FP32, BF16]),
     "route": (scale("route", collaborative_modules="both", norm="base"), "scale", [FP16]),
@@ -129,6 +170,18 @@ def on_top(first, tmp_path_factory):
     return lambda name: trained(exported, folder / name)
 
 
+@torch.no_grad()
+def test_a_gate_on_top_of_the_first_domain(on_top, tmp_path):
+    model = on_top("separate")
+    decoder, tokens = training_decoder(model), some_tokens(model.spec, 4, 24)
+    of_base = decoder.logits(tokens, path="base")
+    for opens in ("never", "sometimes"):
+        decoder.gate = random_gate(decoder, tokens, opens=opens)
+        found = load_hf_model(exported(replace(model, gate=decoder.gate), "scale", tmp_path / opens))(tokens).logits
+        assert_near(found, decoder.logits(tokens), rounding_of(decoder.spec))
+        assert torch.equal(decoder.logits(tokens), of_base) == (opens == "never")
+
+
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, row in METHODS.items() for dtype in row[2]])
 def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, tmp_path):
     """`convert` verifies what it publishes."""
@@ -140,6 +193,6 @@ def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, t
         assert again.spec.residual.scale == (2.0**-12 if dtype == FP32 else 2.0**-6)
         rows = again.read("layers.0.ffn.down.base.weight")[64:80].float()
         assert rows.std() > 1e-3, "weights that train are read at their own size"
-    else:
+    elif format == "scale":
         with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock"):
             open_base(tmp_path / "hf")

@@ -15,25 +15,34 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.parallel.sharding import default_dtype
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.gating.gates import random_gate
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
 PACKAGE = Path(__file__).parents[2] / "serving" / "scale_cpt_serving"
 
 
 class ExactAttention(torch.nn.Module):
-    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text."""
+    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text shorter than any window."""
 
-    def __init__(self, num_heads, head_size, scale, num_kv_heads, **_):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads, logits_soft_cap=None, **_):
         super().__init__()
         self.heads, self.kv_heads, self.size, self.scale = num_heads, num_kv_heads, head_size, scale
+        self.softcap = logits_soft_cap
 
     def forward(self, query, key, value):
         query = query.view(1, -1, self.heads, self.size).transpose(1, 2)
         key, value = (heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value))
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        if self.softcap is None:
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        else:
+            key, value = (heads.repeat_interleave(self.heads // self.kv_heads, dim=1) for heads in (key, value))
+            scores = self.softcap * torch.tanh(query @ key.mT * self.scale / self.softcap)
+            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            found = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
         return found.transpose(1, 2).reshape(-1, self.heads * self.size)
 
 
@@ -62,25 +71,39 @@ def vllm_model(monkeypatch):
         sys.modules.pop(f"scale_cpt_serving.{name}", None)
 
 
-@torch.no_grad()
-def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models, tmp_path):
-    model = models("stories260K", "adapt separate")
-    decoder = training_decoder(model)
-    gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
-    loaded = load_hf_model(exported(replace(model, gate=gate), "scale", tmp_path / "hf", torch.bfloat16))
+def built(vllm_model, folder, loaded):
+    """The class for vLLM in the type of `loaded`, the same folder in transformers, filled as vLLM does."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=copy.deepcopy(loaded.config), model="exported"),
         parallel_config=SimpleNamespace(world_size=1),
         quant_config=None,
         cache_config=None,
     )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # as vLLM builds a model
-    try:
+    with default_dtype(loaded.dtype):  # as vLLM builds a model
         served = vllm_model.ScaleForVllm(vllm_config=config)
-    finally:
-        torch.set_default_dtype(default)
-    assert len(served.load_weights(load_file(tmp_path / "hf" / "model.safetensors").items())) > 100
+    assert len(served.load_weights(load_file(folder / "model.safetensors").items())) > 50
+    return served
+
+
+@torch.no_grad()
+def test_soft_capped_scores_are_those_of_the_export(vllm_model, exports):
+    folder, _ = exports("gemma2", "adapt separate")
+    loaded = load_hf_model(folder)
+    served, tokens = built(vllm_model, folder, loaded), some_tokens(loaded.config, 10)
+    expected = loaded(tokens.unsqueeze(0)).logits[0]
+    assert_near(served.compute_logits(served(tokens, torch.arange(10))), expected, rounding_of(loaded.config))
+    served.model.layers[0].attention.served.softcap = None
+    assert (served.compute_logits(served(tokens, torch.arange(10))) - expected).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models, tmp_path):
+    model = models("stories260K", "adapt separate")
+    decoder = training_decoder(model)
+    gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24), features="token")
+    folder = exported(replace(model, gate=gate), "scale", tmp_path / "hf", torch.bfloat16)
+    loaded = load_hf_model(folder)
+    served = built(vllm_model, folder, loaded)
 
     stream = torch.randn(1, 4096, decoder.spec.widths.hidden_size, generator=torch.Generator().manual_seed(0))
     stream = stream.bfloat16()

@@ -146,6 +146,16 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None, chang
         return run_training(config, torch.device("cpu"), make_observers, changes)
 
 
+def train_compiled(config: Path, *, stop: bool = False) -> int:
+    """Trains layers that are compiled for the kernels of eager mode, which needs no compiler of C++."""
+    from pipeline.model.decoder import Decoder
+
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    original = Decoder.compile_layers
+    with patch.object(Decoder, "compile_layers", lambda model: original(model, backend="aot_eager")):
+        return train(config, stop=stop)
+
+
 def train_and_look(config: Path) -> dict[str, Any]:
     """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
     start_deepspeed()

@@ -19,6 +19,21 @@ def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
         load_config(write_config(tmp_path, tmp_path, data__replay_fraction=1.0))
 
 
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"upscaled": "folder"}, "upscaled: method fft trains no expansion"),
+        ({"forgetting": {"max_kl_from_base": 0.1}}, "forgetting.max_kl_from_base: method fft keeps no base"),
+        ({"forgetting": {"max_increase": 0.1}}, "forgetting.max_increase: needs a corpus of role replay"),
+        ({"validation": {"stop_after": 2}}, "validation.stop_after: needs a corpus of role new"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_a_fault(changes, fault, tmp_path):
+    corpora = {"korean": {"input": ["ko.jsonl"]}, "english": {"input": ["en.jsonl"], "role": "replay"}}
+    with pytest.raises(ConfigError, match=fault):
+        load_config(write_config(tmp_path, tmp_path, method={"name": "fft"}, data__corpora=corpora, **changes))
+
+
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n")

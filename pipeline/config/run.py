@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
-from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.method import Freeze, FullFineTuning, Method, ScaleMethod
 from pipeline.config.reading import (
     NonNegativeInt,
     PositiveFloat,
@@ -306,6 +306,20 @@ class RunConfig(Section):
                 raise ValueError(f"gate.negatives: {name} is no corpus of role rehearsal or replay")
         if not self.gate_negatives:
             raise ValueError("gate: needs text that is not new; add a corpus of role rehearsal or replay")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> RunConfig:
+        heldout = {own.role for own in self.data.corpora.values() if own.heldout_input or own.heldout_fraction}
+        method, limits = self.method, self.forgetting
+        if self.upscaled is not None and not isinstance(method, ScaleMethod):
+            raise ValueError(f"upscaled: method {method.name} trains no expansion; remove it")
+        if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
+            raise ValueError(f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase")
+        if limits.max_increase is not None and "replay" not in heldout:
+            raise ValueError("forgetting.max_increase: needs a corpus of role replay with a held-out part")
+        if self.validation.stop_after is not None and "new" not in heldout:
+            raise ValueError("validation.stop_after: needs a corpus of role new with a held-out part")
         return self
 
     @property

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from pipeline.model.attention import Documents
 from pipeline.parallel.quantized import Quantization, frozen_product
+from pipeline.parallel.topology import SINGLE
+from tests.distributed import all_ranks, run_ranks
+from tests.model.test_new_rows import extended, model_of
+from tests.model.test_tensor_parallel import Case
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import scale_settings, some_tokens, widened
+from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened
 
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
 GRAPHS = {"preserve": 1, "route": 4, "adapt nf4": 3}
@@ -34,7 +40,7 @@ def packed(spec, lengths, seed):
     return tokens, tokens, positions, Documents.of(ids)
 
 
-def model_of(base, method):
+def widened_model(base, method):
     variant, _, precision = method.partition(" ")
     return widened(base, scale_settings(variant), noise=0.1, precision=precision or None)
 
@@ -58,7 +64,7 @@ def test_a_product_in_fp8_is_compiled_whole():
 def test_layers_are_compiled_once_for_all_batches(base, method):
     """`fullgraph` makes a graph break an error. This backend uses the kernels of eager mode."""
     opened = base("stories260K")
-    plain, compiled = model_of(opened, method), model_of(opened, method)
+    plain, compiled = widened_model(opened, method), widened_model(opened, method)
     compiled.compile_layers(backend="aot_eager")
     for step, lengths in enumerate(DOCUMENTS):
         batch = packed(opened.spec, lengths, step)
@@ -74,3 +80,45 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
             assert_near(ours, theirs, rounding_of(opened.spec, backward=True), scale=largest)
         assert len(results[0]) > 5
         assert counters["stats"]["unique_graphs"] == GRAPHS[method]
+
+
+FEATURES = [
+    Case("llama", "fft", rehearses=True),
+    Case("llama", "llama_pro", {"added_layers": 1}),
+    Case("llama", "lora", {"rank": 4}, precision="fp8"),
+    Case("llama", "adapt", {"norm": "base"}, "all"),
+]
+
+
+def assert_compiles(case, plain, compiled):
+    compiled.compile_layers(backend="aot_eager")
+    batch, rows = some_batch(plain.spec, 2, 24), int(case.rehearses)
+    expected, found = (model(*batch, kl_rows=rows, reference_rows=rows) for model in (plain, compiled))
+    assert counters["stats"]["unique_graphs"] > 0
+    bound = rounding_of(plain.spec, backward=True)
+    for losses in (expected, found):
+        losses.total.backward()
+    assert_near(found.nll + found.kl, expected.nll + expected.kl, bound)
+    gradients = trained_gradients(compiled)
+    for name, gradient in trained_gradients(plain).items():
+        assert_near(gradients[name], gradient, bound, name)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_every_feature_compiles(base, case):
+    assert_compiles(case, *(case.build(base(case.base).path, SINGLE) for _ in range(2)))
+
+
+def test_frozen_layers_and_new_pieces_compile(base, tmp_path):
+    assert_compiles(Case("llama", "freeze"), *(model_of(extended(base("llama")), "freeze", tmp_path) for _ in range(2)))
+
+
+def compiled_on_a_rank(path, cases):
+    del os.environ["TORCHDYNAMO_DISABLE"]
+    for case in cases:
+        assert_compiles(case, *(case.build(path, all_ranks()) for _ in range(2)))
+
+
+def test_ranks_compile(base):
+    cases = [Case("llama", "adapt", sequence_parallel=sequence_parallel) for sequence_parallel in (False, True)]
+    run_ranks(compiled_on_a_rank, 2, base("llama").path, cases)

@@ -1,0 +1,180 @@
+"""The tables of docs/combinations.md are true: what they refuse is refused so, all else is not, and a test shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from pipeline.checks.inputs import check_fits, open_layout
+from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.run import load_config
+from pipeline.conversion.formats import why_not
+from pipeline.errors import UserError
+from pipeline.model.from_hf import open_base
+from pipeline.model.spec import DecoderSpec, StoredResidual
+from pipeline.scale.plan import plan_expansion
+from tests.bases import STORIES
+from tests.training.journeys import JOURNEYS, METHODS, Journey
+from tests.training.runs import write_config
+from tests.widened import scale_settings
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "combinations.md").read_text(encoding="utf-8")
+WORKS = "·"
+STORIES_SPEC = open_base(STORIES).spec
+WIDENED = StoredResidual(normed_size=48, scale=2.0**-12)
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
+    "tensor parallel": {"parallel__tp_size": 2},
+    "sequence parallel": {"parallel__tp_size": 2, "parallel__sequence_parallel": True},
+    "vocabulary": {"vocabulary": {"folder": "pieces"}},
+    "rehearsal": {"data__replay_loss": "kl"},
+    "gate": {"gate": {}},
+    "fp8": {"base_precision": "fp8"},
+    "nf4": {"base_precision": "nf4"},
+    "norm: base": {"method__norm": "base"},
+    "compile": {"compile": True},
+    "recomputing": {"activation_checkpointing": "all"},
+    "asynchronous": {"checkpoints__asynchronous": True},
+    "upscaled": {"upscaled": "expansion"},
+    "widened base": {},
+}
+FEATURES = {**{name: {"method": method} for name, method in METHODS.items()}, **SETTINGS}
+GROUPS = {
+    "methods": list(METHODS),
+    "SCALE": [name for name, method in METHODS.items() if method["name"] == "scale"],
+    "layouts": ["ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor parallel", "sequence parallel"],
+    "all": list(FEATURES),
+}
+IN_JOURNEYS: dict[str, tuple[str, Any]] = {
+    **{name: ("method", name) for name in METHODS},
+    **{f"ZeRO-{stage}": ("zero", stage) for stage in (1, 2, 3)},
+    "sequence parallel": ("sequence_parallel", True),
+    "vocabulary": ("vocabulary", True),
+    "rehearsal": ("replay_loss", "kl"),
+    "fp8": ("base_precision", "fp8"),
+    "nf4": ("base_precision", "nf4"),
+    "norm: base": ("norm", "base"),
+    "recomputing": ("activation_checkpointing", "all"),
+    "asynchronous": ("asynchronous", True),
+}
+MATRIX = "tests/training/test_journeys.py::test_it_resumes_to_the_bit"
+
+
+def table(heading: str) -> tuple[list[str], Iterator[list[str]]]:
+    """The header and the rows of the first table below a heading."""
+    _, _, below = PAGE.partition(f"\n## {heading}\n")
+    lines = re.search(r"(?:^\|.*\n)+", below, flags=re.MULTILINE)
+    assert lines is not None, f"no table below {heading}"
+    rows = [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines[0].splitlines()]
+    return rows[0], iter(rows[2:])
+
+
+def cells(*headings: str) -> dict[tuple[str, str], str]:
+    """What the tables say about a row and a column."""
+    found = {}
+    for heading in headings:
+        header, rows = table(heading)
+        for name, *own in rows:
+            assert len(own) == len(header) - 1, f"{heading}: {name}"
+            found |= {(name, column): cell for column, cell in zip(header[1:], own, strict=True) if cell}
+    return found
+
+
+REASONS = {number: pattern for number, pattern, _ in table("Reasons")[1]}
+PAIRS = cells("A method with a setting", "Two settings")
+EXPORTS = cells("Exports")
+
+
+def is_in(journey: Journey, name: str) -> bool:
+    if name == "tensor parallel":
+        return journey.layout.tp_size > 1
+    setting, value = IN_JOURNEYS.get(name, ("method", None))
+    return bool(getattr(journey, setting) == value)
+
+
+def check(cell: str, message: str | None, what: object) -> None:
+    """The cell says what is refused, and why."""
+    if cell == WORKS:
+        assert message is None, f"{what} is refused: {message}"
+    else:
+        assert message is not None, f"{what} is not refused"
+        assert REASONS[cell] in message, f"{what}: reason {cell} is not that {message}"
+
+
+def fault(pair: tuple[str, str], folder: Path) -> str | None:
+    """How a run with both features is refused before it reads a file, if it is."""
+    changes: dict[str, Any] = {}
+    for name in sorted(pair, key=list(FEATURES).index):
+        changes |= deepcopy(FEATURES[name])
+    path = write_config(folder, folder, **{"zero": 1, **changes})
+    spec = replace(
+        STORIES_SPEC, new_rows=5 * ("vocabulary" in pair), residual=WIDENED if "widened base" in pair else None
+    )
+    try:
+        config = load_config(path)
+        open_layout(config, 2)
+        check_fits(config, spec)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_every_pair_is_in_the_tables():
+    missing = {frozenset((a, b)) for a in METHODS for b in SETTINGS} | {
+        frozenset((a, b)) for a in SETTINGS for b in SETTINGS if a != b
+    }
+    assert {frozenset(pair) for pair in PAIRS} == missing
+    assert {*PAIRS.values(), *EXPORTS.values()} == {WORKS, "–", *REASONS}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_runs_are_refused_where_the_tables_say_so_and_nowhere_else(feature, tmp_path):
+    for pair, cell in PAIRS.items():
+        if pair[0] == feature and cell != "–":  # two values of one setting
+            check(cell, fault(pair, tmp_path), pair)
+
+
+def test_a_test_shows_every_pair_that_works():
+    shown: set[frozenset[str]] = set()
+    for first, second, test in table("What shows it")[1]:
+        file, _, name = test.partition("::")
+        assert re.search(rf"(?m)^def {name}\(", (ROOT / file).read_text(encoding="utf-8")), test
+        sides = ([each for name in side.split(", ") for each in GROUPS.get(name, [name])] for side in (first, second))
+        left, right = map(list, sides)
+        assert {*left, *right} <= FEATURES.keys(), test
+        pairs = {frozenset((a, b)) for a in left for b in right}
+        if test == MATRIX:
+            pairs = {pair for pair in pairs if any(all(is_in(row, name) for name in pair) for row in JOURNEYS)}
+        shown |= pairs
+    missing = [pair for pair, cell in PAIRS.items() if cell == WORKS and frozenset(pair) not in shown]
+    assert not missing, f"no test is named for {missing}"
+
+
+def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The section `method`, changes of the base's architecture, and the base, of a row of the table of exports."""
+    method, _, rest = row.partition(", ")
+    settings = METHODS[method] | ({"norm": "base"} if "norm: base" in rest else {})
+    changes: dict[str, Any] = {"new_rows": 5} if "vocabulary" in rest else {}
+    changes |= {"residual": WIDENED} if "widened base" in rest else {}
+    family = re.search(r"(Gemma|OLMo|GPT-NeoX)", rest)
+    return settings, changes, {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox"}[family[1]] if family else "llama"
+
+
+@pytest.mark.parametrize("row", dict.fromkeys(row for row, _ in EXPORTS))
+def test_models_leave_in_the_formats_that_the_table_names(row, base):
+    values, changes, name = model_of(row)
+    spec: DecoderSpec = replace(base(name).spec, **changes)
+    settings: Method = TypeAdapter(Method).validate_python(values)
+    plan = None
+    if isinstance(settings, ScaleMethod):
+        plan = plan_expansion(scale_settings(settings.variant, norm=settings.norm), spec.widths, spec.num_layers)
+    for format, reason in why_not(settings, plan, spec, gated="gate" in row).items():
+        check(EXPORTS[row, format], reason, (row, format))

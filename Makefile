@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -106,6 +106,9 @@ bench-generation: $(STAMP)  ## tokens a second of generation by a base and its t
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json
+
+bench-scale: $(STAMP)  ## what files, ranks and steps cost at a thousand ranks and a trillion tokens, simulated, under 20 minutes (ONLY=corpora: one subject)
+	$(BIN)/python -m benchmarks.scale --json benchmarks/out/scale.json $(if $(ONLY),--only $(ONLY))
 
 clean:  ## remove the output of runs and the caches of tests and tools (keeps .venv)
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import bisect
 import random
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from pipeline.data.records import DocumentUnit
-from pipeline.data.token_shards import FileContent, PromptedShard, Shard, ShardFile, check_file, shard_file
+from pipeline.data.token_shards import BLOCK_BYTES, FileContent, PromptedShard, Shard, ShardFile, check_file, shard_file
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
@@ -22,7 +23,7 @@ from pipeline.log import progress_bar
 MAKERS = "scale-cpt tokenize (or scale-cpt sample, for text that the base writes)"
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
-CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 2")
+CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 3")
 SAMPLED_BLOCKS = 256
 """How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
 _MAX_OPEN_SHARDS = 64
@@ -42,7 +43,7 @@ class TokenizerRecord(_Strict):
     backend: str
 
 
-class InputFile(_Strict):
+class InputFile(NamedTuple):
     """An input file; `sha256` is of its bytes on disk."""
 
     path: str
@@ -50,19 +51,22 @@ class InputFile(_Strict):
     sha256: str
 
 
-class ShardRecord(_Strict):
-    """A shard: its name, and its files in the manifest's folder by the ends of their names."""
+def _plain_name(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"names a shard outside the folder: {name!r}")
+    return name
 
-    name: str
+
+class ShardRecord(NamedTuple):
+    """A shard: its name, and its files in the manifest's folder by the ends of their names.
+
+    A tuple, as all of which there are many: each rank holds a corpus's 100,000 shards in memory.
+    """
+
+    name: Annotated[str, AfterValidator(_plain_name)]
     documents: NonNegativeInt
     tokens: NonNegativeInt
     files: dict[ShardFile, FileContent]
-
-    @model_validator(mode="after")
-    def _lies_in_the_folder(self) -> ShardRecord:
-        if not is_plain_name(self.name):
-            raise ValueError(f"names a shard outside the folder: {self.name!r}")
-        return self
 
 
 class SamplingRecord(_Strict):
@@ -106,7 +110,7 @@ class Manifest(Description):
     `quarantine` is the file of the rejected records, if there is one.
     """
 
-    format: Literal["scale-cpt token corpus 2"] = "scale-cpt token corpus 2"
+    format: Literal["scale-cpt token corpus 2", "scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
     part: str
     token_dtype: str
     documents: NonNegativeInt
@@ -218,17 +222,17 @@ class TokenCorpus:
             DataError: a file is missing, damaged, or differs from the manifest.
         """
         k, n = share
-        numbers = range(len(self.manifest.shards))[k::n]
-        every = [(at, block) for at in numbers for block in range(len(self.manifest.shards[at].files[".bin"].blocks))]
+        shards = self.manifest.shards
+        numbers = range(len(shards))[k::n]
+        *starts, total = accumulate((-(-shards[at].files[".bin"].bytes // BLOCK_BYTES) for at in numbers), initial=0)
         drawn: dict[int, list[int]] = {}
-        for number, block in every if blocks is None else random.Random().sample(every, min(blocks, len(every))):
-            drawn.setdefault(number, []).append(block)
+        for block in random.Random().sample(range(total), min(blocks or 0, total)):
+            place = bisect.bisect_right(starts, block) - 1
+            drawn.setdefault(numbers[place], []).append(block - starts[place])
 
         def check_shard(number: int) -> None:
             self._checked.discard(number)
-            shard = self._opened(number)
-            content = self.manifest.shards[number].files[".bin"]
-            check_file(shard.bin_path, content, self._advice, blocks=drawn.get(number, ()))
+            self._opened(number, None if blocks is None else drawn.get(number, ()))
 
         with progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar:
             for _ in in_threads(check_shard, numbers):
@@ -245,13 +249,13 @@ class TokenCorpus:
             start, number = high, number + 1
         return pieces
 
-    def _opened(self, number: int) -> Shard:
-        """A shard; the first time it is compared with its record, but for the values of its tokens."""
+    def _opened(self, number: int, blocks: Iterable[int] | None = ()) -> Shard:
+        """A shard; the first time it is compared with its record, of its tokens only these blocks (None: all)."""
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
         if number not in self._checked:
             for end, content in described.files.items():
-                check_file(shard_file(prefix, end), content, self._advice, blocks=() if end == ".bin" else None)
+                check_file(shard_file(prefix, end), content, self._advice, blocks=blocks if end == ".bin" else None)
         shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
         self._checked.add(number)
         return shard

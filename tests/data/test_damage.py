@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import BLOCK_BYTES, check_file, content_of
+from pipeline.data.token_shards import BLOCK_BYTES, HASH_DIGITS, check_file, content_of
 from pipeline.errors import DataError
 from tests.data.helpers import contents, documents, run_main, tokenize, write_jsonl
 
@@ -91,7 +91,7 @@ def test_blocks_of_a_file(tmp_path: Path):
     path = tmp_path / "x.bin"
     path.write_bytes(content)
     found = content_of(path)
-    assert (found.bytes, len(found.blocks)) == (len(content), 3)
+    assert (found.bytes, len(found.blocks)) == (len(content), 3 * HASH_DIGITS)
     path.write_bytes(changed(content, BLOCK_BYTES + 5))
     check_file(path, found, "", blocks=[0, 2])
     with pytest.raises(DataError, match=f"the bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} are not those.*again"):

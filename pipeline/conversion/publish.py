@@ -24,7 +24,7 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_object, read_text
-from pipeline.run_folder.metrics import METRICS, read_metrics, validations_in
+from pipeline.run_folder.metrics import METRICS, read_history
 
 CARD = "README.md"
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
@@ -138,7 +138,7 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
 
 def _validations(model: TrainedModel) -> list[str]:
     """The run's own figures before and after training, if there are any."""
-    found = validations_in(read_metrics(model.checkpoint.parent.parent / METRICS))
+    found = read_history(model.checkpoint.parent.parent / METRICS, validated=False).validations
     found = [one for one in found if one.step <= model.manifest.position.step]
     if len(found) < 2:
         return []

@@ -10,6 +10,7 @@ import os
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from torch.utils.tensorboard.writer import SummaryWriter
@@ -92,14 +93,21 @@ class MetricsFiles(Observer):
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
+    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk.
+
+    Reads from its end on no more than what it drops.
+    """
     with suppress(FileNotFoundError), path.open("rb+") as file:
         end = 0
-        while step > 0 and (line := file.readline()):
-            with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged: readers pass over it
-                if json.loads(line)["step"] > step or not line.endswith(b"\n"):
-                    break
-                end = file.tell()
+        if step > 0 and file.seek(0, os.SEEK_END):
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+                while end:
+                    begin = content.rfind(b"\n", 0, end - 1) + 1
+                    with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged
+                        if json.loads(content[begin:end])["step"] <= step:
+                            break
+                    end = begin
         file.truncate(end)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -44,7 +44,10 @@ def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, An
 
     `tail_bytes`: reads no more than these at its end.
     """
-    lines = []
+    return list(_lines(path, tail_bytes))
+
+
+def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             if tail_bytes is not None:
@@ -55,10 +58,9 @@ def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, An
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
-                    lines.append(line)
+                    yield line
     except (FileNotFoundError, NotADirectoryError):
         pass
-    return lines
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -88,35 +90,52 @@ class ValidationRecord(BaseModel):
     figures: Figures
 
 
-def validations_in(lines: Iterable[Mapping[str, Any]]) -> list[ValidationRecord]:
-    """All validations in `lines`, the one at step 0 included. Their figures are named `<figure>/<corpus>`."""
-    found = []
-    for line in lines:
-        figures: Figures = {name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")}
-        for name, value in line.items():
-            figure, _, corpus = name.partition("/")
-            if corpus in figures and figure not in _NOT_OF_A_CORPUS:
-                figures[corpus][figure] = value
-        if figures:
-            found.append(ValidationRecord(step=line["step"], figures=figures))
-    return found
+class History(NamedTuple):
+    """What the metrics.jsonl of a run says of the whole run, None where it does not.
+
+    Attributes:
+        validations: all of them, the one at step 0 included.
+        written: by step, what the model wrote after each prompt.
+        forgetting: the corpora with figures of forgetting.
+        learning_rate: the highest.
+        peak_memory_gib: of rank 0: GPU memory of its tensors, or on CPUs host memory of its process.
+    """
+
+    validations: list[ValidationRecord]
+    written: dict[int, dict[str, str]]
+    forgetting: set[str]
+    learning_rate: float | None
+    peak_memory_gib: float | None
 
 
-def read_validations(lines: Iterable[Mapping[str, Any]], path: Path) -> list[ValidationRecord]:
-    """All validations in `lines`; `path` is for messages.
+def read_history(path: Path, *, validated: bool = True) -> History:
+    """Reads a metrics.jsonl and keeps none of its lines, of which there may be a million.
 
     Raises:
-        RunFolderError: there are fewer than two.
+        RunFolderError: it is to be `validated`, and has fewer than two validations.
     """
-    validations = validations_in(lines)
-    if len(validations) < 2:
+    validations: list[ValidationRecord] = []
+    written: dict[int, dict[str, str]] = {}
+    highest: dict[str, float] = {}
+    forgetting: set[str] = set()
+    for line in _lines(path):
+        for name, value in only_numbers({name: line.get(name) for name in ("learning_rate", *_MEMORY)}).items():
+            highest[name] = max(value, highest.get(name, value))
+        if isinstance(texts := line.get(TEXTS), dict):
+            written[line["step"]] = texts
+        forgetting |= {name.partition("/")[2] for name in line if name.startswith("forgetting/")}
+        # The figures of a validation are named `<figure>/<corpus>`.
+        figures: Figures = {name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")}
+        if figures:
+            for name, value in line.items():
+                figure, _, corpus = name.partition("/")
+                if corpus in figures and figure not in _NOT_OF_A_CORPUS:
+                    figures[corpus][figure] = value
+            validations.append(ValidationRecord(step=line["step"], figures=figures))
+    if validated and len(validations) < 2:
         raise RunFolderError(
             f"{path}: no validation after the first; expected held-out figures of at least two steps: did the run "
             "finish, and has a corpus a held-out part?"
         )
-    return validations
-
-
-def peak_memory_gib(lines: Iterable[Mapping[str, Any]]) -> float | None:
-    """The peak of rank 0: GPU memory of its tensors, or on CPUs host memory of its process."""
-    return max((line[name] for line in lines for name in _MEMORY if name in line), default=None)
+    memory = max((highest[name] for name in _MEMORY if name in highest), default=None)
+    return History(validations, written, forgetting, highest.get("learning_rate"), memory)

@@ -13,15 +13,7 @@ from pipeline.config.method import ScaleMethod
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.table import cell, over_seeds, readable, table
 from pipeline.files import first_fault, read_bytes, read_object, write_json
-from pipeline.run_folder.metrics import (
-    METRICS,
-    Figures,
-    ValidationRecord,
-    geometric_mean,
-    mean,
-    peak_memory_gib,
-    read_metrics,
-)
+from pipeline.run_folder.metrics import Figures, ValidationRecord, geometric_mean, mean
 from pipeline.run_folder.status import TRAINING
 from pipeline.studies.derived import derived_perplexities, inference_cost
 from pipeline.studies.runs import StudyRun, StudyRuns
@@ -119,13 +111,14 @@ def _row(run: StudyRun, label: str, chosen: bool, cost: float) -> Row:
     }
     if run.has_diverged:
         return Row(**own, steps=config.schedule.steps, before={}, after={})
-    before, *during, after = run.validations()
+    history = run.history()
+    before, *during, after = history.validations
     training = read_object(run.folder / TRAINING, RunFolderError)
     return Row(
         **own,
         steps=training["steps"],
         **{key: training[key] for key in FROM_TRAINING},
-        peak_memory_gib=peak_memory_gib(read_metrics(run.folder / METRICS)),
+        peak_memory_gib=history.peak_memory_gib,
         before=before.figures,
         during=during,
         after=after.figures,

@@ -23,13 +23,7 @@ from pipeline.data.units import input_files
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.run_folder.metrics import (
-    METRICS,
-    ValidationRecord,
-    geometric_mean,
-    read_metrics,
-    read_validations,
-)
+from pipeline.run_folder.metrics import METRICS, History, geometric_mean, read_history
 from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
@@ -116,17 +110,17 @@ class StudyRun:
         upscaling = ("upscale",) if isinstance(self.config.method, ScaleMethod) else ()
         return (*upscaling, "train", *(("gate",) if self.config.gate else ()))
 
-    def validations(self) -> list[ValidationRecord]:
-        """Every validation of a finished run, from step 0 to the last step.
+    def history(self) -> History:
+        """The metrics of a finished run, with its validations from step 0 to the last step.
 
         Raises:
             RunFolderError: its metrics are missing or damaged.
         """
-        return read_validations(read_metrics(self.folder / METRICS), self.folder / METRICS)
+        return read_history(self.folder / METRICS)
 
     def perplexity(self, role: Role) -> float:
         """The geometric mean at the end over a role's held-out corpora, infinite where one is. Raises likewise."""
-        figures, corpora = self.validations()[-1].figures, self.config.data.corpora
+        figures, corpora = self.history().validations[-1].figures, self.config.data.corpora
         return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == role])
 
 

@@ -12,18 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from pipeline.errors import RunFolderError
 from pipeline.files import is_plain_name, read_object
-from pipeline.run_folder.metrics import (
-    METRICS,
-    TEXTS,
-    Figures,
-    ValidationRecord,
-    geometric_mean,
-    mean,
-    only_numbers,
-    peak_memory_gib,
-    read_metrics,
-    read_validations,
-)
+from pipeline.run_folder.metrics import METRICS, Figures, History, ValidationRecord, geometric_mean, mean, read_history
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.studies.report.words import change, points
 from pipeline.studies.results import FROM_TRAINING, REPLAY, SUMMARY, Row, read_rows
@@ -78,7 +67,8 @@ def _check_same_base(runs: Sequence[Run]) -> None:
 
 def _read(folder: Path, name: str) -> list[Run]:
     if (folder / METRICS).is_file():
-        return [Run(_row_of_run(folder, name), name, _written(folder))]
+        history = read_history(folder / METRICS)
+        return [Run(_row_of_run(folder, name, history), name, history.written)]
     if not (folder / SUMMARY).is_file():
         raise RunFolderError(
             f"{folder}: expected a study's folder with its {SUMMARY}, or a run's with its {METRICS}; found neither; "
@@ -91,22 +81,19 @@ def _read(folder: Path, name: str) -> list[Run]:
     ]
 
 
-def _written(folder: Path) -> dict[int, Mapping[str, str]]:
-    return {line["step"]: line[TEXTS] for line in read_metrics(folder / METRICS) if isinstance(line.get(TEXTS), dict)}
+def _written(folder: Path) -> dict[int, dict[str, str]]:
+    return read_history(folder / METRICS, validated=False).written
 
 
-def _row_of_run(folder: Path, name: str) -> Row:
-    lines = read_metrics(folder / METRICS)
-    before, *during, after = read_validations(lines, folder / METRICS)
+def _row_of_run(folder: Path, name: str, history: History) -> Row:
+    before, *during, after = history.validations
     trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
-    metrics = [only_numbers(line) for line in lines]
-    replayed = {key.partition("/")[2] for line in metrics for key in line if key.startswith("forgetting/")}
     return Row(
         **{key: trained[key] for key in FROM_TRAINING if key in trained},
         label=name,
-        learning_rate=max((line["learning_rate"] for line in metrics if "learning_rate" in line), default=None),
-        peak_memory_gib=peak_memory_gib(metrics),
-        roles={corpus: REPLAY if corpus in replayed else "new" for corpus in before.figures},
+        learning_rate=history.learning_rate,
+        peak_memory_gib=history.peak_memory_gib,
+        roles={corpus: REPLAY if corpus in history.forgetting else "new" for corpus in before.figures},
         before=before.figures,
         during=during,
         after=after.figures,

@@ -19,6 +19,7 @@ from pipeline.parallel.sharding import (
     partition_of,
     sharded_parameter,
     shared_by_neighbours,
+    used_between_regions,
 )
 from pipeline.parallel.topology import TensorParallel
 
@@ -56,6 +57,18 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else counted_once(self.bias, self.tp)
         return _product(x, self.weight, bias, self.tp)
+
+
+class ReplicatedLinear(nn.Module):
+    """`Y = W X` between regions, with all of W on every rank. x: [..., in], y: [..., out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((out_features, in_features), REPLICATED, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, used_between_regions(self.weight, self.tp))
 
 
 def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -137,11 +138,12 @@ def _fp8_scales(matrix: Tensor) -> Tensor:
 
 
 def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
-    """The matrix [rows, columns] that a model computes with which stores `matrix` in `precision`, in fp32."""
-    quantization = Quantization(precision, *matrix.shape)
+    """The matrix [..., columns] that a model computes with which stores `matrix` in `precision`, in fp32."""
+    flat = matrix.flatten(0, -2)
+    quantization = Quantization(precision, *flat.shape)
     stored = torch.empty(quantization.size, dtype=torch.uint8)
-    quantization.write(stored, lambda rows: matrix[slice(*rows)])
-    return quantization.decode(stored, torch.float32)
+    quantization.write(stored, lambda rows: flat[slice(*rows)])
+    return quantization.decode(stored, torch.float32).view(matrix.shape)
 
 
 def quantization_of(parameter: Tensor) -> Quantization | None:
@@ -152,6 +154,8 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
 def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int) -> nn.Parameter:
     """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
 
+    Those of all experts [experts, out, in] are stored as one, with experts · out rows.
+
     Raises:
         ConfigError: `parameter` trains, or the split over the ranks cuts blocks; names the sizes that do not.
     """
@@ -161,14 +165,16 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
             "method scale or lora"
         )
     shape, partition = full_shape_of(parameter), partition_of(parameter)
-    if precision == "nf4" and not _keeps_blocks(shape[1], partition, tp_size):
-        fits = [str(size) for size in range(1, tp_size) if _keeps_blocks(shape[1], partition, size)]
+    cut = partition if splits_columns(parameter) else REPLICATED
+    if precision == "nf4" and not _keeps_blocks(shape[-1], cut, tp_size):
+        fits = [str(size) for size in range(1, tp_size) if _keeps_blocks(shape[-1], cut, size)]
         raise ConfigError(
             f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} would cut in {name} "
-            f"with {shape[1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
+            f"with {shape[-1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
         )
-    rows, columns = local_shape(shape, partition, tp_size)
-    aligned = precision == "fp8" and rows % _ALIGNED == columns % _ALIGNED == 0
+    *rows_of, columns = local_shape(shape, partition, tp_size)
+    rows = prod(rows_of)
+    aligned = precision == "fp8" and len(shape) == 2 and rows % _ALIGNED == columns % _ALIGNED == 0
     fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
     quantization = Quantization(precision, rows, columns, fp8_device)
     stored: Any = nn.Parameter(
@@ -200,28 +206,42 @@ def computes_in_fp8(device: str) -> bool:
 
 
 def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
-    """Whether shards of a matrix with that many columns consist of whole blocks, and ranks divide what is split."""
-    if partition.dim != 1 or tp_size == 1:
+    """Whether shards of a matrix with that many columns consist of whole blocks, and ranks divide what is split.
+
+    `partition`: how the columns are split.
+    """
+    if partition.dim is None or tp_size == 1:
         return True
     divides = partition.units % tp_size == 0 or tp_size % partition.units == 0
     return divides and partition.local_size(columns, tp_size) % BLOCK == 0
 
 
+def splits_columns(parameter: Tensor) -> bool:
+    """Whether the ranks' shards of `parameter`, [..., in], have parts of its rows."""
+    return partition_of(parameter).dim == len(full_shape_of(parameter)) - 1
+
+
 def read_partition(parameter: Tensor) -> Partition:
     """How the matrix is split of which a rank reads its part to quantise it: with all that its scales depend on."""
-    quantization, partition = quantization_of(parameter), partition_of(parameter)
-    cut = quantization is not None and quantization.precision == "fp8" and partition.dim == 1
-    return REPLICATED if cut else partition
+    quantization = quantization_of(parameter)
+    cut = quantization is not None and quantization.precision == "fp8" and splits_columns(parameter)
+    return REPLICATED if cut else partition_of(parameter)
 
 
 @torch.no_grad()
 def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
     """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
-    quantization, partition = quantization_of(parameter), partition_of(parameter)
+    quantization, partition, shape = quantization_of(parameter), partition_of(parameter), full_shape_of(parameter)
     assert quantization is not None
     cut = read_partition(parameter) != partition
-    left = partition.bounds(full_shape_of(parameter)[1], tp.rank, tp.size)[0] if cut else 0
-    quantization.write(parameter, read, left)
+    left = partition.bounds(shape[-1], tp.rank, tp.size)[0] if cut else 0
+    of_one = quantization.rows // shape[0]
+
+    def read_of_experts(rows: Rows) -> Tensor:
+        first, stop = rows[0] // of_one, -(-rows[1] // of_one)
+        return read((first, stop)).flatten(0, 1)[rows[0] - first * of_one : rows[1] - first * of_one]
+
+    quantization.write(parameter, read if len(shape) == 2 else read_of_experts, left)
 
 
 def frozen_product(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:

@@ -161,9 +161,9 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """The replicated `parameter`: [size], with its gradient summed over the ranks under sequence parallelism.
+    """The replicated `parameter`, of any shape, with its gradient summed over the ranks under sequence parallelism.
 
-    A norm between regions then sees one rank's positions only.
+    A norm or map between regions then sees one rank's positions only.
     """
     if not tp.sequence_parallel or not parameter.requires_grad:
         return parameter
@@ -202,11 +202,16 @@ def held_values(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read."""
+    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read.
+
+    A parameter of all experts of a layer [experts, out, in] is read expert by expert.
+    """
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
     held = zero_partition_of(parameter)
     if held is None:
-        parameter.copy_(read((0, shape[0])))
+        at_once = 1 if len(shape) == 3 else shape[0]
+        for row in range(0, shape[0], at_once):
+            parameter[row : row + at_once].copy_(read((row, row + at_once)))
         return
     held.values[held.length :].zero_()
     if held.length:

@@ -19,13 +19,16 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.utils import logging
@@ -74,6 +77,7 @@ _LONGROPE = {
 }
 _WINDOWS = ["sliding_attention", "sliding_attention"]
 _PHI3 = {**_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 32}
+_QWEN3_MOE = {**_LLAMA, "head_dim": 16, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
@@ -140,6 +144,12 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "neox whole rotary": GPTNeoXConfig(**_NEOX, rope_parameters=_WHOLE_ROPE),
     "neox tied": GPTNeoXConfig(**{**_NEOX, "tie_word_embeddings": True}, rope_parameters=_QUARTER_ROPE),
     "neox unbiased attention": GPTNeoXConfig(**_NEOX, attention_bias=False, rope_parameters=_QUARTER_ROPE),
+    "mixtral": MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=3, sliding_window=9),
+    "olmoe": OlmoeConfig(**_LLAMA, num_experts=5, num_experts_per_tok=5, pad_token_id=None, eos_token_id=None),
+    "qwen3_moe": Qwen3MoeConfig(**_QWEN3_MOE, norm_topk_prob=True),
+    "qwen3_moe one expert": Qwen3MoeConfig(**{**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "qwen3_moe dense layers": Qwen3MoeConfig(**_QWEN3_MOE, decoder_sparse_step=2, attention_bias=True),
+    "qwen3_moe dense layer": Qwen3MoeConfig(**_QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
     # On two ranks each shard has whole blocks of nf4.
     "llama eight heads, wide": LlamaConfig(
         **{**_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -151,8 +161,14 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     ),
 }
 
-FEATURES = ("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3")
+FEATURES = (
+    *("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3"),
+    "qwen3_moe dense layer",
+)
 """Of `CONFIGS`, those whose layers differ most from Llama's and GPT-NeoX's."""
+
+
+MIXTURES = tuple(name for name in CONFIGS if name.startswith(("mixtral", "olmoe", "qwen3_moe")))
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -35,6 +35,7 @@ FULL = (
     "training/test_attempt.py",
     "training/test_damaged_checkpoints.py",
     "training/test_full_disk.py",
+    "training/test_mixture.py",
     "training/test_prompts.py",
     "training/test_saving.py",
     "training/test_shipped_deepspeed.py",

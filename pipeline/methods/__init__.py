@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
 from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
 from pipeline.methods.scale import Scale
@@ -55,6 +56,8 @@ def build_model(
         UserError: the model, or its sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
+    if config.compile and spec.mixture is not None:
+        raise ConfigError("compile: expected false: where tokens go in a mixture of experts is known at run time only")
     model = training_method(config).build(spec, tp, activation_checkpointing or config.activation_checkpointing)
     model.output.kl_coefficient = config.data.rehearsal_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:

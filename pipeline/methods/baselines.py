@@ -13,7 +13,9 @@ from pipeline.errors import ConfigError
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder
+from pipeline.model.family import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.mixture import Mixture
 from pipeline.model.new_rows import is_new_row, rows_of
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
@@ -23,10 +25,22 @@ from pipeline.scale.expansion import seeded
 from pipeline.scale.layers import WidenedLinear
 
 
+def _freeze_routers(model: Decoder) -> None:
+    """Keeps the routers of a mixture of experts as published: to train one takes a loss that balances the experts."""
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.router.requires_grad_(False)
+
+
 class FullFineTuningMethod(TrainingMethod):
     """Every parameter of the base trains; nothing is added."""
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+        if spec.mixture is not None:
+            raise ConfigError(
+                f"method.name: fft would train the routers of a base of family {spec.family}, for which there is no "
+                "loss that balances the experts; take scale, lora, llama_pro or freeze, which leave routers as they are"
+            )
         return Decoder(spec, tp=tp)
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
@@ -34,7 +48,10 @@ class FullFineTuningMethod(TrainingMethod):
 
 
 class FreezeMethod(FullFineTuningMethod):
-    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest `frozen_layers` layers."""
+    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest `frozen_layers` layers.
+
+    The routers of a mixture of experts stay frozen too.
+    """
 
     def __init__(self, settings: Freeze) -> None:
         self.settings = settings
@@ -43,7 +60,8 @@ class FreezeMethod(FullFineTuningMethod):
         count = self.settings.frozen_layers
         if count > spec.num_layers:
             raise ConfigError(f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers")
-        model = super()._build(spec, tp)
+        model = Decoder(spec, tp=tp)
+        _freeze_routers(model)
         model.embedding.requires_grad_(False)
         model.layers[:count].requires_grad_(False)
         return model
@@ -92,7 +110,7 @@ class LoraMethod(TrainingMethod):
                 fill(parameter, tp, partial(rows_of, shard))
 
 
-_ZEROED = ("attention.output.base.", "ffn.down.base.")
+_ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.")
 
 
 def fitting_added_layers(num_layers: int) -> list[int]:
@@ -132,6 +150,7 @@ class LlamaProMethod(TrainingMethod):
         model = Decoder(replace(spec, layers=layers), added_layers=added, tp=tp).requires_grad_(False)
         for layer in added:
             model.layers[layer].requires_grad_(True)
+        _freeze_routers(model)
         return model
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:

@@ -6,9 +6,9 @@ of the folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -100,15 +100,29 @@ class BaseFolder:
         """The unsharded shape of the base parameter `name` (ours), from its file's header.
 
         Raises:
-            BaseModelError: it is missing, or its file damaged.
+            BaseModelError: it is missing, its file damaged, or the experts that it is of are not of one size.
         """
-        source, file = self._source(name)
-        with self._slice(file, source.name) as view:
+        source = self._source(name)
+        if source.experts is not None:
+            return self._shape_of_experts(source.of_each_expert())
+        with self._slice(source.name) as view:
             rows, *others = view.get_shape()
         part = source.part
         if part is not None and rows == part.groups * part.group_rows:
             rows = part.groups * part.rows  # `load_base` refuses fused tensors of other sizes
         return (rows, *others)
+
+    def _shape_of_experts(self, experts: Sequence[HfTensor]) -> tuple[int, ...]:
+        shapes = []
+        for expert in experts:
+            with self._slice(expert.name) as view:
+                shapes.append(tuple(view.get_shape()))
+            if shapes[-1] != shapes[0]:
+                raise BaseModelError(
+                    f"{self.file_of[expert.name]}: {expert.name} has shape {shapes[-1]}, that of the first expert "
+                    f"{shapes[0]}; expected experts of one size: use the original model"
+                )
+        return (len(shapes), *shapes[0])
 
     def read(
         self,
@@ -120,11 +134,20 @@ class BaseFolder:
     ) -> Tensor:
         """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it; reads nothing else.
 
+        The rows of a parameter of all experts are the experts.
+
         Raises:
             BaseModelError: it is missing, or its file damaged.
         """
-        source, file = self._source(name)
-        with self._slice(file, source.name) as view:
+        source = self._source(name)
+        if source.experts is not None:
+            of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
+            experts = []
+            for expert in source.of_each_expert()[slice(*rows or (None,))]:
+                with self._slice(expert.name) as view:
+                    experts.append(read_shard(view, of_one, tp_rank, tp_size))
+            return torch.stack(experts)
+        with self._slice(source.name) as view:
             held = view if source.part is None else _Part(view, source.part)
             stored = read_shard(held, partition, tp_rank, tp_size, rows)
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
@@ -149,17 +172,18 @@ class BaseFolder:
                 "matrix, which transformers uses: set tie_word_embeddings to false in config.json"
             )
 
-    def _source(self, name: str) -> tuple[HfTensor, Path]:
-        """The tensor and file of the base parameter `name`; a tied output may be stored as the embedding only."""
+    def _source(self, name: str) -> HfTensor:
+        """The tensor of the base parameter `name`; a tied output may be stored as the embedding only."""
         source = hf_tensor(name, self.spec)
-        if source.name in self.file_of:
-            return source, self.file_of[source.name]
-        if name == "output.base" and self.spec.tie_word_embeddings:
+        if name == "output.base" and self.spec.tie_word_embeddings and source.name not in self.file_of:
             return self._source("embedding.base.weight")
-        raise BaseModelError(f"{self.path}: lacks the tensor {source.name}; the weights do not fit config.json")
+        return source
 
     @contextmanager
-    def _slice(self, file: Path, tensor: str) -> Iterator[StoredTensor]:
+    def _slice(self, tensor: str) -> Iterator[StoredTensor]:
+        if tensor not in self.file_of:
+            raise BaseModelError(f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json")
+        file = self.file_of[tensor]
         try:
             with safe_open(file, framework="pt") as tensors:
                 view = tensors.get_slice(tensor)

@@ -3,12 +3,15 @@ add one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pipeline.model.family import (
+    EXPERTS,
     GEMMA_NAMES,
     GPT_NEOX_NAMES,
     LLAMA_NAMES,
+    MIXTURE_NAMES,
     POST_NORM_NAMES,
     Config,
     Family,
@@ -20,7 +23,7 @@ from pipeline.model.family import (
     typed_layers,
     window_of,
 )
-from pipeline.model.spec import DecoderSpec, LayerKind
+from pipeline.model.spec import DecoderSpec, LayerKind, MixtureSpec
 
 
 def _alike(config: Config, window: int | None = None, *, partial: bool = False) -> list[LayerKind]:
@@ -123,6 +126,56 @@ def _gemma3(config: Config) -> DecoderSpec:
     return _gemma(config, typed_layers(config, rotary_by_type=True), query_key_norm="head")
 
 
+def _mixture(config: Config, experts: int, intermediate_size: int, *, normalised: bool) -> MixtureSpec:
+    """The mixture of a config.
+
+    Raises:
+        UnsupportedError: its sizes are none of a mixture.
+    """
+    top_k = config.num_experts_per_tok
+    for name, size, largest in (
+        ("num_experts", experts, _MOST_EXPERTS),
+        ("num_experts_per_tok", top_k, experts),
+        ("moe_intermediate_size", intermediate_size, 2**31),
+    ):
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
+            raise UnsupportedError(f"{name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
+    return MixtureSpec(experts, top_k, intermediate_size, normalised)
+
+
+def _mixtral(config: Config) -> DecoderSpec:
+    mixture = _mixture(config, config.num_local_experts, config.intermediate_size, normalised=True)
+    layers = [replace(layer, has_experts=True) for layer in _alike(config, window_of(config))]
+    return spec_of(config, layers, mixture=mixture)
+
+
+def _olmoe(config: Config) -> DecoderSpec:
+    if config.clip_qkv is not None:
+        raise UnsupportedError(f"clip_qkv: expected null, found {config.clip_qkv!r:.80}")
+    normalised = bool(config.norm_topk_prob)
+    mixture = _mixture(config, config.num_experts, config.intermediate_size, normalised=normalised)
+    layers = [replace(layer, has_experts=True) for layer in _alike(config)]
+    return spec_of(config, layers, query_key_norm="all", mixture=mixture, **_attention_biases(config))
+
+
+def _qwen3_moe(config: Config) -> DecoderSpec:
+    normalised = bool(config.norm_topk_prob)
+    mixture = _mixture(config, config.num_experts, config.moe_intermediate_size, normalised=normalised)
+    layers = [
+        replace(
+            layer, has_experts=index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+        )
+        for index, layer in enumerate(_alike(config, window_of(config)))
+    ]
+    return spec_of(config, layers, query_key_norm="head", mixture=mixture, **_attention_biases(config))
+
+
+def _dense_layers(spec: DecoderSpec) -> dict[str, Any]:
+    """The entries that say which layers have no experts."""
+    dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
 def _gpt_neox(config: Config) -> DecoderSpec:
     return spec_of(
         config,
@@ -136,6 +189,14 @@ def _gpt_neox(config: Config) -> DecoderSpec:
     )
 
 
+_MOST_EXPERTS = 2**12
+_MIXTRAL_NAMES = MIXTURE_NAMES | {
+    "ffn.base.router": "block_sparse_moe.gate",
+    **{
+        f"{EXPERTS}{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
+        for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
+    },
+}
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
     "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
@@ -143,6 +204,7 @@ _PHI3_FUSED = {
 _PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
 _GEMMA = "its servers take the embedding for the output too, and widened the two differ"
+_NO_SHARED_EXPERT = "it has no shared expert that the expansion's FFN could widen"
 _GPT_NEOX = "its LayerNorm takes one mean over the residual stream, and its head size follows from it"
 
 FAMILIES = {
@@ -168,6 +230,15 @@ FAMILIES = {
         Family("gemma2", _gemma2, GEMMA_NAMES, layer_entries=layer_types, why_not_stock=f"a Gemma 2 base: {_GEMMA}"),
         Family(
             "gemma3_text", _gemma3, GEMMA_NAMES, layer_entries=layer_types, why_not_stock=f"a Gemma 3 base: {_GEMMA}"
+        ),
+        Family("mixtral", _mixtral, _MIXTRAL_NAMES, why_not_stock=f"a Mixtral base: {_NO_SHARED_EXPERT}"),
+        Family("olmoe", _olmoe, MIXTURE_NAMES, why_not_stock=f"an OLMoE base: {_WHOLE_HEADS}"),
+        Family(
+            "qwen3_moe",
+            _qwen3_moe,
+            MIXTURE_NAMES,
+            layer_entries=_dense_layers,
+            why_not_stock=f"a Qwen3 mixture: {_NO_SHARED_EXPERT}",
         ),
         Family(
             "gpt_neox",

@@ -57,6 +57,8 @@ class Family:
             return HfTensor(f"{self.names[stem]}.{kind}")
         _, index, module = stem.split(".", 2)
         prefix, theirs = self.names["layers"].format(index), self.names[module]
+        if module.startswith(EXPERTS) and spec.mixture is not None:
+            return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)
         parts = self.fused.get(theirs)
         return HfTensor(f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec))
 
@@ -70,10 +72,18 @@ class Family:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps."""
+    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps.
+
+    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in `name`.
+    """
 
     name: str
     part: FusedPart | None = None
+    experts: int | None = None
+
+    def of_each_expert(self) -> list[HfTensor]:
+        """The tensors of all experts, in order; none if there are no experts."""
+        return [HfTensor(self.name.format(index)) for index in range(self.experts or 0)]
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,8 @@ def map_rows(widths: Widths, head_dim: int) -> dict[str, int]:
     }
 
 
+EXPERTS = "ffn.base.experts."
+"""How the names of the modules begin that hold a linear map of every expert of a layer."""
 LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
@@ -137,6 +149,11 @@ LLAMA_NAMES = {
     "ffn.down": "mlp.down_proj",
 }
 """The names that most architectures since Llama share."""
+MIXTURE_NAMES = LLAMA_NAMES | {
+    "ffn.base.router": "mlp.gate",
+    **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Those of most mixtures; a layer without experts has Llama's FFN."""
 _NORM_NAMES = ("attention_norm", "ffn_norm")
 POST_NORM_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in _NORM_NAMES} | {
     "attention_post_norm": "post_attention_layernorm",

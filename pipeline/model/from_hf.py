@@ -28,7 +28,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
 """What wrong values of a config raise in transformers and torch."""
-_BASE_NAME = re.compile(r"^output\.base$|\.base\.(weight|bias)$")
+_BASE_NAME = re.compile(r"^output\.base$|\.base\.([a-z.]+\.)?(weight|bias)$")
 RESIDUAL_KEY = "widened_residual"
 _WIDENED = "scale"
 
@@ -58,6 +58,8 @@ def read_spec(path: Path) -> DecoderSpec:
     except _FAULTS as error:
         raise BaseModelError(f"{file}: not a {config.model_type} config: {in_one_line(error):.300}") from None
     _check_spec(spec, file)
+    if spec.mixture is not None and getattr(config, RESIDUAL_KEY, None) is not None:
+        raise BaseModelError(f"{file}: {RESIDUAL_KEY}: no mixture of experts was widened so; use the original model")
     return replace(spec, residual=_residual(getattr(config, RESIDUAL_KEY, None), spec.widths.hidden_size, file))
 
 

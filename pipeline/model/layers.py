@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents
+from pipeline.model.mixture import MixtureFeedForward
 from pipeline.model.spec import DecoderSpec, RotarySpec
 from pipeline.parallel.collectives import enter_region, leave_region, sum_in_region
 from pipeline.parallel.sharding import Partition
@@ -63,7 +64,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, plan, layer, tp=tp)
         self.attention_post_norm = widened_norm(spec, plan, tp) if after else None
         self.ffn_norm = widened_norm(spec, plan, tp) if before else None
-        self.ffn = FeedForward(spec, plan, layer, tp=tp)
+        self.ffn = feed_forward(spec, plan, layer, tp=tp)
         self.ffn_post_norm = widened_norm(spec, plan, tp) if after else None
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False) -> Streams:
@@ -167,6 +168,14 @@ class Attention(nn.Module):
         if context.rotary is not None:
             query, key = context.rotary.rotate(query), context.rotary.rotate(key)
         return context.attend(query, key, value).flatten(2)
+
+
+def feed_forward(spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> nn.Module:
+    """The FFN of a layer: dense, or a mixture of experts."""
+    if not spec.layers[layer].has_experts or spec.mixture is None:
+        return FeedForward(spec, plan, layer, tp=tp)
+    activation = ACTIVATIONS[spec.activation]
+    return MixtureFeedForward(spec.mixture, spec.widths.hidden_size, plan, layer, activation, tp=tp)
 
 
 class FeedForward(nn.Module):

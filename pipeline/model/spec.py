@@ -38,11 +38,26 @@ class LayerKind:
     """What differs from layer to layer.
 
     `window` is how many tokens a token attends to, itself included; None: all before it. `rotary` is None in a layer
-    without position embedding.
+    without position embedding. `has_experts`: its FFN is the decoder's mixture of experts.
     """
 
     rotary: RotarySpec | None
     window: int | None = None
+    has_experts: bool = False
+
+
+@dataclass(frozen=True)
+class MixtureSpec:
+    """A mixture of experts, each a gated FFN: a token takes the `top_k` with the highest scores, the router's softmax.
+
+    `intermediate_size` is the inner width of one of the `experts`. `normalised`: the scores of those that a token takes
+    are divided by their sum.
+    """
+
+    experts: int
+    top_k: int
+    intermediate_size: int
+    normalised: bool
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class DecoderSpec:
         embedding_scale: what the embedding is multiplied by.
         attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
         attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they stay.
+        mixture: that of the layers which have experts; the FFN of the others has the `intermediate_size` of `widths`.
         residual: set for a base that was widened before.
         new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
     """
@@ -84,6 +100,7 @@ class DecoderSpec:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     output_softcap: float | None = None
+    mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
     new_rows: int = 0
 
@@ -102,21 +119,24 @@ class DecoderSpec:
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     """Raises LayoutError where a base cannot be split over `tp_size` ranks; names the sizes that fit.
 
-    `tp_size` must divide the query heads and the FFN's inner width, and divide the key/value heads or be a multiple.
+    `tp_size` must divide the query heads and each FFN's inner width, and divide the key/value heads or be a multiple.
     """
     widths = spec.widths
+    inner = {widths.intermediate_size for layer in spec.layers if not layer.has_experts}
+    if spec.mixture is not None:
+        inner.add(spec.mixture.intermediate_size)
 
     def fits(size: int) -> bool:
         kv_heads = widths.num_key_value_heads
-        divides = widths.num_attention_heads % size == 0 and widths.intermediate_size % size == 0
+        divides = all(width % size == 0 for width in (widths.num_attention_heads, *inner))
         return divides and (kv_heads % size == 0 or size % kv_heads == 0)
 
     if not fits(tp_size):
         sizes = [size for size in range(1, widths.num_attention_heads + 1) if fits(size)]
         raise LayoutError(
             f"parallel.tp_size: the base's {widths.num_attention_heads} query heads, {widths.num_key_value_heads} "
-            f"key/value heads and intermediate_size {widths.intermediate_size} do not divide over {tp_size} ranks; "
-            f"sizes that fit: {', '.join(map(str, sizes))}"
+            f"key/value heads and intermediate_size {' and '.join(map(str, sorted(inner)))} do not divide over "
+            f"{tp_size} ranks; sizes that fit: {', '.join(map(str, sizes))}"
         )
 
 

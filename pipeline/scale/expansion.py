@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_object, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
+from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear, stacked
 
 
 def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
@@ -139,6 +141,20 @@ def _of_module(
         rows, columns = full_shape_of(module.expansion_to_expansion.get_parameter("weight"))
         kind = initialisers.expansion_to_expansion
         yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
+    elif isinstance(module, (AddedColumnLinear, AddedRowLinear)):
+        stem, leaf = path.rsplit(".", 1)
+        is_down = isinstance(module, AddedRowLinear)
+        experts = stacked(read_base(f"{stem}.base.experts.{leaf}.weight").float(), by_columns=is_down)
+        name = f"{path}.base_to_expansion.weight"
+        rows, _ = full_shape_of(module.base_to_expansion.weight)
+        kind = initialisers.base_to_expansion
+        block = base_to_expansion(kind, experts.T if is_down else experts, rows, seed=seed, name=name)
+        if is_down and kind == "svd":
+            block[: min(experts.shape)] = F.normalize(block[: min(experts.shape)])
+        yield name, block
+        name = f"{path}.expansion_to_expansion.weight"
+        shape = full_shape_of(module.expansion_to_expansion.weight)
+        yield name, expansion_to_expansion(initialisers.expansion_to_expansion, experts, *shape, seed=seed, name=name)
     elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion:
         gain, shape = read_base(f"{path}.base.weight").float(), full_shape_of(module.expansion.weight)
         of_heads = isinstance(module, WidenedHeadNorm) and gain.shape == shape  # the channels of a head correspond

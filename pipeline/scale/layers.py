@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import leave_region
+from pipeline.parallel.experts import ExpertLinear
 from pipeline.parallel.layers import (
     ColumnParallelLinear,
     LowRankAdapter,
@@ -120,15 +121,20 @@ class WidenedLinear(nn.Module):
         if self.base_to_expansion is None or self.expansion_to_expansion is None or x_up is None:
             return y, None
         if self.expansion_to_base is not None and masked is not True:
-            widened = y + self.expansion_to_base(x_up)
-            y = torch.where(masked, y, widened) if isinstance(masked, Tensor) else widened
+            y = masked_sum(y, self.expansion_to_base(x_up), masked)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
+def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
+    """y + change, [..., D]; y alone for the tokens of a mask [..., 1]."""
+    return torch.where(masked, y, y + change) if isinstance(masked, Tensor) else y + change
+
+
 def base_maps(model: nn.Module) -> dict[str, nn.Module]:
-    """The base's own maps W in all linear maps of `model`, by their path."""
-    modules = model.named_modules()
-    return {f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)}
+    """The base's own maps W in all linear maps of `model`, those of experts too, by their path."""
+    modules = list(model.named_modules())
+    maps = {f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)}
+    return maps | {path: module for path, module in modules if isinstance(module, ExpertLinear)}
 
 
 class WidenedColumnLinear(WidenedLinear):

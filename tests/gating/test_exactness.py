@@ -17,6 +17,7 @@ from tests.gating.gates import random_gate
 from tests.widened import scale_settings, some_batch, some_tokens, widened
 
 BASES = [("llama tied", torch.float32), ("llama tied", torch.bfloat16), ("neox sequential", torch.bfloat16)]
+BASES += [("qwen3_moe dense layer", torch.float32), ("qwen3_moe", torch.bfloat16)]
 VARIANTS = ["preserve", "adapt", "route"]
 
 

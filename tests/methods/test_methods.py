@@ -9,12 +9,14 @@ import torch
 from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from pipeline.methods import method_for
+from pipeline.methods import build_model, method_for
 from pipeline.methods.scale import upscale
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
+from tests.training.runs import write_config
 from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
 
 SETTINGS = {
@@ -45,6 +47,8 @@ def start(base, method, folder=Path("unread")):
 def is_trained(method, name):
     """Whether a parameter of the three-layer model trains, independently of the code under test."""
     layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    if name.endswith("router.weight"):
+        return False
     if method == "fft":
         return True
     if method == "freeze":
@@ -65,6 +69,8 @@ def is_trained(method, name):
         ("adapt", "phi3"),
         ("lora", "olmo2"),
         ("llama_pro", "gemma3"),
+        *((method, "qwen3_moe") for method in ("preserve", "adapt", "route", "lora", "llama_pro")),
+        ("freeze", "mixtral"),
     ],
 )
 def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path, method, name):
@@ -122,6 +128,16 @@ def test_layers_that_the_base_lacks_are_refused(base, settings, message):
     method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
     with pytest.raises(ConfigError, match=message):
         method.build(base("neox").spec, SINGLE, "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"compile": True}, "compile: expected false"), ({"method": {"name": "fft"}}, "method.name: fft would train the")],
+)
+def test_what_a_mixture_of_experts_cannot_is_refused(base, tmp_path, changes, message):
+    config = load_config(write_config(tmp_path, tmp_path, **changes))
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, base("qwen3_moe").spec, SINGLE)
 
 
 def test_lora_costs_four_a_base_weight_and_six_of_its_own(base):

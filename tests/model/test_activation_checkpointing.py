@@ -30,7 +30,8 @@ def step(base, variant, checkpointing):
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("llama", "preserve"), ("neox", "adapt"), ("gemma3", "adapt"), ("llama", "route")]
+    ("name", "variant"),
+    [("llama", "preserve"), ("neox", "adapt"), ("gemma3", "adapt"), ("llama", "route"), ("mixtral", "adapt")],
 )
 def test_loss_and_gradients_are_identical_and_less_is_held(base, name, variant):
     loss, gradients, held = step(base(name), variant, "none")

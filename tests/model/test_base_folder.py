@@ -83,7 +83,7 @@ def test_several_files_load_as_one(base, sharded):
     assert len(open_base(sharded).hashes()) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama one kv head", "neox tied", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "neox", "llama one kv head", "neox tied", "phi3", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
     folder = base(name)
@@ -94,14 +94,21 @@ def test_shards_of_every_weight_make_up_the_whole(base, name, tp_size):
         model = Decoder(folder.spec, tp=tp)
         load_base(model, folder, tp)
         shards.append(dict(model.named_parameters()))
-    assert sum(shard["layers.0.ffn.up.base.weight"].numel() for shard in shards) == 48 * 32
+    inner = "layers.0.ffn.base.experts.up.weight" if name == "qwen3_moe" else "layers.0.ffn.up.base.weight"
+    assert (
+        sum(shard[inner].numel() for shard in shards)
+        == whole[inner].numel()
+        == (120 if name == "qwen3_moe" else 48) * 32
+    )
     for parameter, full in whole.items():
         partition = partition_of(shards[0][parameter])
         size = 0 if partition.dim is None else full.shape[partition.dim]
         assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
 
 
-@pytest.mark.parametrize(("name", "tp_size"), [("llama", 1), ("neox", 2), ("llama one kv head", 4), ("phi3", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), [("llama", 1), ("neox", 2), ("llama one kv head", 4), ("phi3", 2), ("mixtral", 2)]
+)
 def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
     folder = base(name)
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +119,7 @@ def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
             shard = folder.read(parameter, partition, rank, tp_size)
             assert shard.shape == held.shape
             for _ in range(5):
-                first, stop = sorted(torch.randint(0, len(shard) + 1, (2,), generator=generator).tolist())
+                first, stop = sorted(torch.randperm(len(shard) + 1, generator=generator)[:2].tolist())
                 rows = folder.read(parameter, partition, rank, tp_size, rows=(first, stop))
                 assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
 
@@ -192,6 +199,35 @@ def test_fused_weights_of_another_shape_are_refused(tmp_path):
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, path / SINGLE_FILE)
     assert "attention.query.base.weight has shape (95, 32)" in refused(path)
+
+
+_EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+MIXTURE_FAULTS = {
+    "an expert missing": ({_EXPERT: None}, {}, f"lacks the tensor {_EXPERT}"),
+    "an expert of another size": (
+        {_EXPERT: (19, 32)},
+        {},
+        rf"{_EXPERT} has shape \(19, 32\), that of the first expert",
+    ),
+    "a router of another width": (
+        {"model.layers.1.mlp.gate.weight": (7, 32)},
+        {},
+        r"router.weight has shape \(7, 32\)",
+    ),
+    "more experts to a token than there are": ({}, {"num_experts_per_tok": 7}, "num_experts_per_tok: expected .* 6,"),
+    "no experts": ({}, {"num_local_experts": 0}, "num_experts: expected"),
+    "no step": ({}, {"decoder_sparse_step": 0}, "not a qwen3_moe config"),
+}
+
+
+@pytest.mark.parametrize("fault", MIXTURE_FAULTS)
+def test_a_mixture_of_experts_that_is_none_is_refused(tmp_path, fault):
+    shapes, entries, expected = MIXTURE_FAULTS[fault]
+    path = save_base("qwen3_moe", tmp_path / "base")
+    change_config(path, **entries)
+    tensors = load_file(path / SINGLE_FILE) | {name: shape and torch.ones(shape) for name, shape in shapes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / SINGLE_FILE)
+    assert re.search(expected, refused(path))
 
 
 def test_a_tied_base_with_another_output_projection_is_refused(tmp_path):

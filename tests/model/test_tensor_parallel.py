@@ -151,6 +151,8 @@ FEATURED = [
     Case("olmo3", "adapt", {**BOTH, **ONE_KV_HEAD}, rehearses=True),
     Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
     Case("olmo2", "route", {**BOTH, **ONE_KV_HEAD}, documents=True),
+    Case("mixtral", "route", BOTH, documents=True),
+    Case("qwen3_moe dense layer", "adapt", BOTH, "all", rehearses=True, sequence_parallel=True),
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.
@@ -173,6 +175,9 @@ CASES = {
         Case("llama biases", "adapt", BOTH, "all", rehearses=True, precision="fp8"),
         Case("llama eight heads, wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
         Case("llama eight heads, wide", "lora", {"rank": 4}, precision="nf4"),
+        Case("olmoe", "preserve"),
+        Case("qwen3_moe", "lora", {"rank": 4}),
+        Case("qwen3_moe", "adapt", BOTH, "all", precision="fp8"),
     ],
     4: [
         *EVERY_METHOD[4:],

@@ -1,0 +1,143 @@
+"""A mixture of experts as the FFN of a layer: the base's router and experts, and SCALE's dense expansion beside them.
+
+The router reads the base stream alone. So where that is exact, so is the choice of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.model.spec import MixtureSpec
+from pipeline.parallel.collectives import enter_region, leave_region
+from pipeline.parallel.experts import ExpertLinear
+from pipeline.parallel.layers import ColumnParallelLinear
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.layers import Streams
+from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
+from pipeline.scale.plan import ExpansionPlan
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class MixtureFeedForward(nn.Module):
+    """x: [B, S, D], x_up: [B, S, U] -> the same shapes: y = Σ p_e E_e(x) + W12 h and y_up = W21 y + W22 h.
+
+    h is the inner activation of an FFN that every token takes, on both streams.
+    """
+
+    def __init__(
+        self,
+        mixture: MixtureSpec,
+        hidden_size: int,
+        plan: ExpansionPlan | None,
+        layer: int,
+        activation: Activation,
+        *,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.activation = activation
+        self.base = Mixture(mixture, hidden_size, activation, tp=tp)
+        self.gate = self.up = self.down = None
+        if plan is not None:
+            streams, inner = (hidden_size, plan.expansion.hidden_size), plan.expansion.intermediate_size
+            self.gate = AddedColumnLinear(streams, inner, tp=tp)
+            self.up = AddedColumnLinear(streams, inner, tp=tp)
+            self.down = AddedRowLinear(inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp)
+
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+        x, x_up = enter_region(self.tp, x, x_up)
+        y, y_up = self.base(x), None
+        if x_up is None or self.gate is None or self.up is None or self.down is None:
+            return leave_region(self.tp, y, y_up)
+        y, y_up = self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked=masked)
+        y, y_up = leave_region(self.tp, y, y_up)
+        return y, self.down.base_to_expansion(y) + y_up
+
+
+class Mixture(nn.Module):
+    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over the ranks."""
+
+    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.top_k, self.normalised = mixture.top_k, mixture.normalised
+        # One unit: every rank holds the whole map.
+        self.router = ColumnParallelLinear(hidden_size, mixture.experts, bias=False, units=1, tp=tp)
+        self.experts = Experts(mixture, hidden_size, activation, tp=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores, chosen = self.router(rows).float().softmax(-1).topk(self.top_k, dim=-1)
+        if self.normalised:
+            scores = scores / scores.sum(-1, keepdim=True)
+        y: Tensor = self.experts(rows, scores.to(x.dtype), chosen)
+        return y.view_as(x)
+
+
+class Experts(nn.Module):
+    """x: [N, D], with the experts that each token takes and their weights, both [N, k] -> [N, D].
+
+    The rows of tokens are sorted by expert, k rows for each token, and every linear map is one product over all.
+    """
+
+    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.activation = activation
+        self.count, inner = mixture.experts, mixture.intermediate_size
+        self.gate = ExpertLinear(self.count, hidden_size, inner, dim=1, tp=tp)
+        self.up = ExpertLinear(self.count, hidden_size, inner, dim=1, tp=tp)
+        self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        top_k = chosen.shape[1]
+        taken, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(taken, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        rows = _Spread.apply(x, order, top_k)
+        inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
+        # The down map is linear: weighting the narrower inner activations costs less than weighting its results.
+        weighted = inner * weights.flatten()[order].unsqueeze(-1)
+        summed: Tensor = _Sum.apply(self.down(weighted, ends), order, top_k)
+        return summed
+
+
+class _Spread(torch.autograd.Function):
+    """x: [N, D] -> a row for each expert that a token takes, sorted by expert: [N k, D]. `_Sum` is its adjoint.
+
+    As sums over a token's rows neither direction adds in an order that chance decides, as torch's indexing may.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return x[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (order,) = ctx.saved_tensors
+        return _summed(gradient, order, ctx.top_k), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, top_k: int) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return _summed(rows, order, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (order,) = ctx.saved_tensors
+        return gradient[order // ctx.top_k], None, None
+
+
+def _summed(rows: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """rows: [N k, D] sorted by expert -> the sum of each token's: [N, D]."""
+    by_token = torch.empty_like(rows)
+    by_token[order] = rows
+    return by_token.unflatten(0, (-1, top_k)).sum(1)

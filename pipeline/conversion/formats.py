@@ -103,6 +103,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "num_hidden_layers": spec.num_layers,
         "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
         "sliding_window": next((layer.window for layer in spec.layers if layer.window is not None), None),
+        "expert_layers": [index for index, layer in enumerate(spec.layers) if layer.has_experts],
         "rotary": [asdict(one) for one in rotary],
         "layer_rotary": [None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers],
         "normed_size": None if spec.residual is None else spec.residual.normed_size,

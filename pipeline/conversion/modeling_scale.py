@@ -54,8 +54,9 @@ from transformers.utils import can_return_tuple  # noqa: E402
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
-    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none). The
-    first `base_vocab_size` tokens (None: all) are the base's: the router compares their logits alone, as in training.
+    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
+    The FFN of `expert_layers` is the `mixture` of experts. The first `base_vocab_size` tokens (None: all) are the
+    base's: Route compares their logits alone, as in training.
     """
 
     model_type = "scale"
@@ -98,6 +99,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     output_softcap: float | None = None
     layer_types: list[str] | tuple[()] = ()
     sliding_window: int | None = None
+    mixture: dict[str, Any] | None = None
+    expert_layers: list[int] | tuple[()] = ()
     rotary: list[dict[str, Any]] | tuple[()] = ()
     layer_rotary: list[int | None] | tuple[()] = ()
     gate_layer: int | None = None
@@ -457,6 +460,81 @@ class ScaleFeedForward(nn.Module):
         return fed
 
 
+class ExpertLinear(nn.Module):
+    """A linear map of every expert: rows x [N, in], sorted by expert, which end at `ends` [experts] -> [N, out]."""
+
+    def __init__(self, experts: int, size_in: int, size_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, size_out, size_in))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        if x.is_meta:
+            return F.linear(x, self.weight[0])
+        aligned = all(size * x.element_size() % 16 == 0 for size in self.weight.shape[1:])
+        if x.is_cuda and aligned and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(x.device) >= (8, 0):
+            grouped: Tensor = F.grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+            return grouped
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        pairs = zip(x.split(counts), self.weight, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in pairs if len(rows)])
+
+
+class ScaleMixture(nn.Module):
+    """A mixture of experts: the base's router and experts on x alone; the expansion's FFN on both streams beside them.
+
+    Of the down map, base_to_expansion reads the sum of the experts, not the inner activations of those that ran.
+    """
+
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        super().__init__()
+        mixture: dict[str, Any] = config.mixture or {}
+        size, up, inner = config.hidden_size, config.expansion_hidden_size, config.expansion_intermediate_size
+        self.experts, self.top_k, width = mixture["experts"], mixture["top_k"], mixture["intermediate_size"]
+        self.normalised = mixture["normalised"]
+        self.activation = ACT2FN[config.hidden_act]
+
+        def maps(**sizes: tuple[int, int]) -> nn.ModuleDict:
+            return nn.ModuleDict({name: nn.Linear(*pair, bias=False) for name, pair in sizes.items()})
+
+        sizes = {"gate": (size, width), "up": (size, width), "down": (width, size)}
+        experts = nn.ModuleDict({name: ExpertLinear(self.experts, *pair) for name, pair in sizes.items()})
+        self.base = nn.ModuleDict({"router": nn.Linear(size, self.experts, bias=False), "experts": experts})
+        self.gate = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
+        self.up = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
+        collaborative = {"expansion_to_base": (inner, size)} if config.is_collaborative(layer, "ffn") else {}
+        self.down = maps(base_to_expansion=(size, up), expansion_to_expansion=(inner, up), **collaborative)
+
+    def forward(self, path: StreamPath) -> tuple[Tensor, Tensor]:
+        x, x_up, masked, rows = path
+        y = self._mixed(x.flatten(0, 1)).view_as(x)
+        if len(x_up) == 0:
+            return y, x_up
+        own, x = (y, x) if rows is None else (y[rows], x[rows])
+        gate, inner = (
+            pair["base_to_expansion"](x) + pair["expansion_to_expansion"](x_up) for pair in (self.gate, self.up)
+        )
+        inner = self.activation(gate) * inner
+        if "expansion_to_base" in self.down and masked is not True:
+            widened = own + self.down["expansion_to_base"](inner)
+            own = torch.where(masked, own, widened) if isinstance(masked, Tensor) else widened
+            y = own if rows is None else y.index_copy(0, rows, own)
+        return y, self.down["base_to_expansion"](own) + self.down["expansion_to_expansion"](inner)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """x [N, D] -> the sum over the experts that each token takes."""
+        scores, chosen = self.base["router"](x).float().softmax(-1).topk(self.top_k, dim=-1)
+        if self.normalised:
+            scores = scores / scores.sum(-1, keepdim=True)
+        taken, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(taken, torch.arange(self.experts, device=x.device), right=True, out_int32=True)
+        maps: Any = self.base["experts"]
+        tokens = x[order // self.top_k]
+        inner = self.activation(maps["gate"](tokens, ends)) * maps["up"](tokens, ends)
+        found = maps["down"](inner * scores.to(x.dtype).flatten()[order].unsqueeze(-1), ends)
+        by_token = torch.empty_like(found).index_copy(0, order, found)
+        return by_token.unflatten(0, (-1, self.top_k)).sum(1)
+
+
 class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer on one path or on the router's two: norms before and after, sequential or parallel residual."""
 
@@ -468,7 +546,7 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.attention = ScaleAttention(config, layer)
         self.attention_post_norm = WidenedNorm(config) if after else None
         self.ffn_norm = WidenedNorm(config) if before else None
-        self.ffn = ScaleFeedForward(config, layer)
+        self.ffn = (ScaleMixture if layer in config.expert_layers else ScaleFeedForward)(config, layer)
         self.ffn_post_norm = WidenedNorm(config) if after else None
 
     def forward(

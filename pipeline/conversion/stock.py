@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of, hf_tensor
-from pipeline.model.family import FusedPart, fuse
+from pipeline.model.family import FusedPart, HfTensor, fuse
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import StoredResidual, scale_in
 from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
@@ -111,20 +111,32 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
 
 def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -> list[PlannedTensor]:
     """The tensors as the base's folder names and fuses them; given are those of our base parameters, by name."""
-    held: dict[str, list[tuple[FusedPart | None, PlannedTensor]]] = {}
+    held: dict[HfTensor, list[tuple[FusedPart | None, PlannedTensor]]] = {}
     for name, planned in tensors:
         target = hf_tensor(name, model.spec)
-        held.setdefault(target.name, []).append((target.part, planned))
+        held.setdefault(replace(target, part=None), []).append((target.part, planned))
 
-    def stored_as(target: str, parts: list[tuple[FusedPart | None, PlannedTensor]]) -> PlannedTensor:
-        part, first = parts[0]
+    @lru_cache(maxsize=1)  # the experts of a map follow each other
+    def of_all_experts(target: HfTensor) -> Tensor:
+        return held[target][0][1].make()
+
+    def of_expert(target: HfTensor, index: int) -> Tensor:
+        return of_all_experts(target)[index]
+
+    def stored_as(target: HfTensor) -> list[PlannedTensor]:
+        part, first = held[target][0]
+        if target.experts is not None:
+            return [
+                PlannedTensor(expert.name, first.shape[1:], partial(of_expert, target, index))
+                for index, expert in enumerate(target.of_each_expert())
+            ]
         if part is None:
-            return replace(first, name=target)
-        in_order = [planned for _, planned in sorted(parts, key=lambda pair: pair[0].index if pair[0] else 0)]
+            return [replace(first, name=target.name)]
+        in_order = [planned for _, planned in sorted(held[target], key=lambda pair: pair[0].index if pair[0] else 0)]
         shape = (sum(planned.shape[0] for planned in in_order), *first.shape[1:])
-        return PlannedTensor(target, shape, lambda: fuse([planned.make() for planned in in_order], part.groups))
+        return [PlannedTensor(target.name, shape, lambda: fuse([one.make() for one in in_order], part.groups))]
 
-    return [stored_as(target, parts) for target, parts in held.items()]
+    return [planned for target in held for planned in stored_as(target)]
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:

@@ -36,6 +36,8 @@ def why_not(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
         return "it runs on one rank: leave --tensor-parallel-size and --pipeline-parallel-size out"
     if quantized:
         return "it is served in the type of its weights: leave --quantization out"
+    if config.mixture is not None:
+        return "its mixture of experts has not been tried under vLLM; serve it with transformers"
     return config.why_not_packed()
 
 

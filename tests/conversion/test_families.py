@@ -11,6 +11,7 @@ from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
 PAIRS = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "stock", "fft"))
+PAIRS += [("qwen3_moe dense layer", method) for method in ("freeze", "lora", "llama_pro")]
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)

@@ -105,7 +105,7 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeyp
     refused += [("llama tied", "fft", "scale", "but as stock;")]
     refused += [
         (name, "stock", "stock", NOT_STOCK[start])
-        for name, start in (("neox", "neox"), ("gemma3", "gemma"), ("olmo2", "olmo"))
+        for name, start in (("neox", "neox"), ("gemma3", "gemma"), ("olmo2", "olmo"), ("mixtral", "mixtral"))
     ]
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
     refused.append(("neox", "lora", "peft", "pip install peft"))

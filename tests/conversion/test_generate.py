@@ -24,6 +24,7 @@ PLAIN = {
     "route": ("llama tied", "scale", {}),
     "adapt": ("llama", "adapt", {}),
     "neox": ("neox", "scale", {}),
+    "mixture": ("qwen3_moe dense layer", "scale", {}),
 }
 GATED = {
     "gated preserve": ("llama", "preserve", GATE),
@@ -32,6 +33,7 @@ GATED = {
     "gated, undecided": ("llama tied", "stock", GATE | {"undecided": True}),
     "gated adapt, token": ("llama tied", "stock", {"features": "token"}),
     "gated neox, token": ("neox", "scale", {"features": "token"}),
+    "gated mixture, token": ("qwen3_moe dense layer", "adapt", {"features": "token"}),
 }
 MODELS = PLAIN | GATED
 LENGTH, NEW_TOKENS = 24, 12

@@ -125,3 +125,5 @@ def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     assert "running mean" in vllm_model.why_not(config, 1, False)
     config.gate_layer, config.rotary = None, [{"context": 64}]
     assert "frequencies" in vllm_model.why_not(config, 1, False)
+    config.rotary, config.mixture = [], {"experts": 4}
+    assert "mixture of experts" in vllm_model.why_not(config, 1, False)

@@ -17,9 +17,8 @@ from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder, LogitsPath
+from pipeline.model.decoder import Decoder, Inputs, LogitsPath
 from pipeline.model.output import NEVER, HiddenStates, perplexity
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
 from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
@@ -56,7 +55,7 @@ def measure(
             lost = torch.zeros(len(_MODELS), len(_PLACES), dtype=torch.double)
             for group in windows.groups():
                 inputs, targets = decoder_inputs(group, config, decoder)
-                base = decoder.hidden_states(*inputs, path="base")
+                base = _base_states(decoder, inputs)
                 gated, ungated = decoder.with_gate_and_without(gate, *inputs)
                 levels = _levels(gated).view(group.tokens.shape).cpu()
                 nll = [
@@ -78,7 +77,6 @@ def measure(
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
                 rows = (shut.unsqueeze(1) & group.present).flatten().to(targets.device)
                 if rows.any():
-                    base = replace(base, closed=torch.ones_like(rows))
                     differences.append(_largest_difference(decoder, gated, base, rows))
                 bar.update(len(group))
             tokens = int(levels_seen.sum())
@@ -96,6 +94,12 @@ def measure(
                 **{f"{model}_perplexity": _finite(perplexity(own)) for model, own in zip(_MODELS, totals, strict=True)},
             )
     return texts, max(differences, default=None)
+
+
+def _base_states(decoder: Decoder, inputs: Inputs) -> HiddenStates:
+    """The base's own states. It gives no new piece."""
+    hidden = decoder.hidden_states(*inputs, path="base")
+    return replace(hidden, closed=torch.ones(len(hidden.x), dtype=torch.bool, device=hidden.x.device))
 
 
 def _levels(hidden: HiddenStates) -> Tensor:
@@ -124,9 +128,7 @@ def _nll_spelled_out(
         return nll
     spelled, columns = group.rows(rows).spelled_out(tokens[rows], targets[rows], spelling)
     inputs, flat = decoder_inputs(spelled, config, decoder)
-    hidden = decoder.hidden_states(*inputs, path=path)
-    if path == "base":
-        hidden = replace(hidden, closed=torch.ones_like(flat, dtype=torch.bool))
+    hidden = _base_states(decoder, inputs) if path == "base" else decoder.hidden_states(*inputs)
     parts = decoder.output(hidden, flat).nll.double().view(columns.shape).cpu()
     return nll.index_put((rows,), torch.zeros_like(nll[rows]).scatter_add_(1, columns, parts))
 
@@ -181,9 +183,7 @@ def inference_dtype(base: BaseFolder, device: torch.device) -> torch.dtype:
     return base.dtype if device.type == "cuda" else torch.float32
 
 
-def decoder_inputs(
-    group: Windows, config: RunConfig, decoder: Decoder
-) -> tuple[tuple[Tensor, Tensor, Documents | None], Tensor]:
+def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:
     """Tokens and positions [B, S] and where documents lie, and the targets [B · S], where the decoder is."""
     device = decoder.embedding.base.weight.device
     documents = group.documents(device) if config.data.document_mask else None

@@ -47,14 +47,8 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},
     "lora query, value, output": METHODS["lora"] | {"target_modules": ["query", "value", "output"]},
 }
-NOT_STOCK = {
-    "neox": "LayerNorm takes one mean",
-    "olmo": "one mean square over all heads",
-    "gemma": "its servers take the embedding",
-    "mixtral": "no shared expert",
-    "qwen3_moe": "no shared expert",
-}
-"""Why no ordinary wider model of a family exists, by the beginning of the base's name."""
+NOT_STOCK = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe")
+"""How the names of bases begin of which no ordinary wider model exists."""
 
 
 class Models:
@@ -114,7 +108,7 @@ class Exports:
 def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:
     """Each family with each method that can leave as its name says."""
     found = [(name, method) for method in methods for name in names if name not in MIXTURES or method != "fft"]
-    return [(name, method) for name, method in found if method != "stock" or not name.startswith(tuple(NOT_STOCK))]
+    return [(name, method) for name, method in found if method != "stock" or not name.startswith(NOT_STOCK)]
 
 
 def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -15,7 +15,6 @@ from pipeline.errors import ConversionError
 from tests.conversion.exports import (
     METHODS,
     MORE_METHODS,
-    NOT_STOCK,
     assert_exported,
     exported,
     loaded_with_base,
@@ -99,15 +98,9 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
 
 
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeypatch):
-    refused = [("llama tied", method, "peft", f"method {method}") for method in ("fft", "scale", "llama_pro")]
-    refused += [("llama tied", method, "scale", f"method {method}") for method in ("lora", "freeze")]
-    refused += [("llama tied", "scale", "stock", "route"), ("llama tied", "preserve separate", "stock", "separate")]
-    refused += [("llama tied", "fft", "scale", "but as stock;")]
-    refused += [
-        (name, "stock", "stock", NOT_STOCK[start])
-        for name, start in (("neox", "neox"), ("gemma3", "gemma"), ("olmo2", "olmo"), ("mixtral", "mixtral"))
-    ]
+    """Every reason is in tests/test_combinations.py."""
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    refused = [("llama tied", "fft", "scale", "fft widens nothing"), ("llama tied", "fft", "scale", "but as stock;")]
     refused.append(("neox", "lora", "peft", "pip install peft"))
     for name, method, format, reason in refused:
         with pytest.raises(ConversionError, match=reason):

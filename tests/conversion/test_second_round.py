@@ -22,10 +22,7 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
-from tests.conversion.exports import exported
 from tests.distributed import run_ranks
-from tests.gating.gates import random_gate
-from tests.model.test_new_rows import extended, model_of
 from tests.tolerances import assert_near, rounding_of
 from tests.training.runs import in_turn, losses, make_run, train, train_compiled, write_config
 from tests.widened import some_tokens
@@ -99,7 +96,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 
 def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
     """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank that does the same."""
-    wide, settings = first.folder / "hf", {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
+    settings = {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
     settings |= {"data__replay_loss": "kl", "activation_checkpointing": "all", "checkpoints__asynchronous": True}
     split = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "base_precision": "fp8", "zero": 2}
     runs = {name: {"base_precision": name} for name in ("fp8", "nf4")} | {"split": split, "stage 3": {"zero": 3}}
@@ -110,9 +107,6 @@ def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
         assert json.loads((tmp_path / name / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "fp8"), rel=2e-5)
     assert losses(tmp_path / "nf4") == pytest.approx(losses(tmp_path / "stage 3"), rel=0.2)
-    model = model_of(extended(open_base(wide)), "adapt", tmp_path)
-    pieces = some_tokens(model.spec, 2, 24)
-    assert_near(model.logits(pieces, path="base")[..., :512], exported_logits(wide, pieces), rounding_of(model.spec))
 
 
 def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
@@ -168,18 +162,6 @@ def on_top(first, tmp_path_factory):
     exported = first.folder / "hf"
     run_ranks(save_many, 1, [(exported, method, folder / name) for name, (method, _, _) in METHODS.items()])
     return lambda name: trained(exported, folder / name)
-
-
-@torch.no_grad()
-def test_a_gate_on_top_of_the_first_domain(on_top, tmp_path):
-    model = on_top("separate")
-    decoder, tokens = training_decoder(model), some_tokens(model.spec, 4, 24)
-    of_base = decoder.logits(tokens, path="base")
-    for opens in ("never", "sometimes"):
-        decoder.gate = random_gate(decoder, tokens, opens=opens)
-        found = load_hf_model(exported(replace(model, gate=decoder.gate), "scale", tmp_path / opens))(tokens).logits
-        assert_near(found, decoder.logits(tokens), rounding_of(decoder.spec))
-        assert torch.equal(decoder.logits(tokens), of_base) == (opens == "never")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, row in METHODS.items() for dtype in row[2]])

@@ -240,7 +240,6 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
         ({"gate": {"layer": 4}}, r"gate\.layer: 4 is above method\.l_fp 3"),
         ({"gate": {"negatives": ["korean"]}}, "korean is no corpus of role rehearsal or replay"),
         ({"gate": {"negatives": ["latin"]}}, "latin is no corpus"),
-        ({"method": {"name": "fft"}}, "method fft adds no blocks"),
     ],
 )
 def test_settings_that_do_not_fit(changes, message, runs):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from pipeline.evaluation.benchmarks import _hf_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
 from pipeline.gating.windows import Windows
+from pipeline.model.from_hf import open_base
 from pipeline.model.output import NEVER
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED
 from tests.bases import STORIES, reference
@@ -72,16 +75,6 @@ def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, undec
     assert (nll[closed & (targets >= OLD)] > -NEVER / 2).all() and (nll[~closed] < 1e3).all()
 
 
-@torch.no_grad()
-def test_text_of_old_pieces_that_stays_closed_has_the_bases_logits(base, tmp_path):
-    model = model_of(extended(base("llama tied")), "adapt", tmp_path).eval()
-    tokens, _ = batch_with_new_tokens(model)
-    tokens = tokens.clamp(max=OLD - 1)
-    alone = model.logits(tokens, path="base")
-    model.gate = random_gate(model, tokens, opens="never")
-    assert torch.equal(model.logits(tokens)[..., :OLD], alone[..., :OLD])
-
-
 @st.composite
 def documents(draw) -> tuple[list[list[int]], dict[int, list[int]], int]:
     """Documents of old pieces (0 to 9) and new ones (10 to 14), what these stand for, and where a sample begins."""
@@ -126,25 +119,49 @@ def windows_of(texts: list[list[int]], first: int) -> Windows:
     return Windows(tokens, targets, places, ids, flags, flags, ~flags)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A finished run with a vocabulary and a gate, converted."""
-    folder = tmp_path_factory.mktemp("vocabulary")
+def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes: Any) -> Path:
+    """Trains a run with a gate, whose base's tokenizer was extended by pieces of those reviews."""
     new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
-    extension = learn_extension(STORIES, new[:20], old, add=60, min_uses=5)
+    extension = learn_extension(base, new[reviews], old, add=add, min_uses=5)
     write_extension(extension, folder / "tokenizer", lambda _: None)
-    settings = {
+    settings: dict[str, Any] = {
+        "base": str(base),
+        "zero": 1,
         "vocabulary": {"folder": str(folder / "tokenizer")},
         "gate": {"tokens": 3000, "max_open_fraction": 0.01, "splices": True},
-        "validation__max_sequences": 60,
+        "method__norm": "base",
+        "schedule__learning_rate": 0.02,
+        **changes,
     }
     config = load_config(write_config(folder / "run", folder / "tokens", **settings))
     with local_workers(1) as workers:
         for job in corpus_jobs(config.data, config.tokenizer):
             preprocess(job, workers)
-    path = make_run(folder / "run", folder / "tokens", zero=1, schedule__learning_rate=0.02, **settings)
+    path = make_run(folder / "run", folder / "tokens", **settings)
     assert run_ranks(in_turn, 1, [partial(train, path)]) == [[0]]
     return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run with a vocabulary and a gate."""
+    return train_extended(tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20), validation__max_sequences=60)
+
+
+@torch.no_grad()
+def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
+    first = load_config(run)
+    stock = replace(latest_conversion(first), gate=None, format="stock", output=tmp_path / "first")
+    assert convert(stock, run_probe(first))
+    second = load_config(train_extended(tmp_path, tmp_path / "first", 40, slice(20, 40), schedule__steps=3))
+    assert open_base(second.base).spec.vocab_size == 512 + 60
+    done = json.loads((second.folder / "training.json").read_text())
+    assert done["step0_max_abs_logit_difference"] == 0.0
+    record, _ = fit_gate(second)
+    english = record.heldout["english"]
+    assert english.closed_sequences == english.sequences and record.closed_max_abs_logit_difference == 0.0
+    assert english.gated_perplexity == pytest.approx(english.base_perplexity, rel=1e-12)
+    assert convert(latest_conversion(second), run_probe(second))
 
 
 @torch.no_grad()

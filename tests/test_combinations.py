@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.formats import why_not
 from pipeline.errors import UserError
-from pipeline.model.from_hf import open_base
+from pipeline.model.from_hf import RESIDUAL_KEY, open_base, read_spec
 from pipeline.model.spec import DecoderSpec, StoredResidual
 from pipeline.scale.plan import plan_expansion
-from tests.bases import STORIES
+from tests.bases import CONFIGS, STORIES
 from tests.training.journeys import JOURNEYS, METHODS, Journey
 from tests.training.runs import write_config
 from tests.widened import scale_settings
@@ -29,7 +30,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "combinations.md").read_text(encoding="utf-8")
 WORKS = "·"
 STORIES_SPEC = open_base(STORIES).spec
-WIDENED = StoredResidual(normed_size=48, scale=2.0**-12)
+WIDENED = StoredResidual(normed_size=24, scale=2.0**-12)
+CONFIG_OF = {
+    "widened base": json.loads((STORIES / "config.json").read_text()) | {RESIDUAL_KEY: asdict(WIDENED)},
+    "mixture of experts": CONFIGS["qwen3_moe"].to_dict() | {"num_hidden_layers": 5},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"ZeRO-{stage}": {"zero": stage} for stage in (1, 2, 3)},
     "tensor parallel": {"parallel__tp_size": 2},
@@ -45,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "asynchronous": {"checkpoints__asynchronous": True},
     "upscaled": {"upscaled": "expansion"},
     "widened base": {},
+    "mixture of experts": {},
 }
 FEATURES = {**{name: {"method": method} for name, method in METHODS.items()}, **SETTINGS}
 GROUPS = {
@@ -115,13 +121,15 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
     for name in sorted(pair, key=list(FEATURES).index):
         changes |= deepcopy(FEATURES[name])
     path = write_config(folder, folder, **{"zero": 1, **changes})
-    spec = replace(
-        STORIES_SPEC, new_rows=5 * ("vocabulary" in pair), residual=WIDENED if "widened base" in pair else None
-    )
+    architecture: dict[str, Any] = {}
+    for name in CONFIG_OF.keys() & pair:
+        architecture |= CONFIG_OF[name]
+    (folder / "config.json").write_text(json.dumps(architecture))
     try:
         config = load_config(path)
         open_layout(config, 2)
-        check_fits(config, spec)
+        spec = read_spec(folder / "config.json") if architecture else STORIES_SPEC
+        check_fits(config, replace(spec, new_rows=5 * ("vocabulary" in pair)))
     except UserError as error:
         return str(error)
     return None
@@ -164,8 +172,9 @@ def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     settings = METHODS[method] | ({"norm": "base"} if "norm: base" in rest else {})
     changes: dict[str, Any] = {"new_rows": 5} if "vocabulary" in rest else {}
     changes |= {"residual": WIDENED} if "widened base" in rest else {}
-    family = re.search(r"(Gemma|OLMo|GPT-NeoX)", rest)
-    return settings, changes, {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox"}[family[1]] if family else "llama"
+    bases = {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox"}
+    bases |= {"dense layers": "qwen3_moe dense layer", "mixture": "qwen3_moe"}
+    return settings, changes, next((base for name, base in bases.items() if name in rest), "llama")
 
 
 @pytest.mark.parametrize("row", dict.fromkeys(row for row, _ in EXPORTS))

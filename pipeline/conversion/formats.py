@@ -25,6 +25,8 @@ from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
 from pipeline.scale.gate import DECAY
 from pipeline.scale.plan import ExpansionPlan
 
+_FFN = {"gate", "up", "down"}
+
 
 def why_not(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
@@ -36,6 +38,8 @@ def why_not(
         peft = f"method {settings.name} has no adapters"
     elif spec.new_rows:
         peft = "adapters alone lack the rows of its new pieces"
+    elif len({layer.has_experts for layer in spec.layers}) > 1 and _FFN & {*(settings.target_modules or _FFN)}:
+        peft = "PEFT takes the FFN of its layers without experts for experts; adapters of attention alone can leave so"
     return {
         "stock": why_not_stock(plan, spec, gated=gated),
         "scale": unwidened,

@@ -45,7 +45,7 @@ def test_what_transformers_loads_is_the_model_that_trained(name, method, models,
     assert (folder / "modeling_scale.py").exists() == (method == "scale")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "mixtral"])
 def test_lora_is_exported_as_adapters_for_peft(name, models, tmp_path):
     model = models(name, "lora")
     folder = exported(model, "peft", tmp_path / "hf")

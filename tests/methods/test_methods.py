@@ -9,14 +9,12 @@ import torch
 from pydantic import TypeAdapter
 
 from pipeline.config.method import Method
-from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
-from pipeline.methods import build_model, method_for
+from pipeline.methods import method_for
 from pipeline.methods.scale import upscale
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
-from tests.training.runs import write_config
 from tests.widened import SEED, scale_settings, some_batch, some_tokens, unwidened
 
 SETTINGS = {
@@ -128,16 +126,6 @@ def test_layers_that_the_base_lacks_are_refused(base, settings, message):
     method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
     with pytest.raises(ConfigError, match=message):
         method.build(base("neox").spec, SINGLE, "none")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"compile": True}, "compile: expected false"), ({"method": {"name": "fft"}}, "method.name: fft would train the")],
-)
-def test_what_a_mixture_of_experts_cannot_is_refused(base, tmp_path, changes, message):
-    config = load_config(write_config(tmp_path, tmp_path, **changes))
-    with pytest.raises(ConfigError, match=message):
-        build_model(config, base("qwen3_moe").spec, SINGLE)
 
 
 def test_lora_costs_four_a_base_weight_and_six_of_its_own(base):

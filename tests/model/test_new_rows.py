@@ -119,6 +119,7 @@ def test_new_rows_train_with_every_method_and_old_ones_as_before(base, method, t
         *((method, "llama") for method in ("preserve", "adapt", "route", "fft", "lora")),
         ("adapt", "neox tied"),
         ("route", "gemma2"),
+        ("adapt", "qwen3_moe"),
     ],
 )
 def test_loss_and_gradients_equal_plain_cross_entropy(base, name, method, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ STEPS = 3
 TP2 = {"parallel__tp_size": 2}
 BOTH = {"l_fp": 1, "collaborative_modules": "both"}
 RUNS: dict[str, dict[str, Any]] = {
-    "preserve": {"zero": 3},
+    "preserve": {"zero": 3, "method__norm": "base", "checkpoints__asynchronous": True},
     "adapt": {"zero": 1, **TP2, "parallel__sequence_parallel": True, "activation_checkpointing": "all"},
     "route": {"zero": 3, **TP2, "activation_checkpointing": "collaborative", "data__replay_loss": "kl"},
     "lora": {"zero": 2, "base_precision": "nf4"},

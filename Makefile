@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults clean-check fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -83,6 +83,9 @@ docs: $(STAMP)  ## build the documentation as a site in runs/site, with every li
 
 faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, and compare each with an undisturbed run (ONLY="hung node": these faults)
 	$(BIN)/python -m tests.faults $(if $(ONLY),--only $(ONLY))
+
+clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
+	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)

@@ -32,6 +32,7 @@ class BuildWithShippedFiles(build_py):
 
 
 # What one tool needs and training does not.
+CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.
@@ -45,7 +46,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pipeline", "pipeline.*"]),
-    package_data={"pipeline": ["py.typed"], "pipeline.studies.report": ["templates/*"]},
+    package_data={
+        "pipeline": ["py.typed"],
+        "pipeline.cleaning": ["*.yaml"],
+        "pipeline.studies.report": ["templates/*"],
+    },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
     python_requires=">=3.10",
@@ -75,10 +80,12 @@ setup(
         "shtab>=1.7,<2",
     ],
     extras_require={
+        "clean": CLEAN,
         "eval": EVAL,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "dev": [
+            *CLEAN,
             *EVAL,
             *WANDB,
             *MLFLOW,

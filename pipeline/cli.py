@@ -21,6 +21,7 @@ PROGRAM = "scale-cpt"
 PROGRAMS = {
     # a run
     "config": "run_config",
+    "clean": "clean_corpora",
     "tokenize": "preprocess_data",
     "sample": "sample_base",
     "upscale": "upscale",

@@ -7,9 +7,9 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #
-# The whole run, from text to a tested Hugging Face folder, in seven stages. Stages that are done are skipped, so the same
-# command again continues where it stopped. So are stages that a run does not ask for: sample, in which the base writes
-# text for rehearsal, and gate.
+# The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done are skipped, so the same
+# command again continues where it stopped. So are stages that a run does not ask for: clean, for corpora with that
+# section, sample, in which the base writes text for rehearsal, and gate.
 #
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine
@@ -36,7 +36,7 @@ if [[ "${arguments[0]:-}" == --dry-run ]]; then
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
-STAGES=${STAGES:-tokenize sample upscale train gate convert evaluate}
+STAGES=${STAGES:-clean tokenize sample upscale train gate convert evaluate}
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of tokenization.
 [[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
@@ -44,6 +44,7 @@ export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do
     case "$stage" in
+        clean) run_stage clean here python tools/clean_corpora.py "$CONFIG" "${changes[@]}" ;;
         tokenize) run_stage tokenize here python tools/preprocess_data.py "$CONFIG" "${changes[@]}" ;;
         sample) run_stage sample here python tools/sample_base.py "$CONFIG" "${changes[@]}" ;;
         upscale) run_stage upscale here python tools/upscale.py "$CONFIG" "${changes[@]}" ;;
@@ -51,7 +52,7 @@ for stage in $STAGES; do
         gate) run_stage gate here python tools/fit_gate.py "$CONFIG" "${changes[@]}" ;;
         convert) run_stage convert here python tools/convert_checkpoint.py "$CONFIG" "${changes[@]}" ;;
         evaluate) run_stage evaluate here python tools/evaluate.py "$CONFIG" "${changes[@]}" ;;
-        *) die "STAGES: there is no stage \"$stage\"; choose from tokenize sample upscale train gate convert evaluate" ;;
+        *) die "STAGES: there is no stage \"$stage\"; choose from clean tokenize sample upscale train gate convert evaluate" ;;
     esac
 done
 say "done"

@@ -30,6 +30,7 @@ FULL = (
     "faults",
     "fuzz",
     "benchmarks",
+    "cleaning/test_check.py",
     "packaging/test_wheel.py",
     "training/test_answers.py",
     "training/test_attempt.py",

@@ -20,12 +20,12 @@ from pipeline.command_line import add_run, folder_or_hub, positive, run_program,
 from pipeline.config.data import Corpus, Data
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import Job, corpus_jobs, is_tokenized, tokens_in
+from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized, tokens_in
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
 from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import Workers, local_workers, mpi_workers
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
 
@@ -64,6 +64,9 @@ def _compare_estimates(data: Data) -> None:
 
 def _of_run(config: RunConfig) -> list[Job]:
     if not is_tokenized(config.data):  # every restart of a run passes this stage
+        for name, corpus in config.data.corpora.items():
+            if corpus.clean is not None and not cleaned_folder(config.data, name).is_dir():
+                raise DataError(f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first")
         from pipeline.checks.door import begin  # loads torch
 
         # cpt_korean.sh knows how many ranks will train on the tokens.

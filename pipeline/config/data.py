@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from pipeline.config.reading import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
 Role = Literal["new", "replay", "rehearsal"]
+CleaningStep = Literal[
+    "mend", "language", "boilerplate", "repetition", "quality", "lines", "personal_data", "duplicates", "contamination"
+]
 
 
 class Sampling(Section):
@@ -40,6 +43,24 @@ class Sampling(Section):
         return self
 
 
+class Cleaning(Section):
+    """A crawl becomes a corpus before it is tokenized (scale-cpt clean, docs/data.md)."""
+
+    language: Literal["ko", "en"]
+    """chooses the thresholds: FineWeb-2's for Korean, FineWeb's for English"""
+    skip: list[CleaningStep] = []
+    """steps to leave out"""
+    min_words: PositiveInt | None = None
+    """of a document; default: 25 words of Korean, 50 of English"""
+    min_script_share: Fraction | None = None
+    """of the letters that are Hangul, or Latin; default: 0.5 for Korean, 0.8 for English"""
+    benchmarks: Texts = []
+    """JSONL files, or patterns, of benchmarks; documents that share words in a row with them are dropped, as are those
+    that share words with heldout_input of any corpus"""
+    shared_words: PositiveInt | None = None
+    """how many words in a row; default: 8 of Korean, 13 of English"""
+
+
 class Source(Section):
     """Where a corpus comes from, for the model card of an export; nothing else reads it."""
 
@@ -57,6 +78,8 @@ class Corpus(Section):
     input: Texts = []
     """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; folders saved by datasets; or datasets
     on the hub, hf://org/name[/config][@revision][/split][?documents=N]"""
+    clean: Cleaning | None = None
+    """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None
     """instead of input, for role rehearsal: what the base is to write"""
     heldout_input: Texts = []
@@ -98,6 +121,12 @@ class Corpus(Section):
             raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
         elif self.prompt_key is not None or self.messages_key is not None:
             raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
+        return self
+
+    @model_validator(mode="after")
+    def _plain_text_is_cleaned(self) -> Corpus:
+        if self.clean is not None and (self.prompt_key or self.messages_key or self.sample):
+            raise ValueError("clean is for documents, without prompt_key, messages_key and sample")
         return self
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
 from pipeline.conversion.publish import CARD, model_card
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, probe_maker, verify
-from pipeline.data.corpora import keys_of
+from pipeline.data.corpora import heldout_source, keys_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import is_text
 from pipeline.errors import CheckpointError, ConversionError
@@ -103,9 +103,10 @@ def run_probe(config: RunConfig) -> MakeProbe:
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
-    files = {name: corpus.heldout_input or corpus.input for name, corpus in config.data.corpora.items()}
-    texts = {name: of for name, of in files.items() if config.data.corpora[name].sample is None and is_text(of)}
-    return probe_maker(texts, {name: keys_of(config.data.corpora[name], config.tokenizer) for name in texts})
+    sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
+    texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
+    keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
+    return probe_maker({name: of.input for name, of in texts.items()}, keys)
 
 
 def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:

@@ -74,6 +74,26 @@ def heldout_folder(data: Data, corpus: str) -> Path:
     return data.folder / f"{corpus}.heldout"
 
 
+def cleaned_folder(data: Data, corpus: str) -> Path:
+    """The folder of the cleaned text of `corpus`, if it has a section `clean`; complete once it is there."""
+    return data.folder / f"{corpus}.clean"
+
+
+def source_of(data: Data, name: str) -> Corpus:
+    """The corpus `name` as tokenization reads it: the cleaned text in place of the input, once there is one."""
+    corpus, folder = data.corpora[name], cleaned_folder(data, name)
+    if corpus.clean is None or not folder.is_dir():
+        return corpus
+    changes = {"input": [str(folder / "*.jsonl.zst")], "text_key": "text", "document": "line", "encoding": None}
+    return corpus.model_copy(update=changes)
+
+
+def heldout_source(data: Data, name: str) -> Corpus:
+    """The same with the files of its held-out part as input, where it has such files, which are not cleaned."""
+    corpus = data.corpora[name]
+    return corpus.model_copy(update={"input": corpus.heldout_input}) if corpus.heldout_input else source_of(data, name)
+
+
 def has_heldout(data: Data, corpus: str) -> bool:
     """Whether `corpus` has a held-out part."""
     described = data.corpora[corpus]
@@ -111,10 +131,9 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     """The jobs that tokenize the corpora of a run, with the run's tokenizer."""
     for name, corpus in data.corpora.items():
         if corpus.sample is None:
-            yield Job(corpus, tokenizer, train_folder(data, name))
+            yield Job(source_of(data, name), tokenizer, train_folder(data, name))
         if corpus.heldout_input:
-            heldout = corpus.model_copy(update={"input": corpus.heldout_input})
-            yield Job(heldout, tokenizer, heldout_folder(data, name))
+            yield Job(heldout_source(data, name), tokenizer, heldout_folder(data, name))
 
 
 def check_heldout(config: RunConfig) -> None:
@@ -139,14 +158,14 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """
     check_heldout(config)
     return {
-        name: _heldout_documents(corpus, keys_of(corpus, config.tokenizer))
+        name: _heldout_documents(heldout_source(config.data, name), config.tokenizer)
         for name, corpus in config.data.corpora.items()
         if _has_heldout_text(corpus)
     }
 
 
-def _heldout_documents(corpus: Corpus, keys: Keys) -> Iterator[Document]:
+def _heldout_documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:
+    documents = good_documents(corpus.input, keys_of(corpus, tokenizer))
     if corpus.heldout_input:
-        return good_documents(corpus.heldout_input, keys)
-    documents = good_documents(corpus.input, keys)
+        return documents
     return (document for document in documents if is_heldout(document.held_out_by, corpus.heldout_fraction))

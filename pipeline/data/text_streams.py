@@ -146,17 +146,22 @@ def input_size(path: Path) -> int:
 
 def encoding_advice(path: Path) -> str | None:
     """What to do about a file that is not UTF-8 but likely another encoding; None for UTF-8, damaged or not."""
+    if (name := likely_encoding(path)) is None:
+        return None
+    return (
+        f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert it with "
+        f"`iconv -f {name} -t utf-8`, and remove the output folder"
+    )
+
+
+def likely_encoding(path: Path) -> str | None:
+    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
     if any(path.name.endswith(suffix) for suffix in (".parquet", ".arrow")):
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
     text = sample.decode(errors="replace")
     if "\0" not in text and text.count("\ufffd") * 50 < len(text):
         return None
-    likely = charset_normalizer.from_bytes(sample).best()
-    if likely is None:
-        return None
-    name = likely.encoding.replace("_", "-")
-    return (
-        f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert it with "
-        f"`iconv -f {name} -t utf-8`, and remove the output folder"
-    )
+    whole_lines = sample[: sample.rfind(b"\n") + 1]  # a character may be cut at the end of a sample
+    likely = charset_normalizer.from_bytes(sample).best() or charset_normalizer.from_bytes(whole_lines).best()
+    return None if likely is None else likely.encoding.replace("_", "-")

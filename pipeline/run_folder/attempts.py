@@ -38,7 +38,7 @@ from pipeline.run_folder.lock import LockOwner, RunLock
 from pipeline.run_folder.run_file import write_run
 
 NAME = "attempts.jsonl"
-_RESUMABLE = ("tokenize", "sample")
+_RESUMABLE = ("clean", "tokenize", "sample")
 """The stages that resume where they were stopped, but write no checkpoint."""
 _logger = log.get_logger(__name__)
 

@@ -1,0 +1,141 @@
+"""What datatrove lacks: this project's readers, patterns of Korean text, and words without a model of a language."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.decont import NGramsDecontFilter
+from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
+from datatrove.pipeline.formatters.base import BaseFormatter
+from datatrove.pipeline.formatters.pii import PIIReplacer
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.utils.text import ngrams, simplify_text
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+from pipeline.data.readers import text_records
+from pipeline.data.records import Keys, Rejected
+from pipeline.data.text_streams import open_stream, text_length
+from pipeline.data.units import Unit, unit_records
+from pipeline.errors import DataError, faults_of_library
+
+_HANGUL = re.compile("[가-힣]")
+_LATIN_1 = re.compile("[\x80-\xff]")
+_BOILERPLATE = re.compile(
+    r"(?im)^.{0,60}(?:무단\s?(?:전재|복제|배포)|재배포\s?금지|저작권자\s?[ⓒ©(]|기사\s?제보|구독\s?신청|댓글\s?\d+개?$|"
+    r"all rights reserved|(?:cookie|privacy) policy|terms of (?:use|service)|subscribe to our|share (?:this )?on)"
+    r".{0,80}$\n?"
+)
+_BIRTH = r"\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
+_MOBILE = r"(?:\+82[-. ]?|0)1[016789][-. ]?\d{3,4}[-. ]?\d{4}"
+_LANDLINE = r"(?:\+82[-. ]?|0)(?:2|[3-6]\d|70)[-.) ]{1,2}\d{3,4}[-. ]\d{4}"
+_REGISTRATION = PIIReplacer(rf"(?<![\d-]){_BIRTH}\s?-\s?[1-8]\d{{6}}(?![\d-])", "000000-0000000")
+_PHONE = PIIReplacer(rf"(?<![\d-])(?:{_MOBILE}|{_LANDLINE})(?![\d-])", "010-0000-0000")
+
+
+class Words(WordTokenizer):
+    """Splits text into words and punctuation marks."""
+
+    _WORD = re.compile(r"\w+(?:['’]\w+)?|[^\w\s]")
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return self._WORD.findall(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        raise NotImplementedError  # no block here asks for sentences
+
+    span_tokenize = sent_tokenize
+
+
+class Records(PipelineStep):
+    """Reads what tokenization reads: the k-th of n tasks every n-th unit. Rejected records count as dropped."""
+
+    type, name = "📖 - READER", "records"
+
+    def __init__(self, units: Sequence[tuple[Unit, Keys]]) -> None:
+        super().__init__()
+        self.units = units
+
+    def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for unit, keys in self.units[rank::world_size]:
+            for number, record in enumerate(unit_records(unit, keys)):
+                self.stat_update("total")
+                if isinstance(record, Rejected):
+                    self.stat_update("dropped", f"dropped_{record.reason}")
+                else:
+                    yield Document(record.text, f"{unit.name}-{number}")
+
+
+class Shard(JsonlReader):
+    """Reads the shard that the same task of an earlier stage wrote; it wrote none where it had nothing to write."""
+
+    def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        name = f"{rank:05d}.jsonl.zst"
+        return self.read_files_shard([name] if self.data_folder.isfile(name) else [])
+
+
+class Formatter(BaseFormatter):
+    """Formats text by one function after the other, and counts the documents that this changes."""
+
+    def __init__(self, *functions: Callable[[str], str]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def format(self, text: str) -> str:
+        formatted = text
+        for function in self.functions:
+            formatted = function(formatted)
+        if formatted != text:
+            self.stat_update("changed")
+        return formatted
+
+
+def mend() -> Formatter:
+    """Mends text that was decoded with a wrong encoding, which ftfy does of UTF-8; then NFC."""
+    return Formatter(_from_cp949, FTFYFormatter(normalization="NFC").format)
+
+
+def _from_cp949(text: str) -> str:
+    if len(_LATIN_1.findall(text)) * 5 < len(text):
+        return text
+    try:
+        mended = text.encode("latin-1").decode("cp949")
+    except UnicodeError:
+        return text
+    return mended if len(_HANGUL.findall(mended)) * 5 > len(mended) else text
+
+
+def without_boilerplate() -> Formatter:
+    """Removes lines that only mark, sign or frame a page, and those of symbols alone."""
+    return Formatter(partial(_BOILERPLATE.sub, ""), SymbolLinesFormatter().format)
+
+
+def without_personal_data() -> Formatter:
+    """Replaces mail addresses, public IP addresses, and Korea's phone and resident registration numbers."""
+    known = PIIFormatter(email_replacement="email@example.com", ip_replacement="192.0.2.1")
+    return Formatter(known.format, _REGISTRATION.replace, _PHONE.replace)
+
+
+def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
+    """The lines of JSONL files, whatever their keys are: these do no harm among the words."""
+    for file in files:
+        for line in text_records(open_stream(file), "text", 0, text_length(file), Keys()):
+            if not isinstance(line, Rejected):
+                with faults_of_library(f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError):
+                    yield Document(orjson.dumps(orjson.loads(line.text)).decode().replace("\\n", " "), str(file))
+
+
+def index_words(within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int) -> None:
+    """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
+    config, split, found = within.config, within.tokenizer.word_tokenize, set[int]()
+    for doc in data:
+        words = split(simplify_text(doc.text, config.norm_config))
+        found.update(within.hash_func(" ".join(words_in_a_row)) for words_in_a_row in ngrams(words, config.n_grams))
+    with within.index_folder.open(f"{source}-{rank:05d}.index.hashes", "wb") as file:
+        file.write(np.array(sorted(found), dtype=config.hash_config.np_descr).tobytes())

@@ -1,0 +1,159 @@
+"""Runs the cleaning of a corpus: restartable; and what it leaves, with a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import multiprocess
+import orjson
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.utils.logging import logger as datatrove_logger
+from pydantic import BaseModel
+
+from pipeline import log
+from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
+from pipeline.data.records import Keys
+from pipeline.data.text_streams import input_size
+from pipeline.data.token_corpus import InputFile
+from pipeline.data.units import good_documents, input_files, named_files
+from pipeline.errors import DataError, UserError, in_one_line
+from pipeline.files import (
+    FolderKind,
+    check_replaceable,
+    file_hash,
+    in_threads,
+    read_record,
+    replace_directory,
+    write_record,
+)
+
+_FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
+_CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
+_PLAN = "plan.json"
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
+_logger = log.get_logger(__name__)
+
+
+class Plan(BaseModel):
+    """What cleaning is begun for: settings of the corpus, and the sizes of all files that are read."""
+
+    format: Literal["scale-cpt cleaned text 1"] = _FORMAT
+    settings: dict[str, Any]
+    files: dict[str, int]
+
+
+class CleanedText(Plan):
+    """The manifest of cleaned text.
+
+    `steps`: of each the documents that reached it ("total"), "dropped" and "changed", and the reasons.
+    """
+
+    inputs: list[InputFile]
+    steps: dict[str, dict[str, int]]
+
+    @property
+    def documents(self) -> int:
+        """How many are left."""
+        return self.steps.get("written", {}).get("total", 0)
+
+
+class _Executor(LocalPipelineExecutor):
+    """Without datatrove's lines on the terminal: each task has a file of them."""
+
+    def _run_for_rank(self, *arguments: int, **options: int) -> object:
+        with contextlib.redirect_stderr(_NOWHERE):
+            return super()._run_for_rank(*arguments, **options)
+
+
+def clean(job: CleaningJob, workers: int) -> CleanedText:
+    """Cleans a corpus, or continues; text that is cleaned already is left as it is.
+
+    Raises:
+        DataError: an input cannot be used, nothing is left, or the folder was made for another corpus.
+        OutputError: the folder holds something else.
+    """
+    check_replaceable(job.output, _CLEANED)
+    check_replaceable(job.work, FolderKind("unfinished cleaning", _PLAN, _FORMAT))
+    stages, plan = stages_of(job), _plan_of(job)
+    for begun in filter(Path.exists, (job.output / "manifest.json", job.work / _PLAN)):
+        if read_record(begun, Plan, DataError) != plan:
+            advice = "set them back, or remove the folder to clean again"
+            raise DataError(f"{begun.parent}: was made with other settings or inputs; {advice}")
+        if begun.parent == job.output:
+            return read_record(begun, CleanedText, DataError)
+    job.work.mkdir(parents=True, exist_ok=True)
+    write_record(job.work / _PLAN, plan)
+    for stage in stages:
+        _run(job, stage, workers)
+    inputs = input_files(job.corpus.input)
+    hashed = zip(inputs.items(), in_threads(file_hash, inputs), strict=True)
+    records = [InputFile(path=str(file), bytes=size, sha256=digest) for (file, size), digest in hashed]
+    cleaned = CleanedText(**plan.model_dump(), inputs=records, steps=_counts(job, stages))
+    if not cleaned.documents:
+        raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
+    write_record(job.work / "output" / "manifest.json", cleaned)
+    replace_directory(job.work / "output", job.output)
+    shutil.rmtree(job.work)
+    return cleaned
+
+
+def table(cleaned: CleanedText) -> str:
+    """What each step did, for people."""
+    lines = [f"{'step':<16}{'documents':>12}{'dropped':>12}{'changed':>12}  reasons"]
+    for name, found in cleaned.steps.items():
+        reasons = Counter({key[8:]: count for key, count in found.items() if key.startswith("dropped_")})
+        most = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common(3))
+        counts = "".join(f"{found.get(key, 0):>12,}" for key in ("total", "dropped", "changed"))
+        lines.append(f"{name:<16}{counts}  {most}".rstrip())
+    return "\n".join(lines)
+
+
+def examples(folder: Path, count: int) -> Iterator[str]:
+    """The beginnings of `count` documents that each step dropped."""
+    for step in sorted(folder.glob(f"{DROPPED}/*")):
+        for document in islice(good_documents([f"{step}/*.jsonl.zst"], Keys()), count):
+            yield f"{step.name}: {' '.join(document.text.split())[:200]}"
+
+
+def _plan_of(job: CleaningJob) -> Plan:
+    settings = job.corpus.model_dump(mode="json", include={"input", "clean", "text_key", "document", "encoding"})
+    files = [file for corpus in (job.corpus, *job.heldout, *job.others) for file in input_files(corpus.input)]
+    files += named_files(settings["clean"]["benchmarks"])
+    return Plan(settings=settings, files={str(file): input_size(file) for file in files})
+
+
+def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
+    """Runs the tasks of a stage that are not done yet."""
+    logs = job.work / "logs" / stage.name
+    _logger.info("%s: %s, %d tasks", job.output, stage.name, stage.tasks)
+    datatrove_logger.remove()
+    multiprocess.set_forkserver_preload(["pipeline.cleaning.stages"])
+    executor = _Executor(stage.blocks, stage.tasks, min(workers, stage.tasks), str(logs))
+    try:
+        executor.run()
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001  # of any block
+        fault = f"tasks {executor.get_incomplete_ranks()[:5]} of {stage.name} failed: {in_one_line(error)}"
+        raise DataError(f"{job.output}: {fault}; {logs} says more; start again to continue") from None
+
+
+def _counts(job: CleaningJob, stages: list[Stage]) -> dict[str, dict[str, int]]:
+    counts: dict[str, Counter[str]] = {}
+    for stage in stages:
+        for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):
+            for block in orjson.loads(file.read_bytes()):
+                if " - " in block["name"]:  # a block that is no step of its own
+                    continue
+                for name, value in block["stats"].items():
+                    if name in ("total", "dropped", "changed") or name.startswith("dropped_"):
+                        total = value["total"] if isinstance(value, dict) else value
+                        counts.setdefault(block["name"], Counter())[name] += int(total)
+    return {name: dict(sorted(found.items())) for name, found in counts.items()}

@@ -1,0 +1,164 @@
+"""A synthetic crawl is cleaned as is right, the same at any number of workers and after a stop; bad settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.cleaning import clean as module
+from pipeline.cleaning.clean import clean, examples
+from pipeline.config.run import load_config
+from pipeline.data.corpora import heldout_corpora
+from pipeline.data.token_corpus import load_manifest
+from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
+from tests.cleaning.crawl import Crawl
+from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
+from tests.programs import call
+from tools import clean_corpora, preprocess_data
+
+COPIES = 8
+
+
+@pytest.fixture(scope="module")
+def crawl(tmp_path_factory: pytest.TempPathFactory) -> Crawl:
+    crawl = Crawl(tmp_path_factory.mktemp("crawl") / "made", COPIES)
+    given = contents(crawl.made)
+    crawl.cleaned = clean(crawl.job, workers=1)
+    assert contents(crawl.made).items() >= given.items()  # no input is changed
+    return crawl
+
+
+def test_every_kind_of_fault_is_treated_by_its_step(crawl: Crawl) -> None:
+    least = {"copy, 2 % edited": 0.5, "copy, 5 % edited": 0.0, "copy, 10 % edited": 0.0}
+    wrong = {kind: row for kind, row in crawl.rows().items() if row[1] < least.get(kind, 0.85)}
+    assert not wrong
+    precisions = crawl.precision(crawl.cleaned)
+    assert precisions.keys() >= {"language", "quality", "repetition", "duplicates", "contamination"}
+    assert min(precision for _, precision in precisions.values()) >= 0.75, precisions
+
+
+def test_every_document_is_counted(crawl: Crawl) -> None:
+    steps = crawl.cleaned.steps
+    assert steps["records"]["total"] == sum(map(len, crawl.planted.values()))
+    assert steps["records"]["total"] - sum(step["dropped"] for step in steps.values() if "dropped" in step) == (
+        crawl.cleaned.documents
+    )
+    assert steps["records"]["dropped_malformed_json"] == COPIES
+
+
+def test_a_task_cut_short_is_done_again_with_the_same_bytes(
+    crawl: Crawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = Crawl(tmp_path / "made", COPIES)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_counts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            clean(again.job, workers=2)
+    assert not again.job.output.exists()  # nothing that tokenization would take for the whole
+    shard = again.job.work / "output" / "00001.jsonl.zst"
+    shard.write_bytes(shard.read_bytes()[:100])
+    (again.job.work / "logs" / "write" / "completions" / "00001").unlink()
+    clean(again.job, workers=1)
+    shards = {name: digest for name, digest in contents(again.job.output).items() if name.endswith(".zst")}
+    assert len(shards) > 5
+    assert shards.items() <= contents(crawl.job.output).items()
+    assert not again.job.work.exists()
+
+
+def test_examples_of_what_a_step_dropped(crawl: Crawl) -> None:
+    shown = [*examples(crawl.job.output, 2)]
+    assert sum(line.startswith("language: ") for line in shown) == 2
+
+
+def test_other_settings_are_refused(crawl: Crawl) -> None:
+    job = crawl.job
+    corpus = job.corpus.model_copy(update={"clean": job.corpus.clean.model_copy(update={"min_words": 30})})
+    with pytest.raises(DataError, match="other settings or inputs; set them back, or remove the folder"):
+        clean(replace(job, corpus=corpus), workers=1)
+
+
+def test_a_folder_of_something_else_is_left(tmp_path: Path) -> None:
+    job = Crawl(tmp_path / "made", 1).job
+    for folder in (job.output, job.work):
+        folder.mkdir()
+        kept = folder / "thesis.txt"
+        kept.write_text("mine")
+        with pytest.raises(OutputError, match=f"{folder}: expected nothing here"):
+            clean(job, workers=1)
+        kept.rename(tmp_path / folder.name)
+        folder.rmdir()
+
+
+def run_of(folder: Path, texts: list[str], **settings: object) -> Path:
+    """A run whose only corpus has a section `clean`."""
+    corpus = {"input": [str(write_jsonl(folder / "in.jsonl", texts))], "heldout_fraction": 0.1, "clean": settings}
+    described = {
+        "name": "t",
+        "folder": str(folder / "run"),
+        "base": str(STORIES260K),
+        "method": {"name": "fft"},
+        "data": {"folder": str(folder / "tokens"), "sequence_length": 64, "corpora": {"crawl": corpus}},
+        "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
+        "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(described))
+    return path
+
+
+def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = stories(40)[:40]
+    run = run_of(tmp_path, [*texts, *texts[:5], "too short"], language="en", skip=["lines"])
+    with pytest.raises(DataError, match="crawl: has a section `clean`; run scale-cpt clean first"):
+        call(preprocess_data, run, "--workers", 1)
+    for _ in range(2):  # the second time there is nothing to do
+        assert call(clean_corpora, run, "--workers", 1) == 0
+        assert "crawl.clean: 40 documents" in capsys.readouterr().out
+    assert call(preprocess_data, run, "--workers", 1) == 0
+    parts = [load_manifest(tmp_path / "tokens" / part).documents for part in ("crawl", "crawl.heldout")]
+    assert sum(parts) == 40
+    heldout = [document.text for document in heldout_corpora(load_config(run))["crawl"]]
+    assert len(heldout) == parts[1] > 0
+    assert set(heldout) <= set(texts)
+    call(clean_corpora, run, "--show", 1)
+    assert "repetition: too short" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"language": "xx"}, ConfigError, "crawl.clean.language: .*'ko' or 'en'"),
+        ({"language": "ko", "skip": ["wash"]}, ConfigError, "crawl.clean.skip.*'mend', 'language'"),
+        ({"language": "ko", "min_script_share": 2}, ConfigError, "crawl.clean.min_script_share: .*less than"),
+        ({"language": "ko", "shared_words": 0}, ConfigError, "crawl.clean.shared_words: .*greater than"),
+        ({"language": "ko", "benchmarks": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
+        ({"language": "ko"}, DataError, "no document is left: .*'language': {'dropped': 3"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, object], kind: type[UserError], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as refused:
+        call(clean_corpora, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_benchmark_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
+    (tmp_path / "arc.jsonl").write_text("question,answer\n")
+    run = run_of(tmp_path, stories(3)[:3], language="en", benchmarks=[str(tmp_path / "arc.jsonl")])
+    with pytest.raises(DataError, match=r"arc\.jsonl: a benchmark is JSONL, found .question,answer"):
+        call(clean_corpora, run, "--workers", 1)
+
+
+def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("pipeline.cleaning")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "datatrove.executor", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean\]'"):
+        call(clean_corpora, run_of(tmp_path, ["text"], language="en"))

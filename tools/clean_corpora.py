@@ -1,0 +1,51 @@
+"""Cleans the corpora of a run that have a section `clean`, before they are tokenized; can be restarted.
+
+    scale-cpt clean my.yaml
+    scale-cpt clean my.yaml --show 20          examples of what each step dropped
+
+Inputs are never changed: the cleaned text lies in <data.folder>/<name>.clean, which tokenization reads in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from pipeline.command_line import add_run, positive, run_program
+from pipeline.config.run import load_config
+from pipeline.errors import MissingPackageError
+from pipeline.run_folder.attempts import stage_of
+
+
+def main(options: argparse.Namespace) -> None:
+    config = load_config(options.run, options.set, base="named")
+    if not any(corpus.clean for corpus in config.data.corpora.values()):
+        return  # every run of slurm/cpt_korean.sh passes here
+    try:
+        from pipeline.cleaning.clean import clean, examples, table
+        from pipeline.cleaning.stages import cleaning_jobs
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'") from None
+    with stage_of(config, "clean", alone=True):
+        for job in cleaning_jobs(config.data):
+            if options.show:
+                print("\n".join(examples(job.output, options.show)))
+            else:
+                cleaned = clean(job, options.workers)
+                print(f"{table(cleaned)}\n{job.output}: {cleaned.documents:,} documents")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_run(parser)
+    add(
+        "--workers",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="processes (default: the cores)",
+    )
+    add("--show", type=positive, metavar="N", help="only print the beginnings of N documents that each step dropped")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -220,6 +221,8 @@ def connect() -> Channel:
 
 
 def _listener() -> socket.socket:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often 1,024 files, fewer than connections
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=4096)
@@ -257,8 +260,9 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends a message: rank 0 to all others, they to rank 0."""
+        line = _line(message)
         for writer in self._writers.values():
-            writer.write(_line(message))
+            writer.write(line)
 
     async def close(self) -> None:
         """Sends pending messages and closes the connections."""

@@ -6,14 +6,17 @@ does the file `latest` name it. To go back further, a user writes an older one's
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import shutil
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
 from pipeline.errors import CheckpointError, OutputError
-from pipeline.files import check_replaceable, holds, rename_aside, replace_directory, sync, write_text
+from pipeline.files import check_replaceable, holds, in_threads, rename_aside, replace_directory, sync, write_text
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"
@@ -109,7 +112,10 @@ def superseded(steps: Sequence[int], keep_last: int, keep_every_steps: int | Non
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
     if holds(CHECKPOINT, checkpoint):
-        shutil.rmtree(rename_aside(checkpoint), ignore_errors=True)
+        aside = rename_aside(checkpoint)
+        with contextlib.suppress(OSError):  # a file for each rank, on a file system that may be slow
+            deque(in_threads(os.unlink, aside.iterdir()), maxlen=0)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:

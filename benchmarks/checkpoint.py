@@ -182,7 +182,8 @@ class Saver:
     def __init__(self, measurement: Measurement, engine: Engine) -> None:
         from pipeline.training.checkpointing import Checkpoints
 
-        base = BaseFolder(measurement.folder, measurement.spec, known_hashes={})
+        base = BaseFolder(measurement.folder, measurement.spec)
+        base.know_hashes({})
         run = describe_run(measurement.config, base, engine.model, "none")
         layout = describe_layout(Layout(RANKS), measurement.zero_stage, torch.bfloat16)
         self.folder, self.engine = measurement.folder, engine

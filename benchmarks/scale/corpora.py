@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scale.growth import Row, in_own_process, measured, report
+from benchmarks.scale.growth import LINKS, Row, in_own_process, measured, report
 from pipeline.config.data import Data
 from pipeline.data.jobs import Plan, UnitPart, check_finished, manifest_of
 from pipeline.data.samples import TrainingSamples
@@ -24,7 +24,6 @@ from pipeline.data.token_shards import token_dtype, writing_shard
 SEQUENCE = 8192
 RANKS = 1024
 GOALS = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
-_LINKS = 30_000
 _TOKENIZER = TokenizerRecord(
     fingerprint="none", vocab_size=128_256, document_start=[], document_end=[0], backend="none"
 )
@@ -37,7 +36,7 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
     parts: dict[str, UnitPart] = {}
     for number in range(shards):
         name = f"{number:05d}-000000"
-        if number % _LINKS == 0:
+        if number % LINKS == 0:
             first = folder / name
             with writing_shard(first, dtype) as writer:
                 writer.add(np.zeros(tokens, dtype), np.full(documents, tokens // documents))
@@ -54,31 +53,25 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 
 
 def read(folder: Path) -> Row:
-    """What a rank does: open the corpora, read a first sample anywhere, and then a batch."""
+    """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
     corpora = {"corpus": {"input": ["made here"]}}
     data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, "corpora": corpora})
     with measured(row, "open_"):
         samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
-    last = TokenCorpus(folder / "corpus").tokens // SEQUENCE
-    indices = [random.Random(2).randrange(last) for _ in range(65)]
-    began = time.process_time()
-    samples[indices[0]]
-    row["first_sample_ms"] = round(1000 * (time.process_time() - began), 3)
-    began = time.process_time()
-    for index in indices[1:]:
-        samples[index]
-    row["later_sample_ms"] = round(1000 * (time.process_time() - began) / 64, 3)
-    return row
-
-
-def check(folder: Path) -> Row:
-    """What `inspect-data`, and a rank of many in the preflight, does."""
-    row: Row = {}
+    corpus = TokenCorpus(folder / "corpus")
+    first, *others = random.Random(2).sample(range(corpus.tokens // SEQUENCE), 33)
+    times = [time.process_time()]
+    for indices in ([first], others):
+        for index in indices:
+            samples[index]
+        times.append(time.process_time())
+    row["first_sample_ms"] = round(1000 * (times[1] - times[0]), 3)
+    row["later_sample_ms"] = round(1000 * (times[2] - times[1]) / len(others), 3)
     with measured(row, "inspect_"):
         check_finished(folder / "corpus")
     with measured(row, "preflight_"):
-        TokenCorpus(folder / "corpus").check(blocks=1, share=(0, RANKS))
+        corpus.check(blocks=1, share=(0, RANKS))
     return row
 
 
@@ -86,15 +79,14 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of shards, and one over the documents of each."""
     counts = (5, 10) if smallest else (25_000, 50_000, 100_000)
     tokens, documents = (100_000, 1_000) if smallest else (10_000_000, 10_000)
-    rows = []
-    for shards in counts:
-        folder = scratch / f"{shards}-shards"
+
+    def row(size: str, number: int, shards: int, documents: int) -> Row:
+        folder = scratch / f"{number}-{size}"
         make_corpus(folder / "corpus", shards, documents, tokens)
-        rows.append({"shards": shards, **in_own_process(read, folder), **in_own_process(check, folder)})
-    yield report(f"Corpora: shards of {tokens:,} tokens in {documents:,} documents", rows, GOALS)
-    rows = []
-    for documents in (10, 100) if smallest else (100, 1_000, 10_000):
-        folder = scratch / f"{documents}-documents"
-        make_corpus(folder / "corpus", counts[0], documents, tokens)
-        rows.append({"documents_a_shard": documents, **in_own_process(read, folder), **in_own_process(check, folder)})
-    yield report(f"Corpora: {counts[0]:,} shards of {tokens:,} tokens", rows, GOALS)
+        return {size: number, **in_own_process(read, folder)}
+
+    by_shards = [row("shards", shards, shards, documents) for shards in counts]
+    yield report(f"Corpora: shards of {tokens:,} tokens in {documents:,} documents", by_shards, GOALS)
+    fewer = (documents // 100, documents // 10, documents)
+    by_documents = [row("documents_a_shard", number, counts[0], number) for number in fewer]
+    yield report(f"Corpora: {counts[0]:,} shards of {tokens:,} tokens", by_documents, GOALS)

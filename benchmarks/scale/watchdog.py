@@ -100,7 +100,7 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of ranks."""
     rows: list[Row] = []
     seconds, limits = (1, Limits(beat_every_s=0.5, dead_after_s=5)) if smallest else (20, Limits())
-    for ranks in (4, 8) if smallest else (256, 1024, 4096):
+    for ranks in (4, 8) if smallest else (1024, 4096):
         row, silent = (watched(ranks, seconds, limits, killed=killed) for killed in (True, False))
         named = {"killed_named_s": row.pop("named_s"), "silent_named_s": silent["named_s"] - limits.dead_after_s}
         rows.append({"ranks": ranks, **row, **named})

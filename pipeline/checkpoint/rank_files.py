@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections import defaultdict
-from itertools import accumulate
+from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
+import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -30,7 +34,7 @@ _LAYOUT = "layout"
 _RANDOM = "random_state/"
 _STEP = "adam_step"
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
-_MALFORMED = (SafetensorError, OSError, KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+_MALFORMED = (SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 class RankState(NamedTuple):
@@ -94,42 +98,82 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:
         raise _damaged(path, error) from None
 
 
-class _Part(NamedTuple):
-    """`length` elements of a flattened shard from element `first` on, in an open file."""
+class Index(NamedTuple):
+    """Where everything is in the files of a checkpoint; read once, for all ranks.
 
-    first: int
-    length: int
-    file: Any
+    Attributes:
+        parts: by parameter and tensor-parallel rank, the parts of the flattened shard in their order. Of each: its
+            first element, its length, the number of its file, and where its values begin there: int64 [parts, 4].
+        tp_size: the tensor-parallel size at which it was saved.
+        adam_step: how many steps Adam had counted: a scalar, of the type that it counts in.
+    """
+
+    folder: Path
+    files: list[Path]
+    parts: dict[tuple[str, int], npt.NDArray[np.int64]]
+    tp_size: int
+    adam_step: Tensor
+
+
+def read_index(folder: Path) -> Index:
+    """Reads the headers of all files of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    files = sorted(folder.glob("rank_*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
+    found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
+    path = files[0]
+    try:
+        with safe_open(path, "pt") as first_file:
+            adam_step = first_file.get_tensor(_STEP)
+        for number, path in enumerate(files):
+            with path.open("rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                data = 8 + int.from_bytes(file.read(8), "little")
+                header = orjson.loads(file.read(min(data, end) - 8))
+            layout = orjson.loads(header["__metadata__"][_LAYOUT])
+            tp_rank, tp_size = int(layout["tp_rank"]), int(layout["tp_size"])
+            for name, first in layout["first"].items():
+                kinds = [header[f"{name}/{kind}"] for kind in get_args(Kind)]
+                [length], [begin, _] = kinds[0]["shape"], kinds[0]["data_offsets"]
+                spans = [[begin + at * 4 * length, begin + (at + 1) * 4 * length] for at in range(len(kinds))]
+                written = [{"dtype": "F32", "shape": [length], "data_offsets": span} for span in spans]
+                if kinds != written or not 0 <= begin <= end - data - 12 * length:
+                    raise ValueError(f"{name} is not as it was written")
+                found[name, tp_rank].extend((first, length, number, data + begin))
+    except _MALFORMED as error:
+        raise _damaged(path, error) from None
+    tables = {key: np.frombuffer(own, dtype=np.int64).reshape(-1, 4) for key, own in found.items()}
+    parts = {key: table[table[:, 0].argsort()] for key, table in tables.items()}
+    return Index(folder, files, parts, tp_size, adam_step)
 
 
 class CheckpointReader:
-    """The trained parameters and their Adam moments in a checkpoint's folder, merged over all ranks.
+    """The trained parameters and their Adam moments in a checkpoint, merged over all ranks.
 
     `model` gives each parameter's whole shape and how it is split (it may be on the meta device, and of any
-    tensor-parallel size).
+    tensor-parallel size). A file is opened when a part of it is read.
 
     Attributes:
         names: the parameters that trained.
-        tp_size: the tensor-parallel size at which it was saved.
-        adam_step: how many steps Adam had counted: a scalar, of the type that it counts in.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or does not fit `model`.
+        CheckpointError: the checkpoint is damaged, or does not fit `model`.
     """
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.folder = folder
+    def __init__(self, index: Index, model: nn.Module) -> None:
+        self.folder, self.tp_size, self.adam_step = index.folder, index.tp_size, index.adam_step
+        self._index = index
+        # Mapped, so that a thousand of them are no open files.
+        self._file = lru_cache(None)(lambda number: np.memmap(index.files[number], np.uint8, "r"))
         self._parameters = dict(model.named_parameters())
-        self._parts: dict[tuple[str, int], list[_Part]] = defaultdict(list)
-        files = sorted(folder.glob("rank_*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
-        for path in files:
-            self._open(path)
-        found = {name for name, _ in self._parts}
+        found = {name for name, _ in index.parts}
         if unknown := sorted(found - set(self._parameters)):
             raise CheckpointError(
-                f"{folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the model of its manifest; "
+                f"{self.folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the model of its manifest; "
                 "use the checkpoint with the method and base it was trained with"
             )
         self.names = [name for name in self._parameters if name in found]
@@ -137,7 +181,7 @@ class CheckpointReader:
             for name in self.names:
                 self._check_complete(name)
         except ArithmeticError as error:  # a number of ranks that no model can be split over
-            raise _damaged(folder, error) from None
+            raise _damaged(self.folder, error) from None
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
         """The whole trained parameter `name`, or a moment of it, in fp32.
@@ -163,19 +207,8 @@ class CheckpointReader:
             return self._read(name, kind, tp_rank, span)
         return split(self.read(name, kind), partition, tp_rank, tp_size).flatten()[slice(*span)]
 
-    def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, "pt")
-            layout = json.loads(file.metadata()[_LAYOUT])
-            for name, first in layout["first"].items():
-                [length] = file.get_slice(f"{name}/fp32").get_shape()
-                self._parts[name, int(layout["tp_rank"])].append(_Part(int(first), length, file))
-            self.tp_size, self.adam_step = int(layout["tp_size"]), file.get_tensor(_STEP)
-        except _MALFORMED as error:
-            raise _damaged(path, error) from None
-
     def _trained(self, name: str) -> nn.Parameter:
-        if (name, 0) not in self._parts:
+        if (name, 0) not in self._index.parts:
             raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
         return self._parameters[name]
 
@@ -184,26 +217,28 @@ class CheckpointReader:
         parameter = self._parameters[name]
         owed = prod(local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size))
         for tp_rank in range(self.tp_size):
-            parts = sorted(self._parts[name, tp_rank], key=lambda part: part.first)
-            ends = [*accumulate((part.length for part in parts), initial=0)]
-            if [*(part.first for part in parts), owed] != ends:
+            first, length, _, _ = self._index.parts.get((name, tp_rank), np.zeros((0, 4), np.int64)).T
+            if [*first, owed] != [0, *np.cumsum(length)]:
                 raise CheckpointError(
                     f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}, of {owed} "
                     "elements; copy the whole folder, from every node, and use it with the method and base it was "
                     "trained with"
                 )
-            self._parts[name, tp_rank] = parts
 
     def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
-        pieces = []
+        values = np.empty(span[1] - span[0], np.float32)
+        parts = self._index.parts[name, tp_rank]
         try:
-            for first, length, file in self._parts[name, tp_rank]:
-                begin, end = max(span[0] - first, 0), min(span[1] - first, length)
-                if begin < end:
-                    pieces.append(file.get_slice(f"{name}/{kind}")[begin:end])
-            return torch.cat(pieces)
+            for first, length, number, place in parts[np.searchsorted(parts[:, 0], span[0], "right") - 1 :].tolist():
+                begin, end = max(span[0], first), min(span[1], first + length)
+                if begin >= end:
+                    break
+                start = place + 4 * (get_args(Kind).index(kind) * length + begin - first)
+                stored = self._file(number)[start : start + 4 * (end - begin)]
+                values[begin - span[0] : end - span[0]] = stored.view(np.float32)
         except _MALFORMED as error:
             raise _damaged(self.folder, error) from None
+        return torch.from_numpy(values)
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from pipeline.checks.devices import Fault, Finding
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
-from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
-from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, TokenCorpus
+from pipeline.data.corpora import heldout_folder, train_folder
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.files import file_hash, free_bytes, sync
@@ -251,17 +251,14 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 def check_corpora(run: Allocation) -> Finding:
     """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
-    data, nodes = run.inputs.config.data, run.nodes
-    folders = [train_folder(data, name) for name in data.corpora]
-    folders += [heldout_folder(data, name) for name in data.corpora if has_heldout(data, name)]
-    folders = [folder for folder in folders if (folder / MANIFEST).exists()]  # check_same_files finds missing ones
-    blocks = math.ceil(SAMPLED_BLOCKS / len(nodes) / max(1, len(folders)))
+    corpora, nodes = run.inputs.samples.corpora, run.nodes
+    blocks = math.ceil(SAMPLED_BLOCKS / len(nodes) / max(1, len(corpora)))
 
     def damaged() -> list[str]:
         found = []
-        for folder in folders:
+        for corpus in corpora:
             try:
-                TokenCorpus(folder).check(blocks=blocks, share=(dist.get_rank(), len(nodes)))
+                corpus.check(blocks=blocks, share=(dist.get_rank(), len(nodes)))
             except DataError as error:
                 found.append(str(error))
         return found

@@ -18,13 +18,7 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
-from pipeline.checks.devices import (
-    Finding,
-    judge_all_reduce,
-    judge_products,
-    measure_all_reduce,
-    measure_product,
-)
+from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, measure_all_reduce, measure_product
 from pipeline.checks.inputs import (
     Inputs,
     Samples,
@@ -206,7 +200,7 @@ CHECKS = (
     Check("config", ("tokenize", "train"), lambda run: check_trackers(run.config)),
     Check("config", ("tokenize",), lambda run: check_heldout(run.config)),
     Check("files", ("tokenize", "train"), lambda run: run.base),
-    Check("files", ("tokenize",), lambda run: run.base.file_of),  # the header of every weight file
+    Check("files", ("tokenize", "train"), lambda run: run.base.file_of),  # the header of every weight file
     Check("files", ("train",), lambda run: check_context(run.config, run.spec)),
     Check("files", ("tokenize",), lambda run: run.model),  # training builds it
     Check("files", ("tokenize", "train"), lambda run: check_vocabulary(run.tokenizer, run.spec)),
@@ -264,11 +258,10 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
     """
     run = begin(config, world_size, "train")
     layout, deepspeed_config = run.layout
-    expansion = None if run.finished else training_method(config).expansion()
-    starts_at_base = expansion is None or not expansion.is_trained
-    return Inputs(
-        config, deepspeed_config, layout, run.base, run.tokenizer.fingerprint, starts_at_base, finished=run.finished
-    )
+    method = training_method(config)
+    starts_at_base = run.finished or method.expansion is None or not method.expansion.is_trained
+    read = (run.base, run.tokenizer.fingerprint, run.samples, method)
+    return Inputs(config, deepspeed_config, layout, *read, starts_at_base, finished=run.finished)
 
 
 def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> None:

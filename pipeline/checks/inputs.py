@@ -13,11 +13,13 @@ from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import SAME_MODEL, SAME_OVER_A_RUN, check_same_run, describe_run, load_manifest
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.vocabulary import read_vocabulary
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, check_stage, load_deepspeed_config
 from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, MissingPackageError
 from pipeline.methods import build_model
+from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
@@ -28,14 +30,20 @@ _logger = log.get_logger(__name__)
 
 
 class Samples(NamedTuple):
-    """The training and held-out samples of a run. Each rank opens its own, because they hold memory-mapped files."""
+    """The training and held-out samples of a run."""
 
     training: TrainingSamples
     heldout: dict[str, HeldoutSamples]
 
+    @property
+    def corpora(self) -> list[TokenCorpus]:
+        """The corpora that they are read from."""
+        packed = (*self.training.corpora.values(), *(part.packed for part in self.heldout.values()))
+        return [each.source for each in packed]
+
 
 class Inputs(NamedTuple):
-    """What rank 0 read from the files of a run, picklable so that it can be broadcast.
+    """What rank 0 read from the files of a run, with what is cached in it; picklable, so that it can be broadcast.
 
     Attributes:
         starts_at_base: whether the model's logits must equal the base's before the first step.
@@ -47,6 +55,8 @@ class Inputs(NamedTuple):
     layout: Layout
     base: BaseFolder
     tokenizer_fingerprint: str
+    samples: Samples
+    method: TrainingMethod
     starts_at_base: bool = True
     finished: bool = False
 

@@ -13,14 +13,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
 from pipeline.config.method import Freeze, FullFineTuning, Method, ScaleMethod
-from pipeline.config.reading import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Texts,
-    checked,
-)
+from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, Texts, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, Layer, change_of, combined, read_layers
 from pipeline.errors import BaseModelError

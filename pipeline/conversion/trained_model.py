@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
-from pipeline.checkpoint.rank_files import CheckpointReader
+from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.methods import method_for
@@ -201,7 +201,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     with torch.device("meta"):
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_rows=manifest.run.new_rows), SINGLE, "none")
-    reader = CheckpointReader(checkpoint, stored)
+    reader = CheckpointReader(read_index(checkpoint), stored)
     trained = {name for name, _ in named_trained_parameters(stored)}
     if missing := sorted(trained - set(reader.names)):
         raise CheckpointError(

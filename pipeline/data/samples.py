@@ -48,6 +48,7 @@ class TrainingSamples:
         sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
 
     Attributes:
+        corpora: by name, cut into samples.
         total: the number of samples that the budgets allow, or None for no end.
 
     Raises:
@@ -59,35 +60,35 @@ class TrainingSamples:
     ) -> None:
         self.sequence_length = data.sequence_length
         of_sampled = sampled_fingerprint or tokenizer_fingerprint
-        self._corpora = {
+        self.corpora = {
             name: open_packed(data, name, tokenizer_fingerprint=of_sampled if corpus.sample else tokenizer_fingerprint)
             for name, corpus in data.corpora.items()
             if corpus.role == "new" or data.fractions[corpus.role] > 0
         }
-        factors = dict.fromkeys(self._corpora, 1.0)
+        factors = dict.fromkeys(self.corpora, 1.0)
         if data.temperature is not None:
-            factors = tempered({name: corpus.source.tokens for name, corpus in self._corpora.items()}, data.temperature)
+            factors = tempered({name: corpus.source.tokens for name, corpus in self.corpora.items()}, data.temperature)
         shares = {
             name: Share(
                 weight=data.corpora[name].weight * factors[name],
                 budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
                 role=data.corpora[name].role,
             )
-            for name, corpus in self._corpora.items()
+            for name, corpus in self.corpora.items()
         }
         self._roles = {name: share.role for name, share in shares.items()}
         blend = Blend(shares, data.fractions)
         self.total = blend.total
-        self._order = SampleOrder(blend, {name: len(corpus) for name, corpus in self._corpora.items()}, seed)
+        self._order = SampleOrder(blend, {name: len(corpus) for name, corpus in self.corpora.items()}, seed)
 
     def __getitem__(self, index: int) -> Sample:
         name, number = self._order[index]
-        return self._corpora[name][number]
+        return self.corpora[name][number]
 
     def epochs_after(self, samples: int) -> dict[str, float]:
         """How many epochs of each corpus the first `samples` samples make."""
         drawn = self._order.blend.drawn_before(samples)
-        return {name: drawn[name] / len(corpus) for name, corpus in self._corpora.items()}
+        return {name: drawn[name] / len(corpus) for name, corpus in self.corpora.items()}
 
     def corpus_of(self, index: int) -> str:
         """The corpus that the sample at the global `index` comes from."""
@@ -115,13 +116,13 @@ class HeldoutSamples:
     tokens: int
     bytes: int
     prompted: bool
-    _packed: PackedCorpus
+    packed: PackedCorpus
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self.packed)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._packed[Permutation(len(self), 0)[index]]
+        return self.packed[Permutation(len(self), 0)[index]]
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -171,7 +171,14 @@ class TokenCorpus:
             raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._checked: set[int] = set()
-        self._shard = lru_cache(_MAX_OPEN_SHARDS)(self._opened)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_shard"}
+
+    @cached_property
+    def _shard(self) -> Callable[[int], Shard]:
+        """A shard that is kept open, by this process alone."""
+        return lru_cache(_MAX_OPEN_SHARDS)(self._opened)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The ids [start, stop).

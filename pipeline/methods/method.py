@@ -38,8 +38,7 @@ class TrainingMethod(ABC):
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
         self._load(model, base, tp)
-        expansion = self.expansion()
-        load_new_rows(model, base, tp, None if expansion is None else expansion.read)
+        load_new_rows(model, base, tp, None if self.expansion is None else self.expansion.read)
 
     @abstractmethod
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
@@ -49,6 +48,7 @@ class TrainingMethod(ABC):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter but the new rows."""
 
+    @property
     def expansion(self) -> ExpansionFolder | None:
         """The initial expansion, for methods that have one. Raises CheckpointError if it is missing or damaged."""
         return None

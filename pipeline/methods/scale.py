@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,12 @@ class Scale(TrainingMethod):
             parameter.requires_grad_(not is_base(name))
         return model
 
+    @cached_property
     def expansion(self) -> ExpansionFolder:
         return open_expansion(self.expansion_folder)
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        expansion = self.expansion()
+        expansion = self.expansion
         expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
         _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
@@ -56,7 +57,7 @@ class Scale(TrainingMethod):
 
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         super().load(model, base, tp)
-        expansion = self.expansion()
+        expansion = self.expansion
         for name, parameter in model.named_parameters():
             if is_new_row(name) and name in expansion.names:  # another run has trained them
                 _read(expansion, name, parameter, tp)

@@ -36,12 +36,11 @@ _TYPES = ("F16", "BF16", "F32", "F64")
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    With `known_hashes` the method `hashes` reads no file. `new_rows`: the run extends its vocabulary by them.
+    `new_rows`: the run extends its vocabulary by them.
     """
 
     path: Path
     spec: DecoderSpec
-    known_hashes: Mapping[str, str] | None = field(default=None, compare=False)
     new_rows: NewRows | None = field(default=None, compare=False)
 
     @cached_property
@@ -85,7 +84,11 @@ class BaseFolder:
 
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        return dict(self.known_hashes if self.known_hashes is not None else self._hashes)
+        return dict(self._hashes)
+
+    def know_hashes(self, hashes: Mapping[str, str]) -> None:
+        """Takes the hashes from ranks that read a share of the files each."""
+        vars(self)["_hashes"] = dict(sorted(hashes.items()))
 
     @cached_property
     def _hashes(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Diagnostics(Observer):
     def __init__(self, context: RunContext) -> None:
         config, self.engine = context.inputs.config, context.engine
         self.probe, self.probe_name = context.probe, "training"
-        for name, samples in context.heldout.items():
+        for name, samples in context.inputs.samples.heldout.items():
             if config.data.corpora[name].role == "replay":
                 rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
                 self.probe, self.probe_name = collate(rows, config.data.document_mask).on(context.device), name

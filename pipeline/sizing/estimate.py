@@ -32,14 +32,7 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
-from pipeline.sizing.traffic import (
-    GATHER,
-    REDUCE,
-    TENSOR_PARALLEL,
-    Traffic,
-    estimate_gathering,
-    estimate_traffic,
-)
+from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_gathering, estimate_traffic
 from pipeline.sizing.zero import ZeroSettings, zero_settings
 
 _logger = log.get_logger(__name__)

@@ -23,7 +23,7 @@ from pipeline import log
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
 from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
-from pipeline.checkpoint.rank_files import RankState, rank_file, read_random_state, write_rank_file
+from pipeline.checkpoint.rank_files import RankState, rank_file, read_index, read_random_state, write_rank_file
 from pipeline.config.run import Checkpoints as Settings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash, free_bytes
@@ -103,10 +103,10 @@ class Checkpoints:
             CheckpointError: a checkpoint belongs to another base or run, or all of them are damaged.
         """
         damaged: tuple[Path, str] | None = None
-        while checkpoint := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
-            manifest, damage = run_on_all_ranks(partial(self._examine, checkpoint))
-            damages = [text for text in all_gathered(damage) if text]
-            if manifest is not None and not damages:
+        while found := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
+            damages = [text for text in all_gathered(run_on_all_ranks(partial(self._examine, *found))) if text]
+            checkpoint, manifest = found
+            if not damages:
                 self._restore(engine, checkpoint, manifest)
                 return manifest.position
             damaged = checkpoint, damages[0]
@@ -175,7 +175,7 @@ class Checkpoints:
             fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
         return next((text for text in all_gathered(fault, self._group) if text is not None), None)
 
-    def _next_candidate(self, before: int | None, damaged: tuple[Path, str] | None) -> Path | None:
+    def _next_candidate(self, before: int | None, damaged: tuple[Path, str] | None) -> tuple[Path, Manifest] | None:
         """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
         named = named_checkpoint(self.folder)
         if damaged is not None:
@@ -193,26 +193,33 @@ class Checkpoints:
         elif found and damaged is None and found[0] != named:
             called = "no checkpoint" if named is None else f"{named.name}, which does not exist"
             _logger.warning("%s names %s; trying %s", self.folder / LATEST, called, found[0].name)
-        return found[0] if found else None
-
-    def _examine(self, checkpoint: Path) -> tuple[Manifest | None, str]:
-        """Checks that `checkpoint` is of this run, and this rank's share of its files; returns what is damaged."""
+        if not found:
+            return None
         try:
-            manifest = manifests.load_manifest(checkpoint)
-            manifests.check_same_run(manifest, checkpoint, self.run)
+            manifest = manifests.load_manifest(found[0])
+        except DamagedCheckpointError as damage:
+            return self._next_candidate(before, (found[0], str(damage)))
+        manifests.check_same_run(manifest, found[0], self.run)
+        return found[0], manifest
+
+    def _examine(self, checkpoint: Path, manifest: Manifest) -> str | None:
+        """Checks this rank's share of the files of `checkpoint`; returns what is damaged."""
+        try:
             for name in sorted(manifest.files)[self.rank :: self.world_size]:
                 manifests.check_file(manifest, checkpoint, name)
         except DamagedCheckpointError as damage:
-            return None, str(damage)
-        return manifest, ""
+            return str(damage)
+        return None
 
     def _restore(self, engine: Engine, checkpoint: Path, manifest: Manifest) -> None:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
 
+        index = broadcast_from_rank0(partial(read_index, checkpoint))
+
         def read() -> dict[str, Tensor]:
-            engine.restore(checkpoint)
+            engine.restore(index)
             if self.rank == 0:
                 folders.go_back_to(checkpoint)
             # With more ranks than at the save, the additional ones take the random states of others.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from math import prod
-from pathlib import Path
 
 import deepspeed
 import torch
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline import methods
-from pipeline.checkpoint.rank_files import CheckpointReader, RankState
+from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -199,7 +198,7 @@ class Engine:
             random_state["cuda"] = torch.cuda.get_rng_state()
         return RankState(self.tensor_parallel.rank, self.tensor_parallel.size, first, values, adam_step, random_state)
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, index: Index) -> None:
         """Loads this rank's optimizer state from the files of a checkpoint of any layout; no collective.
 
         The base must be loaded before. Learning rates and weight decay stay as configured.
@@ -207,7 +206,7 @@ class Engine:
         Raises:
             CheckpointError: the files are damaged, or hold other parameters than the model trains.
         """
-        reader = CheckpointReader(folder, self.model)
+        reader = CheckpointReader(index, self.model)
         deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
 
     def publish_restored(self, step: int) -> None:

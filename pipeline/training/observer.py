@@ -14,7 +14,6 @@ import torch
 
 from pipeline.checkpoint.manifest import Position
 from pipeline.checks.inputs import Inputs
-from pipeline.data.samples import HeldoutSamples
 from pipeline.errors import UserError
 from pipeline.health.liveness import Phases
 from pipeline.training.batches import MicroBatch
@@ -100,13 +99,11 @@ class RunContext:
     """What observers are constructed from, after everything is loaded and before the first step.
 
     Attributes:
-        heldout: the held-out part of each corpus that has one.
         probe: the rank's first micro-batch.
         position: where the run begins or resumes.
     """
 
     inputs: Inputs
-    heldout: Mapping[str, HeldoutSamples]
     engine: Engine
     probe: MicroBatch
     position: Position

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipeline import log, methods
+from pipeline import log
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.checks.door import check_allocation, read_inputs
-from pipeline.checks.inputs import Inputs, Samples, check_model, open_samples
+from pipeline.checks.inputs import Inputs, check_model
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
@@ -143,11 +142,11 @@ def prepare(
     groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
     check_allocation(inputs, groups, device)
     torch.manual_seed(config.seed)
-    inputs, samples = open_own_files(inputs, groups.tensor_parallel)
+    hash_base(inputs, groups.tensor_parallel)
     model = load_model(inputs, groups, device)
     run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
     engine = Engine(model, config, inputs.deepspeed_config, groups)
-    batches = TrainingBatches(samples.training, config, layout, rank, device)
+    batches = TrainingBatches(inputs.samples.training, config, layout, rank, device)
     # Before the checkpoint is read: the gate also detects a base or an expansion that was damaged in a copy.
     probe = next(batches.of_step(0))
     gated = engine.model.keeps_base and inputs.starts_at_base
@@ -160,34 +159,28 @@ def prepare(
         config.checkpoints,
         timeout,
     )
-    validation = Validation(samples.heldout, inputs, rank, device)
+    validation = Validation(inputs, rank, device)
     position = checkpoints.resume(engine)
     if position is None:
         position = Position()
     if rank == 0:
         remove_unfinished(checkpoints.folder)
-    context = RunContext(inputs, samples.heldout, engine, probe, position, phases, device, rank)
+    context = RunContext(inputs, engine, probe, position, phases, device, rank)
     observers = Observers(make_observers(context))
     return Trainer(config, engine, batches, validation, checkpoints, observers, phases), position, difference
 
 
-def open_own_files(inputs: Inputs, tp: TensorParallel) -> tuple[Inputs, Samples]:
-    """Opens the corpora on every rank, and divides the hashing of whole files among the ranks.
-
-    Returns `inputs` with the hashes of the base, and this rank's corpora.
-    """
+def hash_base(inputs: Inputs, tp: TensorParallel) -> None:
+    """Hashes the files of the base and of the initial expansion, divided among the ranks."""
     base, own_share = inputs.base, slice(dist.get_rank(), None, dist.get_world_size())
 
-    def read() -> tuple[Samples, dict[str, str]]:
+    def read() -> dict[str, str]:
         check_model(inputs.config, base.spec, tp)
-        if (expansion := methods.training_method(inputs.config).expansion()) is not None:
+        if (expansion := inputs.method.expansion) is not None:
             expansion.check_files(own_share)
-        samples = open_samples(inputs.config, inputs.tokenizer_fingerprint)
-        return samples, {file.name: file_hash(file) for file in base.files[own_share]}
+        return {file.name: file_hash(file) for file in base.files[own_share]}
 
-    samples, own_hashes = run_on_all_ranks(read)
-    hashes = {name: digest for part in all_gathered(own_hashes) for name, digest in part.items()}
-    return inputs._replace(base=replace(base, known_hashes=dict(sorted(hashes.items())))), samples
+    base.know_hashes({name: digest for part in all_gathered(run_on_all_ranks(read)) for name, digest in part.items()})
 
 
 def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
@@ -195,7 +188,7 @@ def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> D
     started = time.perf_counter()
     config, base = inputs.config, inputs.base
     model = build_model(config, base, inputs.deepspeed_config, groups, device)
-    run_on_all_ranks(partial(methods.training_method(config).load, model, base, groups.tensor_parallel))
+    run_on_all_ranks(partial(inputs.method.load, model, base, groups.tensor_parallel))
     _logger.info("loaded %s in %.1f s", base.path, time.perf_counter() - started)
     return model
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -65,10 +64,10 @@ class HeldoutScore:
 class Validation:
     """Scores the model on the first `max_sequences` samples of each held-out part, and lets it continue the prompts."""
 
-    def __init__(self, heldout: Mapping[str, HeldoutSamples], inputs: Inputs, rank: int, device: torch.device) -> None:
+    def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
         """Raises as `encoded_prompts`."""
         config, layout = inputs.config, inputs.layout
-        self.heldout, self.device = heldout, device
+        self.heldout, self.device = inputs.samples.heldout, device
         self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size
         self.document_mask = config.data.document_mask
         self.tp_rank, self.dp_rank, self.dp_size = layout.tp_rank(rank), layout.dp_rank(rank), layout.dp_size

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale import __main__ as scale
-from benchmarks.scale import picture
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks.scale", *map(str, arguments)])
+    scale.main()
 
 
 def tables_of(subject: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """What the benchmark of a subject writes to its --json file."""
-    arguments = ["--only", subject, "--smallest", "--scratch", str(folder), "--json", str(folder / "out" / "x.json")]
-    monkeypatch.setattr("sys.argv", ["benchmarks.scale", *arguments])
-    scale.main()
+    run(monkeypatch, "--only", subject, "--smallest", "--scratch", folder, "--json", folder / "out" / "x.json")
     assert [path.name for path in folder.iterdir()] == ["out"], "what it made is gone"
     return json.loads((folder / "out" / "x.json").read_text())[subject]
 
@@ -28,16 +30,35 @@ def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [row["inspect_files"] for row in by_shards["rows"]] == [2 + 3 * 5, 2 + 3 * 10], "shards are opened once"
 
 
-def test_the_picture_of_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = {"corpora": [{"title": "Corpora: …", "goals": {"open_cpu_s": 5}, "slopes": {"open_cpu_s": 1.25}}]}
-    (tmp_path / "x.json").write_text(json.dumps(found))
-    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "x.json"), "--output", str(tmp_path / "x.svg")])
-    picture.main()
-    assert "Corpora: open_cpu_s" in (text := (tmp_path / "x.svg").read_text()) and "<title>1.25</title>" in text
-
-
 def test_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     [by_steps] = tables_of("metrics", tmp_path, monkeypatch)
     for row in by_steps["rows"]:
         assert row["report_files"] <= 4, "the metrics are read once"
         assert row["report_cpu_s"] > 0 and row["step_ms"] > 0
+
+
+def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [by_ranks] = tables_of("startup", tmp_path, monkeypatch)
+    two, four = by_ranks["rows"]
+    assert two["small_files_a_rank"] == 2 * four["small_files_a_rank"], "one rank of a node reads small files"
+    assert two["broadcast_kib"] == pytest.approx(four["broadcast_kib"], rel=0.01)
+
+
+def test_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [by_ranks] = tables_of("watchdog", tmp_path, monkeypatch)
+    assert [row["ranks"] for row in by_ranks["rows"]] == [4, 8], "the rank that is gone was named"
+    assert all(row["core_fraction"] > 0 for row in by_ranks["rows"])
+
+
+def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [by_ranks] = tables_of("checkpoints", tmp_path, monkeypatch)
+    for row in by_ranks["rows"]:
+        assert row["index_files"] == row["ranks"], "each header is read once"
+        assert row["restore_files"] == 2, "a rank at half the ranks reads the files of two"
+
+
+def test_the_picture_of_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = {"corpora": [{"title": "Corpora: …", "goals": {"open_cpu_s": 5}, "slopes": {"open_cpu_s": 1.25}}]}
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    run(monkeypatch, "--only", "--json", tmp_path / "x.json", "--picture", tmp_path / "x.svg")
+    assert "Corpora: open_cpu_s" in (text := (tmp_path / "x.svg").read_text()) and "<title>1.25</title>" in text

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
 from pipeline.checks.door import check_allocation
-from pipeline.checks.inputs import Inputs, open_layout
+from pipeline.checks.inputs import Inputs, open_layout, open_samples
 from pipeline.config.run import load_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
+from pipeline.methods import training_method
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
@@ -38,7 +40,8 @@ def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arg
     prepare(*arguments)
     config = load_config(config_path)
     layout, deepspeed = open_layout(config, dist.get_world_size())
-    inputs = Inputs(config, deepspeed, layout, open_base(config.base), tokenizer_fingerprint="")
+    samples = open_samples(config, None) if config.data.folder.exists() else SimpleNamespace(corpora=[])
+    inputs = Inputs(config, deepspeed, layout, open_base(config.base), "", samples, training_method(config))
     try:
         check_allocation(inputs, ProcessGroups(layout), torch.device("cpu"))
     except UserError as error:

@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from pipeline import methods
-from pipeline.checkpoint.rank_files import CheckpointReader
+from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.checks.door import read_inputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
@@ -377,7 +377,8 @@ def diagnostics(run: Path) -> dict[str, float]:
 
 
 def last_checkpoint(run: Path) -> CheckpointReader:
-    return CheckpointReader(run / "checkpoints" / f"step_{STEPS:08d}", initial_model(run / "run.yaml", "meta"))
+    index = read_index(run / "checkpoints" / f"step_{STEPS:08d}")
+    return CheckpointReader(index, initial_model(run / "run.yaml", "meta"))
 
 
 def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Decoder:

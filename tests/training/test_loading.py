@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.run import load_config
 from pipeline.files import file_hash
+from pipeline.methods import training_method
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import full_shape_of, held_values
@@ -61,11 +62,10 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     layout, deepspeed_config = open_layout(config, dist.get_world_size())
     groups = ProcessGroups(layout)
     hashed: list[str] = []
-    run.open_samples = lambda config, fingerprint: None  # there is no corpus here
     run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
-    inputs = Inputs(config, deepspeed_config, layout, open_base(config.base), "")
-    inputs, _ = run.open_own_files(inputs, groups.tensor_parallel)
-    base = inputs.base
+    base, corpora = open_base(config.base), None  # there are none here
+    inputs = Inputs(config, deepspeed_config, layout, base, "", corpora, training_method(config))
+    run.hash_base(inputs, groups.tensor_parallel)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes() == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -489,8 +489,8 @@ class ScaleMixture(nn.Module):
         super().__init__()
         mixture: dict[str, Any] = config.mixture or {}
         size, up, inner = config.hidden_size, config.expansion_hidden_size, config.expansion_intermediate_size
-        self.experts, self.top_k, width = mixture["experts"], mixture["top_k"], mixture["intermediate_size"]
-        self.normalised = mixture["normalised"]
+        self.mixture, width, shared = mixture, mixture["intermediate_size"], mixture["shared_size"]
+        self.experts, self.top_k = mixture["experts"], mixture["top_k"]
         self.activation = ACT2FN[config.hidden_act]
 
         def maps(**sizes: tuple[int, int]) -> nn.ModuleDict:
@@ -499,6 +499,13 @@ class ScaleMixture(nn.Module):
         sizes = {"gate": (size, width), "up": (size, width), "down": (width, size)}
         experts = nn.ModuleDict({name: ExpertLinear(self.experts, *pair) for name, pair in sizes.items()})
         self.base = nn.ModuleDict({"router": nn.Linear(size, self.experts, bias=False), "experts": experts})
+        if mixture["sigmoid"]:  # the sum of three numbers of 16 bits
+            self.base["router"].bias = nn.Parameter(torch.empty(3, self.experts))
+        if shared:
+            sizes = {"gate": (size, shared), "up": (size, shared), "down": (shared, size)}
+            self.base["shared"] = nn.ModuleDict({name: maps(base=pair) for name, pair in sizes.items()})
+            if mixture["gated"]:
+                self.base["shared"].weight = nn.Parameter(torch.empty(1, size))
         self.gate = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
         self.up = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
         collaborative = {"expansion_to_base": (inner, size)} if config.is_collaborative(layer, "ffn") else {}
@@ -522,17 +529,41 @@ class ScaleMixture(nn.Module):
 
     def _mixed(self, x: Tensor) -> Tensor:
         """x [N, D] -> the sum over the experts that each token takes."""
-        scores, chosen = self.base["router"](x).float().softmax(-1).topk(self.top_k, dim=-1)
-        if self.normalised:
-            scores = scores / scores.sum(-1, keepdim=True)
+        weights, chosen = self._routed(x)
         taken, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(taken, torch.arange(self.experts, device=x.device), right=True, out_int32=True)
         maps: Any = self.base["experts"]
         tokens = x[order // self.top_k]
         inner = self.activation(maps["gate"](tokens, ends)) * maps["up"](tokens, ends)
-        found = maps["down"](inner * scores.to(x.dtype).flatten()[order].unsqueeze(-1), ends)
+        found = maps["down"](inner * weights.to(x.dtype).flatten()[order].unsqueeze(-1), ends)
         by_token = torch.empty_like(found).index_copy(0, order, found)
-        return by_token.unflatten(0, (-1, self.top_k)).sum(1)
+        y = by_token.unflatten(0, (-1, self.top_k)).sum(1)
+        if "shared" not in self.base:
+            return y
+        shared: Any = self.base["shared"]
+        gate, up, down = (shared[name]["base"] for name in ("gate", "up", "down"))
+        every = down(self.activation(gate(x)) * up(x))
+        return y + (F.linear(x, shared.weight).sigmoid() * every if self.mixture["gated"] else every)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, D] -> the weights of the experts that each token takes, and their numbers, both [N, k]."""
+        mixture = self.mixture
+        router: Any = self.base["router"]
+        if mixture["sigmoid"]:
+            scores = F.linear(x.float(), router.weight.float()).sigmoid()
+            choice = scores + router.bias.float().sum(0)
+            if mixture["top_groups"] < mixture["groups"]:
+                by_group = choice.unflatten(1, (mixture["groups"], -1))
+                best = by_group.topk(2, dim=-1).values.sum(-1).topk(mixture["top_groups"], dim=-1).indices
+                left = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+                choice = by_group.masked_fill(left.unsqueeze(-1), -math.inf).flatten(1)
+            chosen = choice.topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, chosen)
+        else:
+            weights, chosen = F.linear(x, router.weight).float().softmax(-1).topk(self.top_k, dim=-1)
+        if mixture["normalised"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * mixture["scale"], chosen
 
 
 class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]

@@ -61,7 +61,8 @@ def rehearsing(base, method, noise=0.1):
 
 
 @pytest.mark.parametrize(
-    ("method", "name"), [*((method, "llama tied") for method in METHODS), ("route", "neox"), ("adapt", "gemma2"), ("adapt", "mixtral")]
+    ("method", "name"),
+    [*((method, "llama tied") for method in METHODS), ("route", "neox"), ("adapt", "gemma2"), ("adapt", "mixtral")],
 )
 def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, name):
     monkeypatch.setattr("pipeline.model.output.CHUNK_ELEMENTS", 97 * 30)  # borders of chunks within rows

@@ -51,7 +51,7 @@ frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a ga
 
 EXPANSIONS := runs/expansions
 RUN = $(EXPANSIONS)/$(1).lr_0.005.seed_1
-expansions: $(CORE)  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes on two cores
+expansions: $(CORE)  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
 	$(BIN)/python tools/run_study.py configs/studies/expansions.yaml $(if $(DATA),--data $(DATA))
 	rm -rf $(EXPANSIONS)/differ $(EXPANSIONS)/alike
 	set -e; for name in reviews law books; do $(BIN)/scale-cpt convert $(call RUN,$$name) --format scale; done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import time
@@ -23,7 +22,7 @@ from pipeline.data.corpora import heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
-from pipeline.files import file_hash, free_bytes, sync
+from pipeline.files import file_hash, free_bytes, sampled_hash, sync
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.scale import expansion as expansions
@@ -203,7 +202,6 @@ def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
 # evenly over every file, including its header and its end. That detects another model, another version, and a file that
 # was cut short or half copied; not a flipped byte between the blocks. Every byte is hashed later, on one node's files.
 
-BLOCK_BYTES = 4096
 BLOCKS = 512
 """Over all weight files; at least two in each."""
 
@@ -235,18 +233,6 @@ def _hashes(inputs: Inputs) -> dict[str, str]:
         small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
     return seen | {str(file): file_hash(file) if file.exists() else "missing" for file in small}
-
-
-def sampled_hash(path: Path, blocks: int) -> str:
-    """A hash of a file's size and of `blocks` of its blocks, the first and the last included."""
-    size = path.stat().st_size
-    last = max(0, size - BLOCK_BYTES)
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(blocks):
-            file.seek(last * number // max(1, blocks - 1))
-            digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def check_corpora(run: Allocation) -> Finding:

@@ -33,7 +33,7 @@ from pipeline.data.token_corpus import (
 from pipeline.data.token_shards import FileContent, ShardFile, check_file, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
-from pipeline.files import check_replaceable, read_record, rename_aside, write_record
+from pipeline.files import check_replaceable, in_threads, read_record, rename_aside, write_record
 from pipeline.log import progress_bar
 
 STATE = ".units"
@@ -252,7 +252,8 @@ def run_units(
         what, measured_in: what is done, and the unit of the units' sizes, for the progress bar.
     """
     sizes = {unit.name: unit.size for unit in units}
-    done = {name: record for name in sizes if (record := _record_of(state, schema, name)) is not None}
+    found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)
+    done = {name: record for name, record in found if record is not None}
     yield from done.items()
     left = [unit for unit in units if unit.name not in done]
     k, n = share

@@ -41,11 +41,13 @@ from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, load_tok
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
-from pipeline.files import file_hash, published_file
+from pipeline.files import file_hash, published_file, sampled_hash
 
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
+# Of a larger file blocks are hashed: a job that shares a file of a terabyte would read all of it first.
+_HASHED_BYTES, _SAMPLED_BLOCKS = 2**34, 2**14
 # Of a unit. A bad record may be much shorter than its description.
 _MOST_LISTED = 10_000
 # The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
@@ -148,7 +150,8 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
 
 def _split(keys: Keys, unit_bytes: int, file: _File) -> _FileRecord:
     path = Path(file.path)
-    return _FileRecord(sha256=file_hash(path), units=split_file(path, file.number, keys, unit_bytes))
+    digest = file_hash(path) if file.size <= _HASHED_BYTES else f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
+    return _FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:

@@ -44,7 +44,7 @@ class TokenizerRecord(_Strict):
 
 
 class InputFile(NamedTuple):
-    """An input file; `sha256` is of its bytes on disk."""
+    """An input file; `sha256` is of its bytes on disk, of a very large file of some of its blocks."""
 
     path: str
     bytes: int

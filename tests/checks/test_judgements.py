@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.checks.allocation import BLOCK_BYTES, Room, host_memory, judge_memory, sampled_hash
+from pipeline.checks.allocation import Room, host_memory, judge_memory
 from pipeline.checks.devices import (
     Fault,
     Finding,
@@ -22,6 +22,7 @@ from pipeline.checks.devices import (
 )
 from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
+from pipeline.files import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB
 
@@ -94,10 +95,10 @@ def test_the_smallest_and_the_fullest_gpu_count():
 
 
 def test_the_sampled_hash_covers_size_ends_and_blocks(tmp_path):
-    file, content = tmp_path / "weights", bytearray(100 * BLOCK_BYTES)
+    file, content = tmp_path / "weights", bytearray(100 * SAMPLE_BYTES)
     file.write_bytes(content)
     whole = sampled_hash(file, 8)
-    for at in (0, len(content) - 1, 14 * BLOCK_BYTES + 600):
+    for at in (0, len(content) - 1, 14 * SAMPLE_BYTES + 600):
         changed = content.copy()
         changed[at] = 1
         file.write_bytes(changed)

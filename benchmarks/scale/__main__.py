@@ -1,7 +1,6 @@
 """What grows with ranks, shards, files and steps, tried on one machine: sparse files, light processes, links.
 
     python -m benchmarks.scale --json benchmarks/out/scale.json
-    python -m benchmarks.scale --only corpora --smallest
     python -m benchmarks.scale --only --json benchmarks/out/scale.json --picture docs/scale.svg
 
 Slopes are the exponents by which costs grow. docs/scale.md says what is simulated, and what that leaves out.
@@ -12,14 +11,35 @@ from __future__ import annotations
 import argparse
 import importlib
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.scale.picture import draw
+from benchmarks.scale.growth import Row
 from pipeline.errors import UserError
 from pipeline.files import read_object, write_json, write_text
+from pipeline.studies.report.drawing import Axis, Drawing
 from pipeline.studies.report.page import svg_file
+from pipeline.studies.report.plots import Chart
 
-SUBJECTS = ("corpora", "startup", "watchdog", "checkpoints", "metrics")
+SUBJECTS = ("corpora", "tokenization", "startup", "watchdog", "checkpoints", "metrics")
+_WIDTH, _LINE, _LEFT = 820.0, 24.0, 470.0
+_WORDS = {0.0: "constant", 1.0: "linear", 2.0: "square"}
+
+
+def draw(now: Mapping[str, Sequence[Row]], before: Mapping[str, Sequence[Row]]) -> Drawing:
+    """A line for each cost with a goal: a circle, and a square for what it was in `before`; both hold tables."""
+    tables = [{table["title"]: table for found in of.values() for table in found} for of in (now, before)]
+    costs = [(title, name) for title, table in tables[0].items() for name in table["goals"]]
+    drawing = Drawing(_WIDTH, _LINE * (len(costs) + 2), "slopes", "How costs grow", "The exponent of each cost")
+    x = Axis(-0.5, 2.5, _LEFT, _WIDTH - 20, lambda tick: _WORDS[tick], tuple(_WORDS))
+    Chart(drawing, x, Axis(0, 1, _LINE * len(costs), 0, str))
+    for number, (title, name) in enumerate(costs):
+        y = _LINE * (number + 0.5)
+        drawing.text((_LEFT - 40, y + 4), f"{title.partition(':')[0]}: {name}", "tick", "end")
+        for style in (1, 0):
+            if (slope := tables[style].get(title, {"slopes": {}})["slopes"].get(name)) is not None:
+                drawing.mark((x(min(max(slope, -0.5), 2.5)), y), style, tooltip=f"{slope:.2f}")
+    return drawing
 
 
 def main() -> None:

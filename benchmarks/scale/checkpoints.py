@@ -28,10 +28,6 @@ from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 
 GOALS = {"index_cpu_s": 60, "restore_files": 8, "restore_peak_mib": 1024, "convert_peak_mib": 8192, "remove_s": 5}
-_READ_BYTES = 4 * 2**30
-"""What is converted is a sample: the largest parameters."""
-_SLOW_S = 0.005
-"""What a removal takes on a slow file system."""
 
 
 def model(base: str) -> Decoder:
@@ -86,17 +82,17 @@ def read(folder: Path, base: str, ranks: int) -> Row:
     with measured(row, "convert_"):
         reader, done = CheckpointReader(index, structure), 0
         for name, parameter in sorted(own.items(), key=lambda item: -item[1].numel()):
-            if (done := done + 4 * parameter.numel()) < _READ_BYTES:
+            if (done := done + 4 * parameter.numel()) < 2**32:  # a sample
                 reader.read(name)
     return row
 
 
 def remove(folder: Path) -> Row:
-    """What a save does with a superseded checkpoint where removing a file is slow."""
+    """What a save does with a superseded checkpoint where removing a file takes 5 ms."""
     unlink = os.unlink
 
     def slow_unlink(*arguments: Any, **named: Any) -> None:  # noqa: ANN401
-        time.sleep(_SLOW_S)
+        time.sleep(0.005)
         unlink(*arguments, **named)
 
     os.unlink = slow_unlink

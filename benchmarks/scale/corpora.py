@@ -21,8 +21,7 @@ from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 
-SEQUENCE = 8192
-RANKS = 1024
+SEQUENCE, RANKS = 8192, 1024
 GOALS = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
 _TOKENIZER = TokenizerRecord(
     fingerprint="none", vocab_size=128_256, document_start=[], document_end=[0], backend="none"
@@ -55,8 +54,8 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 def read(folder: Path) -> Row:
     """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
-    corpora = {"corpus": {"input": ["made here"]}}
-    data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, "corpora": corpora})
+    corpora = {"corpora": {"corpus": {"input": ["made here"]}}}
+    data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, **corpora})
     with measured(row, "open_"):
         samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
     corpus = TokenCorpus(folder / "corpus")
@@ -87,6 +86,5 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
 
     by_shards = [row("shards", shards, shards, documents) for shards in counts]
     yield report(f"Corpora: shards of {tokens:,} tokens in {documents:,} documents", by_shards, GOALS)
-    fewer = (documents // 100, documents // 10, documents)
-    by_documents = [row("documents_a_shard", number, counts[0], number) for number in fewer]
+    by_documents = [row("documents_a_shard", documents // n, counts[0], documents // n) for n in (100, 10, 1)]
     yield report(f"Corpora: {counts[0]:,} shards of {tokens:,} tokens", by_documents, GOALS)

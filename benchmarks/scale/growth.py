@@ -17,8 +17,7 @@ from pipeline.evaluation.table import cell, table
 
 Row = dict[str, Any]
 """The figures of one size; the first is the size."""
-LINKS = 30_000
-"""How many names a file may have on every file system."""
+LINKS = 30_000  # names that a file may have
 
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:

@@ -35,30 +35,24 @@ from pipeline.training import run
 
 GOALS = {"rank0_cpu_s": 10, "other_cpu_s": 10, "small_files_a_rank": 2}
 RANKS_PER_NODE = 8
-WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def make_run(folder: Path) -> RunConfig:
     """A small run of SCALE, with its corpora and initial expansion."""
     (folder / "text.txt").write_text("".join(f"Once upon a time there were {n} cats.\n" for n in range(10_000)))
-    values = {
-        "name": "startup",
-        "folder": str(folder / "run"),
+    corpus = {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}
+    widths = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    values: dict[str, Any] = {"name": "startup", "folder": str(folder / "run"), "deepspeed": "ds_configs/zero1.json"}
+    values |= {
         "base": str(shipped() / "data" / "models" / "stories260K"),
-        "method": {"name": "scale", "variant": "preserve", "expansion": dict.fromkeys(WIDTHS, 8) | {WIDTHS[-1]: 2}},
-        "data": {
-            "folder": str(folder / "tokens"),
-            "sequence_length": 64,
-            "corpora": {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}},
-        },
+        "method": {"name": "scale", "variant": "preserve", "expansion": widths},
+        "data": {"folder": str(folder / "tokens"), "sequence_length": 64, "corpora": {"text": corpus}},
         "schedule": {"steps": 1, "global_batch_size": 512, "micro_batch_size": 1, "learning_rate": 1e-3},
-        "deepspeed": str(shipped() / "ds_configs" / "zero1.json"),
     }
-    config = parse_config(values, source="the benchmark")
+    config = parse_config(values, source="here")
     for job in corpus_jobs(config.data, config.tokenizer):
         preprocess(job, Workers(None))
-    assert isinstance(config.method, ScaleMethod)
-    upscale(config.method, open_base(config.base), config.upscaled_folder, seed=config.seed)
+    upscale(ScaleMethod.model_validate(config.method), open_base(config.base), config.upscaled_folder, config.seed)
     return config
 
 

@@ -25,8 +25,7 @@ from pipeline.config.run import Watchdog as Limits
 from pipeline.health import watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 
-GOALS = {"core_fraction": 0.02, "killed_named_s": 2, "silent_named_s": 10}
-"""The seconds are those after the fault, and after `dead_after_s`."""
+GOALS = {"core_fraction": 0.02, "killed_named_s": 2, "silent_named_s": 10}  # after `dead_after_s`
 _TOKEN = "benchmark"
 _REPORT = RankReport("node0001", 1234, "backward", 0.7, 98765, "backward (tensor.py:581)", waiting=True)
 

@@ -34,7 +34,7 @@ def test_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     [by_steps] = tables_of("metrics", tmp_path, monkeypatch)
     for row in by_steps["rows"]:
         assert row["report_files"] <= 4, "the metrics are read once"
-        assert row["report_cpu_s"] > 0 and row["step_ms"] > 0
+        assert row["report_cpu_s"] > 0 and row["a_step_cpu_s"] > 0
 
 
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -62,3 +62,10 @@ def test_the_picture_of_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "x.json").write_text(json.dumps(found))
     run(monkeypatch, "--only", "--json", tmp_path / "x.json", "--picture", tmp_path / "x.svg")
     assert "Corpora: open_cpu_s" in (text := (tmp_path / "x.svg").read_text()) and "<title>1.25</title>" in text
+
+
+def test_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    by_files, by_bytes = tables_of("tokenization", tmp_path, monkeypatch)
+    assert all(row["state_files_a_file"] <= 2 for row in by_files["rows"]), "a record of the units, and one of a unit"
+    assert len({row["listed_folders"] for row in by_files["rows"]}) == 1, "no folder is listed for each file"
+    assert all(row["plan_files"] <= 3 for row in by_bytes["rows"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,8 @@ def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [*itertools.product(METHODS, ("llama", "llama tied", "neox")), ("adapt", "qwen3_moe"), ("freeze", "qwen3_moe")],
-)
+@pytest.mark.parametrize("name", ["llama", "llama tied", "neox"])
+@pytest.mark.parametrize("method", METHODS)
 def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method, tmp_path):
     model = model_of(extended(base(name)), method, tmp_path, noise=0.0)
     old = Decoder(base(name).spec)

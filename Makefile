@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier slurm test test-all faults clean-check fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -48,6 +48,17 @@ FRONTIER := frontier$(if $(QUICK),_quick)
 frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
 	$(BIN)/python tools/run_study.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python tools/report.py runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
+
+EXPANSIONS := runs/expansions
+RUN = $(EXPANSIONS)/$(1).lr_0.005.seed_1
+expansions: $(CORE)  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
+	$(BIN)/python tools/run_study.py configs/studies/expansions.yaml $(if $(DATA),--data $(DATA))
+	rm -rf $(EXPANSIONS)/differ $(EXPANSIONS)/alike
+	set -e; for name in reviews law books; do $(BIN)/scale-cpt convert $(call RUN,$$name) --format scale; done
+	$(BIN)/scale-cpt combine $(EXPANSIONS)/differ --add reviews=$(call RUN,reviews) --add books=$(call RUN,books)
+	$(BIN)/scale-cpt combine $(EXPANSIONS)/alike --add reviews=$(call RUN,reviews) --add law=$(call RUN,law)
+	$(BIN)/scale-cpt evaluate --max-bytes 20000 --data data/ko/*.heldout.jsonl.zst data/en/*.heldout.jsonl.zst --model data/models/stories260K \
+		$(foreach name,reviews law books,$(call RUN,$(name))/hf) $(EXPANSIONS)/differ $(EXPANSIONS)/alike
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)

@@ -28,6 +28,7 @@ PROGRAMS = {
     "train": "train",
     "gate": "fit_gate",
     "convert": "convert_checkpoint",
+    "combine": "combine",
     "evaluate": "evaluate",
     # before it
     "new": "new_folder",

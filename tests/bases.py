@@ -13,8 +13,10 @@ from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MinistralConfig,
@@ -27,9 +29,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    SolarOpenConfig,
 )
 from transformers.utils import logging
 
@@ -78,6 +82,13 @@ _LONGROPE = {
 _WINDOWS = ["sliding_attention", "sliding_attention"]
 _PHI3 = {**_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 32}
 _QWEN3_MOE = {**_LLAMA, "head_dim": 16, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
+_QWEN2_MOE = {**_QWEN3_MOE, "shared_expert_intermediate_size": 28}
+_SIGMOID_MOE = {
+    **{**_LLAMA, "head_dim": 16, "moe_intermediate_size": 20, "num_experts_per_tok": 2},
+    **{"n_routed_experts": 6, "routed_scaling_factor": 1.5},
+}
+_SOLAR = {key: value for key, value in _SIGMOID_MOE.items() if key != "intermediate_size"}
+_EXAONE_MOE = {key: value for key, value in _SIGMOID_MOE.items() if key != "n_routed_experts"} | {"num_experts": 6}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
@@ -150,6 +161,16 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "qwen3_moe one expert": Qwen3MoeConfig(**{**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     "qwen3_moe dense layers": Qwen3MoeConfig(**_QWEN3_MOE, decoder_sparse_step=2, attention_bias=True),
     "qwen3_moe dense layer": Qwen3MoeConfig(**_QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen2_moe": Qwen2MoeConfig(**_QWEN2_MOE, norm_topk_prob=True),
+    "qwen2_moe windows": Qwen2MoeConfig(
+        **_QWEN2_MOE, mlp_only_layers=[0], use_sliding_window=True, sliding_window=7, qkv_bias=False
+    ),
+    "glm4_moe": Glm4MoeConfig(**_SIGMOID_MOE, first_k_dense_replace=1, attention_bias=True),
+    "glm4_moe groups": Glm4MoeConfig(
+        **_SIGMOID_MOE, first_k_dense_replace=0, use_qk_norm=True, n_group=3, topk_group=2, norm_topk_prob=False
+    ),
+    "solar_open": SolarOpenConfig(**_SOLAR, n_shared_experts=2),
+    "exaone_moe": ExaoneMoeConfig(**_EXAONE_MOE, first_k_dense_replace=1, sliding_window=7, sliding_window_pattern=2),
     # On two ranks each shard has whole blocks of nf4.
     "llama eight heads, wide": LlamaConfig(
         **{**_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -168,15 +189,16 @@ FEATURES = (
 """Of `CONFIGS`, those whose layers differ most from Llama's and GPT-NeoX's."""
 
 
-MIXTURES = tuple(name for name in CONFIGS if name.startswith(("mixtral", "olmoe", "qwen3_moe")))
+MIXTURES = tuple(name for name in CONFIGS if CONFIGS[name].model_type.endswith(("moe", "mixtral", "solar_open")))
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A transformers model whose every parameter, biases and gains too, is random and large enough to matter."""
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             is_gain = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)

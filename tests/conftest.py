@@ -48,6 +48,7 @@ FULL = (
     "conversion/test_generate.py",
     "conversion/test_library_features.py",
     "conversion/test_convert.py",
+    "conversion/test_combined.py",
     "gating/test_fit_run.py",
     "gating/test_new_pieces.py",
     "model/test_compile.py",
@@ -71,12 +72,13 @@ FULL = (
 )
 """Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""
 QUICK = (
+    "conversion/test_combined.py::test_each_token",
     "slurm/test_pipeline.py::test_an_interrupted_job",
     "slurm/test_scripts.py",
     "slurm/test_stages.py::test_a_job[time limit saves and requeues]",
     "slurm/test_requeue.py::test_a_job[rank killed]",
 )
-"""What `make test` runs nevertheless: on a real Slurm one whole run, one time limit, one kill."""
+"""What `make test` runs nevertheless; on a real Slurm one whole run, one time limit, one kill."""
 
 # The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
 # `pytest --hypothesis-profile=default` draws new ones.

@@ -122,7 +122,7 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
         changes |= deepcopy(FEATURES[name])
     path = write_config(folder, folder, **{"zero": 1, **changes})
     architecture: dict[str, Any] = {}
-    for name in CONFIG_OF.keys() & pair:
+    for name in filter(pair.__contains__, CONFIG_OF):  # in this order: a set's would be chance
         architecture |= CONFIG_OF[name]
     (folder / "config.json").write_text(json.dumps(architecture))
     try:

@@ -38,14 +38,19 @@ def why_not(
         peft = f"method {settings.name} has no adapters"
     elif spec.new_rows:
         peft = "adapters alone lack the rows of its new pieces"
-    elif len({layer.has_experts for layer in spec.layers}) > 1 and _FFN & {*(settings.target_modules or _FFN)}:
-        peft = "PEFT takes the FFN of its layers without experts for experts; adapters of attention alone can leave so"
+    elif _has_ffn_beside_experts(spec) and _FFN & {*(settings.target_modules or _FFN)}:
+        peft = "PEFT takes its layers' FFNs without routers for experts; adapters of attention alone can leave so"
     return {
         "stock": why_not_stock(plan, spec, gated=gated),
         "scale": unwidened,
         "peft": peft,
         "expansion": unwidened,
     }
+
+
+def _has_ffn_beside_experts(spec: DecoderSpec) -> bool:
+    shared = spec.mixture is not None and spec.mixture.shared_size > 0
+    return shared or len({layer.has_experts for layer in spec.layers}) > 1
 
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:

@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipeline.conversion import Exported
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.conversion.modeling_scale_combined import CombinedConfig, CombinedForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, faults_of_library
@@ -85,33 +86,37 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path
         BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     adapters = export.format == "peft"
-    planned = {tensor.name: tensor for tensor in export.tensors}
+    write_tensors(folder, export.tensors, export.dtype, "adapter_model.safetensors" if adapters else None)
+    for name, text in export.code.items():
+        write_text(folder / name, text)
+    copy_base_files(folder, base, tokenizer or base)
+    write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
+
+
+def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype, file: str | None = None) -> None:
+    """Writes files of weights, and their index, into `folder`; or one `file`. One file is in memory at a time."""
+    planned = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         planned,
-        get_storage_size=lambda tensor: prod(tensor.shape) * (tensor.dtype or export.dtype).itemsize,
-        filename_pattern="adapter_model.safetensors" if adapters else "model{suffix}.safetensors",
-        max_shard_size=sys.maxsize if adapters else FILE_BYTES,
+        get_storage_size=lambda tensor: prod(tensor.shape) * (tensor.dtype or dtype).itemsize,
+        filename_pattern=file or "model{suffix}.safetensors",
+        max_shard_size=sys.maxsize if file else FILE_BYTES,
     )
 
     def made(planned: PlannedTensor) -> Tensor:
         # Of its own memory: parts of a base's fused matrix share theirs, which safetensors refuses.
-        tensor = planned.make().to(planned.dtype or export.dtype).clone(memory_format=torch.contiguous_format)
+        tensor = planned.make().to(planned.dtype or dtype).clone(memory_format=torch.contiguous_format)
         assert tuple(tensor.shape) == planned.shape, planned.name
         bar.update(tensor.nbytes)
         return tensor
 
     total_size = split.metadata["total_size"]
     with progress_bar("writing", total_size, "B") as bar:
-        for name, tensors in split.filename_to_tensors.items():
-            save_file({tensor: made(planned[tensor]) for tensor in tensors}, folder / name, {"format": "pt"})
+        for name, names in split.filename_to_tensors.items():
+            save_file({tensor: made(planned[tensor]) for tensor in names}, folder / name, {"format": "pt"})
     if split.is_sharded:
-        parameters = sum(prod(tensor.shape) for tensor in export.tensors)
-        metadata = {"total_parameters": parameters, "total_size": total_size}
+        metadata = {"total_parameters": sum(prod(tensor.shape) for tensor in tensors), "total_size": total_size}
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename})
-    for name, text in export.code.items():
-        write_text(folder / name, text)
-    copy_base_files(folder, base, tokenizer or base)
-    write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
 
 
 def terms_in(folder: Path) -> list[str]:
@@ -174,8 +179,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # Folders of the scale format are loaded with the package's own copy of the code that they carry.
-AutoConfig.register(ScaleConfig.model_type, ScaleConfig, exist_ok=True)
-AutoModelForCausalLM.register(ScaleConfig, ScaleForCausalLM, exist_ok=True)
+OWN_MODELS = {ScaleConfig: ScaleForCausalLM, CombinedConfig: CombinedForCausalLM}
+for _config, _model in OWN_MODELS.items():
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
 
 
 def load_hf_model(
@@ -232,7 +239,10 @@ def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[st
             ) from None
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
     # For the others it has code of its own, and does not look at the folder's.
-    needs_code = config.get("auto_map") and config.get("model_type") not in (ScaleConfig.model_type, *FAMILIES)
+    needs_code = config.get("auto_map") and config.get("model_type") not in (
+        *(own.model_type for own in OWN_MODELS),
+        *FAMILIES,
+    )
     if needs_code and not trust_remote_code:
         raise BaseModelError(f"{path}: needs the code in its folder; say --trust-remote-code if you trust its maker")
     return config

@@ -171,7 +171,7 @@ class WidenedLinear(nn.Module):
         self, x: Tensor, x_up: Tensor, masked: bool | Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         y = self.base(x)
-        if len(x_up) == 0:
+        if x_up.shape[0] == 0:
             return y, x_up
         x = x if rows is None else x[rows]
         if self.expansion_to_base is not None and masked is not True:
@@ -223,7 +223,7 @@ class WidenedNorm(nn.Module):
         self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
 
     def forward(self, x: Tensor, x_up: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if len(x_up) == 0:
+        if x_up.shape[0] == 0:
             return self.base(x), x_up
         of_rows = x if rows is None else x[rows]
         return self.base(x), self.expansion(x_up, of_rows if self.shared else None)
@@ -242,7 +242,7 @@ class WidenedHeadNorm(nn.Module):
         self.expansion = StreamNorm(config, size_up, kind="rmsnorm") if own else None
 
     def forward(self, heads: Tensor, heads_up: Tensor) -> tuple[Tensor, Tensor]:
-        if len(heads_up) == 0:
+        if heads_up.shape[0] == 0:
             return self._normed(self.base, heads), heads_up
         up = self.base if self.expansion is None else self.expansion
         return self._normed(self.base, heads), self._normed(up, heads_up)
@@ -489,8 +489,8 @@ class ScaleMixture(nn.Module):
         super().__init__()
         mixture: dict[str, Any] = config.mixture or {}
         size, up, inner = config.hidden_size, config.expansion_hidden_size, config.expansion_intermediate_size
-        self.experts, self.top_k, width = mixture["experts"], mixture["top_k"], mixture["intermediate_size"]
-        self.normalised = mixture["normalised"]
+        self.mixture, width, shared = mixture, mixture["intermediate_size"], mixture["shared_size"]
+        self.experts, self.top_k = mixture["experts"], mixture["top_k"]
         self.activation = ACT2FN[config.hidden_act]
 
         def maps(**sizes: tuple[int, int]) -> nn.ModuleDict:
@@ -499,6 +499,13 @@ class ScaleMixture(nn.Module):
         sizes = {"gate": (size, width), "up": (size, width), "down": (width, size)}
         experts = nn.ModuleDict({name: ExpertLinear(self.experts, *pair) for name, pair in sizes.items()})
         self.base = nn.ModuleDict({"router": nn.Linear(size, self.experts, bias=False), "experts": experts})
+        if mixture["sigmoid"]:  # the sum of three numbers of 16 bits
+            self.base["router"].bias = nn.Parameter(torch.empty(3, self.experts))
+        if shared:
+            sizes = {"gate": (size, shared), "up": (size, shared), "down": (shared, size)}
+            self.base["shared"] = nn.ModuleDict({name: maps(base=pair) for name, pair in sizes.items()})
+            if mixture["gated"]:
+                self.base["shared"].weight = nn.Parameter(torch.empty(1, size))
         self.gate = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
         self.up = maps(base_to_expansion=(size, inner), expansion_to_expansion=(up, inner))
         collaborative = {"expansion_to_base": (inner, size)} if config.is_collaborative(layer, "ffn") else {}
@@ -522,17 +529,41 @@ class ScaleMixture(nn.Module):
 
     def _mixed(self, x: Tensor) -> Tensor:
         """x [N, D] -> the sum over the experts that each token takes."""
-        scores, chosen = self.base["router"](x).float().softmax(-1).topk(self.top_k, dim=-1)
-        if self.normalised:
-            scores = scores / scores.sum(-1, keepdim=True)
+        weights, chosen = self._routed(x)
         taken, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(taken, torch.arange(self.experts, device=x.device), right=True, out_int32=True)
         maps: Any = self.base["experts"]
         tokens = x[order // self.top_k]
         inner = self.activation(maps["gate"](tokens, ends)) * maps["up"](tokens, ends)
-        found = maps["down"](inner * scores.to(x.dtype).flatten()[order].unsqueeze(-1), ends)
+        found = maps["down"](inner * weights.to(x.dtype).flatten()[order].unsqueeze(-1), ends)
         by_token = torch.empty_like(found).index_copy(0, order, found)
-        return by_token.unflatten(0, (-1, self.top_k)).sum(1)
+        y = by_token.unflatten(0, (-1, self.top_k)).sum(1)
+        if "shared" not in self.base:
+            return y
+        shared: Any = self.base["shared"]
+        gate, up, down = (shared[name]["base"] for name in ("gate", "up", "down"))
+        every = down(self.activation(gate(x)) * up(x))
+        return y + (F.linear(x, shared.weight).sigmoid() * every if self.mixture["gated"] else every)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, D] -> the weights of the experts that each token takes, and their numbers, both [N, k]."""
+        mixture = self.mixture
+        router: Any = self.base["router"]
+        if mixture["sigmoid"]:
+            scores = F.linear(x.float(), router.weight.float()).sigmoid()
+            choice = scores + router.bias.float().sum(0)
+            if mixture["top_groups"] < mixture["groups"]:
+                by_group = choice.unflatten(1, (mixture["groups"], -1))
+                best = by_group.topk(2, dim=-1).values.sum(-1).topk(mixture["top_groups"], dim=-1).indices
+                left = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+                choice = by_group.masked_fill(left.unsqueeze(-1), -math.inf).flatten(1)
+            chosen = choice.topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, chosen)
+        else:
+            weights, chosen = F.linear(x, router.weight).float().softmax(-1).topk(self.top_k, dim=-1)
+        if mixture["normalised"]:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * mixture["scale"], chosen
 
 
 class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -636,7 +667,12 @@ class ScaleGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
-        """The decision for each token [B, S, 1]. What the running mean needs is cached.
+        """The decision for each token [B, S, 1]; see `scores`."""
+        scores = self.scores(x, is_text, documents, cache)
+        return (scores > self.threshold).long() + (scores > self.lower)
+
+    def scores(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:  # noqa: ANN401
+        """The log odds that each token is new [B, S, 1]. What the running mean needs is cached.
 
         is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
         """
@@ -644,8 +680,7 @@ class ScaleGate(nn.Module):
         features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
         if self.has_mean:
             features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
-        score = ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
-        return (score > self.threshold).long() + (score > self.lower)
+        return ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
 
     def _running_mean(
         self,
@@ -735,6 +770,26 @@ class ScaleOutput(nn.Module):
 
     def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+
+
+def texts_of(
+    x: Tensor,
+    attention_mask: Any,  # noqa: ANN401
+    position_ids: Tensor,
+    cache: Any,  # noqa: ANN401
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a gate reads of x [B, S, D] beside it: which tokens are text and not padding, and of which document each is.
+
+    Both are [B, S]; None: all are, and of one document in each row.
+    """
+    is_text, documents = None, None
+    if attention_mask is None and cache is None:
+        # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+        breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
+        documents = F.pad(breaks.cumsum(dim=1), (1, 0))
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        is_text = attention_mask[:, -x.shape[1] :].bool()
+    return is_text, documents
 
 
 class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -846,7 +901,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             past_key_values = DynamicCache(config=self.config)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        recorded: list[Tensor] | None = [] if output_hidden_states else None
+        layers = range(self.config.num_hidden_layers)
+        recorded: dict[int, Any] | None = dict.fromkeys(layers) if output_hidden_states else None
         paths, undecided = self.streams(
             embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, input_ids, **kwargs
         )
@@ -854,7 +910,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        states = None if recorded is None else tuple(recorded)
+        states = None if recorded is None else tuple(torch.cat(path[:2], dim=-1) for path in recorded.values())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
 
     def streams(
@@ -864,13 +920,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         position_ids: Tensor | None = None,
         past_key_values: Any = None,  # noqa: ANN401
         logits_to_keep: int | Tensor = 0,
-        recorded: list[Tensor] | None = None,
+        recorded: dict[int, Any] | None = None,
         tokens: Tensor | None = None,
         **options: Any,  # noqa: ANN401
     ) -> tuple[list[StreamPath], Tensor | None]:
         """What `output` reads: one path or two, after the last norm and the gate, and the undecided tokens [B, S, 1].
 
-        Arguments: `forward`. `recorded` receives the hidden states; `tokens` [B, S] are those embedded, if known.
+        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and the last; `tokens`
+        [B, S] are those embedded, if known.
         """
         config = self.config
         start = StreamPath(*embedded.split([config.hidden_size, config.expansion_hidden_size], dim=-1))
@@ -883,7 +940,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         else:
             paths, levels = self._run([start], inputs, options, recorded)
         if recorded is not None:
-            recorded.append(torch.cat(paths[-1].normed(self.final_norm)[:2], dim=-1))
+            recorded[config.num_hidden_layers] = paths[-1].normed(self.final_norm)
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         paths = [path._replace(x=path.x[:, kept], x_up=path.x_up[:, kept]).normed(self.final_norm) for path in paths]
         if levels is None:
@@ -900,7 +957,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         paths: list[StreamPath],
         inputs: tuple[Any, ...],
         options: dict[str, Any],
-        recorded: list[Tensor] | None = None,
+        recorded: dict[int, Any] | None = None,
         decided: Tensor | None = None,
     ) -> tuple[list[StreamPath], Tensor | None]:
         """The paths after the last layer, and the gate's decisions [B, S, 1] if there is one, or those `decided`.
@@ -916,8 +973,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         tables = [make(position_ids, paths[0].x.dtype) for make in self.rotary]
         levels = None
         for index, layer in enumerate(self.layers):
-            if recorded is not None:
-                recorded.append(torch.cat(paths[-1][:2], dim=-1))
+            if recorded is not None and index in recorded:
+                recorded[index] = paths[-1]
             if self.token_gate is not None and index == config.gate_layer:
                 levels = self._levels(paths, *inputs) if decided is None else decided
                 if (rows := paths[0].rows) is not None and len(rows) == 0 and (levels == 2).any(1).all():
@@ -1042,13 +1099,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """The gate's decisions [B, S, 1], on the path that no expansion_to_base block has changed."""
         if self.token_gate is None:
             raise ValueError("the model has no gate")
-        x, is_text, documents = paths[0].x, None, None
-        if attention_mask is None and cache is None:
-            # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
-            breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
-            documents = F.pad(breaks.cumsum(dim=1), (1, 0))
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            is_text = attention_mask[:, -x.shape[1] :].bool()
+        x = paths[0].x
+        is_text, documents = texts_of(x, attention_mask, position_ids, cache)
         levels: Tensor = self.token_gate(x, is_text, documents, cache)
         if is_text is not None:
             levels = levels.masked_fill(~is_text.unsqueeze(-1).to(levels.device), 0)

@@ -130,6 +130,9 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
                 PlannedTensor(expert.name, first.shape[1:], partial(of_expert, target, index))
                 for index, expert in enumerate(target.of_each_expert())
             ]
+        if target.in_three:
+            whole = PlannedTensor(target.name, first.shape[1:], lambda: first.make().sum(0), torch.float32)
+            return [whole]
         if part is None:
             return [replace(first, name=target.name)]
         in_order = [planned for _, planned in sorted(held[target], key=lambda pair: pair[0].index if pair[0] else 0)]

@@ -6,11 +6,13 @@ of the folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +28,7 @@ from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+T = TypeVar("T")
 _TIED = ("output.base", "embedding.base.weight")
 _ROWS = 2**13
 _TYPES = ("F16", "BF16", "F32", "F64")
@@ -110,19 +113,19 @@ class BaseFolder:
             return self._shape_of_experts(source.of_each_expert())
         with self._slice(source.name) as view:
             rows, *others = view.get_shape()
+        if source.in_three:
+            return (3, rows)
         part = source.part
         if part is not None and rows == part.groups * part.group_rows:
             rows = part.groups * part.rows  # `load_base` refuses fused tensors of other sizes
         return (rows, *others)
 
     def _shape_of_experts(self, experts: Sequence[HfTensor]) -> tuple[int, ...]:
-        shapes = []
-        for expert in experts:
-            with self._slice(expert.name) as view:
-                shapes.append(tuple(view.get_shape()))
-            if shapes[-1] != shapes[0]:
+        shapes = self._of_each(experts, lambda view: tuple(view.get_shape()))
+        for expert, shape in zip(experts, shapes, strict=True):
+            if shape != shapes[0]:
                 raise BaseModelError(
-                    f"{self.file_of[expert.name]}: {expert.name} has shape {shapes[-1]}, that of the first expert "
+                    f"{self.file_of[expert.name]}: {expert.name} has shape {shape}, that of the first expert "
                     f"{shapes[0]}; expected experts of one size: use the original model"
                 )
         return (len(shapes), *shapes[0])
@@ -145,11 +148,11 @@ class BaseFolder:
         source = self._source(name)
         if source.experts is not None:
             of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
-            experts = []
-            for expert in source.of_each_expert()[slice(*rows or (None,))]:
-                with self._slice(expert.name) as view:
-                    experts.append(read_shard(view, of_one, tp_rank, tp_size))
-            return torch.stack(experts)
+            experts = source.of_each_expert()[slice(*rows or (None,))]
+            return torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
+        if source.in_three:
+            with self._slice(source.name) as view:
+                return in_three(view[0 : view.get_shape()[0]])[slice(*rows or (None,))]
         with self._slice(source.name) as view:
             held = view if source.part is None else _Part(view, source.part)
             stored = read_shard(held, partition, tp_rank, tp_size, rows)
@@ -182,22 +185,50 @@ class BaseFolder:
             return self._source("embedding.base.weight")
         return source
 
+    def _of_each(self, sources: Iterable[HfTensor], use: Callable[[StoredTensor], T]) -> list[T]:
+        """What `use` makes of each tensor. A file is opened once for those that follow each other."""
+        found: list[T] = []
+        for file, group in groupby((source.name for source in sources), self._file):
+            with self._opened(file) as tensors:
+                found += [use(self._view(tensors, file, name)) for name in group]
+        return found
+
     @contextmanager
     def _slice(self, tensor: str) -> Iterator[StoredTensor]:
+        file = self._file(tensor)
+        with self._opened(file) as tensors:
+            yield self._view(tensors, file, tensor)
+
+    def _file(self, tensor: str) -> Path:
         if tensor not in self.file_of:
             raise BaseModelError(f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json")
-        file = self.file_of[tensor]
+        return self.file_of[tensor]
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
         try:
             with safe_open(file, framework="pt") as tensors:
-                view = tensors.get_slice(tensor)
-                if not view.get_shape() or view.get_dtype() not in _TYPES:
-                    raise BaseModelError(
-                        f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
-                        f"in one of {', '.join(_TYPES)}: use the original model"
-                    )
-                yield view
+                yield tensors
         except (SafetensorError, OSError, MemoryError) as error:
             raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+    def _view(self, tensors: Any, file: Path, tensor: str) -> StoredTensor:  # noqa: ANN401  # safetensors has no types
+        view: StoredTensor = tensors.get_slice(tensor)
+        if not view.get_shape() or view.get_dtype() not in _TYPES:
+            raise BaseModelError(
+                f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
+                f"in one of {', '.join(_TYPES)}: use the original model"
+            )
+        return view
+
+
+def in_three(values: Tensor) -> Tensor:
+    """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
+    rows, rest = [], values.float()
+    for _ in range(3):
+        rows.append(rest.bfloat16().float())
+        rest = rest - rows[-1]
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True)

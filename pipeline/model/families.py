@@ -3,6 +3,8 @@ add one."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from pipeline.model.family import (
     LLAMA_NAMES,
     MIXTURE_NAMES,
     POST_NORM_NAMES,
+    ROUTER,
     Config,
     Family,
     HfTensor,
@@ -92,10 +95,14 @@ def _olmo3(config: Config) -> DecoderSpec:
 
 
 def _exaone4(config: Config) -> DecoderSpec:
+    return spec_of(config, _exaone_layers(config), norm_placement="after", query_key_norm="head")
+
+
+def _exaone_layers(config: Config) -> list[LayerKind]:
     layers = typed_layers(config)
     if config.sliding_window is not None:  # where some layers have a window, the global ones have no position embedding
         layers = [layer if layer.window else LayerKind(None) for layer in layers]
-    return spec_of(config, layers, norm_placement="after", query_key_norm="head")
+    return layers
 
 
 def _gemma(config: Config, layers: list[LayerKind], **features: Any) -> DecoderSpec:  # noqa: ANN401
@@ -126,54 +133,122 @@ def _gemma3(config: Config) -> DecoderSpec:
     return _gemma(config, typed_layers(config, rotary_by_type=True), query_key_norm="head")
 
 
-def _mixture(config: Config, experts: int, intermediate_size: int, *, normalised: bool) -> MixtureSpec:
+def _mixture(config: Config, experts: int, intermediate_size: int, **features: Any) -> MixtureSpec:  # noqa: ANN401
     """The mixture of a config.
 
     Raises:
         UnsupportedError: its sizes are none of a mixture.
     """
-    top_k = config.num_experts_per_tok
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    mixture = MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
     for name, size, largest in (
         ("num_experts", experts, _MOST_EXPERTS),
-        ("num_experts_per_tok", top_k, experts),
+        ("n_group", mixture.groups, experts),
+        ("topk_group", mixture.top_groups, mixture.groups),
+        ("num_experts_per_tok", mixture.top_k, experts),
         ("moe_intermediate_size", intermediate_size, 2**31),
+        ("shared_expert_intermediate_size", mixture.shared_size or 1, 2**31),
     ):
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise UnsupportedError(f"{name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
-    return MixtureSpec(experts, top_k, intermediate_size, normalised)
+    of_group, rest = divmod(experts, mixture.groups)
+    if mixture.groups > 1 and (rest or of_group < 2 or mixture.top_k > of_group * mixture.top_groups):
+        raise UnsupportedError(
+            f"n_group: {experts} experts in {mixture.groups} groups, of which {mixture.top_groups} are taken, leave no "
+            f"{mixture.top_k} for a token"
+        )
+    if not isinstance(mixture.scale, (int, float)) or not 0 < mixture.scale < math.inf:
+        raise UnsupportedError(f"routed_scaling_factor: expected a number above 0, found {mixture.scale!r:.80}")
+    return mixture
+
+
+def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> MixtureSpec:
+    """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one is shared."""
+    return _mixture(
+        config,
+        experts,
+        config.moe_intermediate_size,
+        scale=config.routed_scaling_factor,
+        sigmoid=True,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        shared_size=shared_experts * config.moe_intermediate_size,
+    )
 
 
 def _mixtral(config: Config) -> DecoderSpec:
-    mixture = _mixture(config, config.num_local_experts, config.intermediate_size, normalised=True)
-    layers = [replace(layer, has_experts=True) for layer in _alike(config, window_of(config))]
-    return spec_of(config, layers, mixture=mixture)
+    mixture = _mixture(config, config.num_local_experts, config.intermediate_size)
+    return spec_of(config, _with_experts(_alike(config, window_of(config))), mixture=mixture)
 
 
 def _olmoe(config: Config) -> DecoderSpec:
     if config.clip_qkv is not None:
         raise UnsupportedError(f"clip_qkv: expected null, found {config.clip_qkv!r:.80}")
-    normalised = bool(config.norm_topk_prob)
-    mixture = _mixture(config, config.num_experts, config.intermediate_size, normalised=normalised)
-    layers = [replace(layer, has_experts=True) for layer in _alike(config)]
+    mixture = _mixture(config, config.num_experts, config.intermediate_size)
+    layers = _with_experts(_alike(config))
     return spec_of(config, layers, query_key_norm="all", mixture=mixture, **_attention_biases(config))
 
 
+def _qwen2_moe(config: Config) -> DecoderSpec:
+    shared = {"shared_size": config.shared_expert_intermediate_size, "gated": True}
+    mixture = _mixture(config, config.num_experts, config.moe_intermediate_size, **shared)
+    config.sliding_window = config.sliding_window or None
+    layers = _with_experts(typed_layers(config), _sparse_layers(config))
+    return spec_of(config, layers, mixture=mixture, query_key_value_bias=bool(config.qkv_bias))
+
+
 def _qwen3_moe(config: Config) -> DecoderSpec:
-    normalised = bool(config.norm_topk_prob)
-    mixture = _mixture(config, config.num_experts, config.moe_intermediate_size, normalised=normalised)
-    layers = [
-        replace(
-            layer, has_experts=index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
-        )
-        for index, layer in enumerate(_alike(config, window_of(config)))
-    ]
+    mixture = _mixture(config, config.num_experts, config.moe_intermediate_size)
+    layers = _with_experts(_alike(config, window_of(config)), _sparse_layers(config))
     return spec_of(config, layers, query_key_norm="head", mixture=mixture, **_attention_biases(config))
 
 
-def _dense_layers(spec: DecoderSpec) -> dict[str, Any]:
-    """The entries that say which layers have no experts."""
-    dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
-    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+def _sparse_layers(config: Config) -> list[int]:
+    """Of Qwen's mixtures, the layers that have experts."""
+    layers = range(config.decoder_sparse_step - 1, config.num_hidden_layers, config.decoder_sparse_step)
+    return [layer for layer in layers if layer not in config.mlp_only_layers]
+
+
+def _glm4_moe(config: Config) -> DecoderSpec:
+    mixture = _sigmoid_mixture(config, config.n_routed_experts, config.n_shared_experts)
+    layers = _with_experts(_alike(config, partial=True), range(config.first_k_dense_replace, config.num_hidden_layers))
+    norm = "head" if config.use_qk_norm else "none"
+    biased = bool(config.attention_bias)
+    return spec_of(config, layers, mixture=mixture, query_key_norm=norm, query_key_value_bias=biased)
+
+
+def _solar_open(config: Config) -> DecoderSpec:
+    mixture = _sigmoid_mixture(config, config.n_routed_experts, config.n_shared_experts)
+    config.intermediate_size = (
+        mixture.top_k * mixture.intermediate_size + mixture.shared_size
+    )  # of all that a token takes
+    layers = _with_experts(_alike(config, partial=True))
+    return spec_of(config, layers, mixture=mixture, query_key_value_bias=bool(config.attention_bias))
+
+
+def _exaone_moe(config: Config) -> DecoderSpec:
+    mixture = _sigmoid_mixture(config, config.num_experts, config.num_shared_experts)
+    sparse = [index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
+    return spec_of(config, _with_experts(_exaone_layers(config), sparse), mixture=mixture, query_key_norm="head")
+
+
+def _with_experts(layers: Sequence[LayerKind], which: Collection[int] | None = None) -> list[LayerKind]:
+    """`layers`, of which those of the indices `which`, or all, are mixtures of experts."""
+    return [replace(layer, has_experts=which is None or index in which) for index, layer in enumerate(layers)]
+
+
+def _qwen_entries(spec: DecoderSpec) -> dict[str, Any]:
+    """The entries that say which layers of Qwen's mixtures have no experts."""
+    return {"mlp_only_layers": _dense_layers(spec), "decoder_sparse_step": 1}
+
+
+def _dense_layers(spec: DecoderSpec) -> list[int]:
+    return [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
+
+
+def _exaone_moe_entries(spec: DecoderSpec) -> dict[str, Any]:
+    kinds = ["sparse" if layer.has_experts else "dense" for layer in spec.layers]
+    return {**layer_types(spec), "mlp_layer_types": kinds}
 
 
 def _gpt_neox(config: Config) -> DecoderSpec:
@@ -191,12 +266,14 @@ def _gpt_neox(config: Config) -> DecoderSpec:
 
 _MOST_EXPERTS = 2**12
 _MIXTRAL_NAMES = MIXTURE_NAMES | {
-    "ffn.base.router": "block_sparse_moe.gate",
+    ROUTER: "block_sparse_moe.gate",
     **{
         f"{EXPERTS}{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
         for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
+_QWEN2_MOE_NAMES = {ours: theirs.replace("shared_experts", "shared_expert") for ours, theirs in MIXTURE_NAMES.items()}
+_QWEN2_MOE_NAMES["ffn.base.shared"] = "mlp.shared_expert_gate"
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
     "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
@@ -204,6 +281,7 @@ _PHI3_FUSED = {
 _PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
 _GEMMA = "its servers take the embedding for the output too, and widened the two differ"
+_SHARED_EXPERT = "to widen its shared expert is not built"
 _NO_SHARED_EXPERT = "it has no shared expert that the expansion's FFN could widen"
 _GPT_NEOX = "its LayerNorm takes one mean over the residual stream, and its head size follows from it"
 
@@ -231,13 +309,35 @@ FAMILIES = {
         Family(
             "gemma3_text", _gemma3, GEMMA_NAMES, layer_entries=layer_types, why_not_stock=f"a Gemma 3 base: {_GEMMA}"
         ),
+        Family(
+            "qwen2_moe",
+            _qwen2_moe,
+            _QWEN2_MOE_NAMES,
+            layer_entries=lambda spec: {**layer_types(spec), **_qwen_entries(spec)},
+            why_not_stock="a Qwen2 mixture: a sigmoid of its own weights the shared expert",
+        ),
+        Family(
+            "glm4_moe",
+            _glm4_moe,
+            MIXTURE_NAMES,
+            layer_entries=lambda spec: {"first_k_dense_replace": len(_dense_layers(spec))},
+            why_not_stock=f"a GLM-4 mixture: {_SHARED_EXPERT}",
+        ),
+        Family("solar_open", _solar_open, MIXTURE_NAMES, why_not_stock=f"a Solar Open base: {_SHARED_EXPERT}"),
+        Family(
+            "exaone_moe",
+            _exaone_moe,
+            MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
+            layer_entries=_exaone_moe_entries,
+            why_not_stock=f"a K-EXAONE base: {_SHARED_EXPERT}",
+        ),
         Family("mixtral", _mixtral, _MIXTRAL_NAMES, why_not_stock=f"a Mixtral base: {_NO_SHARED_EXPERT}"),
         Family("olmoe", _olmoe, MIXTURE_NAMES, why_not_stock=f"an OLMoE base: {_WHOLE_HEADS}"),
         Family(
             "qwen3_moe",
             _qwen3_moe,
             MIXTURE_NAMES,
-            layer_entries=_dense_layers,
+            layer_entries=_qwen_entries,
             why_not_stock=f"a Qwen3 mixture: {_NO_SHARED_EXPERT}",
         ),
         Family(

@@ -56,7 +56,10 @@ class Family:
         if not stem.startswith("layers."):
             return HfTensor(f"{self.names[stem]}.{kind}")
         _, index, module = stem.split(".", 2)
-        prefix, theirs = self.names["layers"].format(index), self.names[module]
+        prefix = self.names["layers"].format(index)
+        if module == ROUTER and kind == "bias":
+            return HfTensor(f"{prefix}.{self.names[f'{ROUTER}.bias']}", in_three=True)
+        theirs = self.names[module]
         if module.startswith(EXPERTS) and spec.mixture is not None:
             return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)
         parts = self.fused.get(theirs)
@@ -74,12 +77,14 @@ class Family:
 class HfTensor:
     """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps.
 
-    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in `name`.
+    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in `name`. `in_three`:
+    our parameter has three rows in 16 bits, of which it is the sum.
     """
 
     name: str
     part: FusedPart | None = None
     experts: int | None = None
+    in_three: bool = False
 
     def of_each_expert(self) -> list[HfTensor]:
         """The tensors of all experts, in order; none if there are no experts."""
@@ -129,6 +134,7 @@ def map_rows(widths: Widths, head_dim: int) -> dict[str, int]:
     }
 
 
+ROUTER = "ffn.base.router"
 EXPERTS = "ffn.base.experts."
 """How the names of the modules begin that hold a linear map of every expert of a layer."""
 LLAMA_NAMES = {
@@ -150,8 +156,10 @@ LLAMA_NAMES = {
 }
 """The names that most architectures since Llama share."""
 MIXTURE_NAMES = LLAMA_NAMES | {
-    "ffn.base.router": "mlp.gate",
+    ROUTER: "mlp.gate",
+    f"{ROUTER}.bias": "mlp.gate.e_score_correction_bias",
     **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 """Those of most mixtures; a layer without experts has Llama's FFN."""
 _NORM_NAMES = ("attention_norm", "ffn_norm")

@@ -148,7 +148,7 @@ def _check_sizes(config: PretrainedConfig, file: Path) -> None:
     """Raises BaseModelError where a size is not one that a decoder can have."""
     for name in _SIZES:
         size, largest = getattr(config, name, None), _LARGEST.get(name, _LARGEST_OTHER)
-        if size is None and name in ("head_dim", "num_key_value_heads"):
+        if size is None and (name in ("head_dim", "num_key_value_heads") or not hasattr(config, name)):
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise BaseModelError(f"{file}: {name}: expected a whole number from 1 to {largest}, found {size!r:.80}")

@@ -5,18 +5,20 @@ The router reads the base stream alone. So where that is exact, so is the choice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.spec import MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.experts import ExpertLinear
-from pipeline.parallel.layers import ColumnParallelLinear
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import Streams
+from pipeline.scale.layers import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
 from pipeline.scale.plan import ExpansionPlan
 
@@ -49,10 +51,12 @@ class MixtureFeedForward(nn.Module):
             self.gate = AddedColumnLinear(streams, inner, tp=tp)
             self.up = AddedColumnLinear(streams, inner, tp=tp)
             self.down = AddedRowLinear(inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp)
+            for added in (self.gate, self.up, self.down):
+                added.beside_shared = self.base.shared is not None
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        y, y_up = self.base(x), None
+        y, y_up = self.base(x, masked=masked), None
         if x_up is None or self.gate is None or self.up is None or self.down is None:
             return leave_region(self.tp, y, y_up)
         y, y_up = self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked=masked)
@@ -65,18 +69,68 @@ class Mixture(nn.Module):
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
         super().__init__()
-        self.top_k, self.normalised = mixture.top_k, mixture.normalised
-        # One unit: every rank holds the whole map.
-        self.router = ColumnParallelLinear(hidden_size, mixture.experts, bias=False, units=1, tp=tp)
+        self.router = Router(mixture, hidden_size, tp=tp)
         self.experts = Experts(mixture, hidden_size, activation, tp=tp)
+        self.shared = SharedExpert(mixture, hidden_size, activation, tp=tp) if mixture.shared_size else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
-        scores, chosen = self.router(rows).float().softmax(-1).topk(self.top_k, dim=-1)
-        if self.normalised:
-            scores = scores / scores.sum(-1, keepdim=True)
-        y: Tensor = self.experts(rows, scores.to(x.dtype), chosen)
-        return y.view_as(x)
+        y: Tensor = self.experts(rows, *self.router(rows))
+        return (y if self.shared is None else y + self.shared(rows, masked=masked)).view_as(x)
+
+
+class Router(nn.Module):
+    """x: [N, D] -> the weights of the experts that each token takes, and their numbers, both [N, k].
+
+    `bias`, [3, E], is the sum of its rows: training casts parameters to 16 bits, and three such numbers hold one in
+    fp32 (`pipeline.model.base_folder`).
+    """
+
+    def __init__(self, mixture: MixtureSpec, hidden_size: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.mixture = mixture
+        self.weight = sharded_parameter((mixture.experts, hidden_size), REPLICATED, tp)
+        self.bias = sharded_parameter((3, mixture.experts), REPLICATED, tp) if mixture.sigmoid else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mixture = self.mixture
+        if self.bias is None:
+            weights, chosen = F.linear(x, self.weight).float().softmax(-1).topk(mixture.top_k, dim=-1)
+        else:
+            scores = F.linear(x.float(), self.weight.float()).sigmoid()
+            chosen = self._in_best_groups(scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
+            weights = scores.gather(1, chosen)
+        if mixture.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights * mixture.scale).to(x.dtype), chosen
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """scores: [N, E] -> the same, with those of the other groups at minus infinity."""
+        groups, best = self.mixture.groups, self.mixture.top_groups
+        if best == groups:
+            return scores
+        by_group = scores.unflatten(1, (groups, -1))
+        taken = by_group.topk(2, dim=-1).values.sum(-1).topk(best, dim=-1).indices
+        left = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, taken, False)
+        return by_group.masked_fill(left.unsqueeze(-1), -math.inf).flatten(1)
+
+
+class SharedExpert(nn.Module):
+    """The FFN that every token takes beside its experts. x: [N, D] -> [N, D], a partial sum over the ranks."""
+
+    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.activation = activation
+        hidden, inner = (Part(hidden_size, 1), None), (Part(mixture.shared_size, mixture.shared_size), None)
+        self.gate = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
+        self.up = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
+        self.down = WidenedRowLinear(inner, hidden, bias=False, tp=tp)
+        self.weight = sharded_parameter((1, hidden_size), REPLICATED, tp) if mixture.gated else None
+
+    def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
+        gate, inner = (linear(x, None, masked=masked)[0] for linear in (self.gate, self.up))
+        y: Tensor = self.down(self.activation(gate) * inner, None, masked=masked)[0]
+        return y if self.weight is None else F.linear(x, self.weight).sigmoid() * y
 
 
 class Experts(nn.Module):

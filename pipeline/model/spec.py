@@ -48,16 +48,28 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """A mixture of experts, each a gated FFN: a token takes the `top_k` with the highest scores, the router's softmax.
+    """A mixture of experts, each a gated FFN: a token takes the `top_k` with the highest scores.
 
-    `intermediate_size` is the inner width of one of the `experts`. `normalised`: the scores of those that a token takes
-    are divided by their sum.
+    Attributes:
+        intermediate_size: the inner width of one of the `experts`.
+        normalised: the scores of those that a token takes are divided by their sum.
+        scale: then they are multiplied by it.
+        sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else they are a softmax.
+        groups, top_groups: experts are chosen from the `top_groups` of `groups` whose two highest sum to the most.
+        shared_size: the inner width of an expert that every token takes beside the others; 0: there is none.
+        gated: the shared expert is weighted by a sigmoid of its own.
     """
 
     experts: int
     top_k: int
     intermediate_size: int
     normalised: bool
+    scale: float = 1.0
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     widths = spec.widths
     inner = {widths.intermediate_size for layer in spec.layers if not layer.has_experts}
     if spec.mixture is not None:
-        inner.add(spec.mixture.intermediate_size)
+        inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
 
     def fits(size: int) -> bool:
         kv_heads = widths.num_key_value_heads

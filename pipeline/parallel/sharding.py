@@ -200,18 +200,22 @@ def held_values(parameter: Tensor) -> Tensor:
     return parameter if partition is None else partition.values
 
 
+_PARTS_OF_EXPERTS = 8
+
+
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
     """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read.
 
-    A parameter of all experts of a layer [experts, out, in] is read expert by expert.
+    A parameter of all experts of a layer [experts, out, in] is read in parts, so that it is never held twice.
     """
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
     held = zero_partition_of(parameter)
     if held is None:
-        at_once = 1 if len(shape) == 3 else shape[0]
+        at_once = -(-shape[0] // _PARTS_OF_EXPERTS) if len(shape) == 3 else shape[0]
         for row in range(0, shape[0], at_once):
-            parameter[row : row + at_once].copy_(read((row, row + at_once)))
+            rows = row, min(row + at_once, shape[0])
+            parameter[slice(*rows)].copy_(read(rows))
         return
     held.values[held.length :].zero_()
     if held.length:

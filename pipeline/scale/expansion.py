@@ -144,7 +144,10 @@ def _of_module(
     elif isinstance(module, (AddedColumnLinear, AddedRowLinear)):
         stem, leaf = path.rsplit(".", 1)
         is_down = isinstance(module, AddedRowLinear)
-        experts = stacked(read_base(f"{stem}.base.experts.{leaf}.weight").float(), by_columns=is_down)
+        if module.beside_shared:
+            experts = read_base(f"{stem}.base.shared.{leaf}.base.weight").float()
+        else:
+            experts = stacked(read_base(f"{stem}.base.experts.{leaf}.weight").float(), by_columns=is_down)
         name = f"{path}.base_to_expansion.weight"
         rows, _ = full_shape_of(module.base_to_expansion.weight)
         kind = initialisers.base_to_expansion

@@ -6,7 +6,7 @@
 
 A mixture is an FFN that holds the inner width of all experts and computes few of them. Its maps, as SCALE initialises
 from them, are those of all experts stacked. The down map's W21 is U_kᵀ W in SCALE's SVD, applied to the inner width:
-that is U_kᵀ y, so here W21 is U_kᵀ and reads y.
+that is U_kᵀ y, so here W21 is U_kᵀ and reads y. Where every token takes a shared expert, it starts from that one's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from pipeline.scale.layers import masked_sum
 
 
 class AddedColumnLinear(nn.Module):
-    """The added rows of a gate or up map: x: [..., D], x_up: [..., U] -> [..., inner]."""
+    """The added rows of a gate or up map: x: [..., D], x_up: [..., U] -> [..., inner].
+
+    `beside_shared`: they start from the shared expert's map.
+    """
+
+    beside_shared = False
 
     def __init__(self, streams: tuple[int, int], inner: int, *, tp: TensorParallel) -> None:
         super().__init__()
@@ -37,6 +42,8 @@ class AddedRowLinear(nn.Module):
 
     Partial sums over the ranks, without `base_to_expansion`: it reads the whole y, after them.
     """
+
+    beside_shared = False
 
     def __init__(self, inner: int, streams: tuple[int, int], *, collaborative: bool, tp: TensorParallel) -> None:
         super().__init__()

@@ -14,17 +14,22 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder
+from pipeline.parallel.experts import ExpertLinear
 from pipeline.sizing.micro_batch import MicroBatchCosts
 from pipeline.sizing.zero import ZeroSettings
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained."""
+    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained.
+
+    `active`: those of the base that compute a token, without the experts of a mixture that it does not take.
+    """
 
     base: int
     expansion: int
     trained: int
+    active: int
 
     @property
     def total(self) -> int:
@@ -33,14 +38,18 @@ class Parameters:
 
     def __str__(self) -> str:
         share = self.trained / self.total
-        return f"base {self.base:,}, expansion {self.expansion:,}, trained {self.trained:,} ({share:.1%})"
+        active = "" if self.active == self.base else f" ({self.active:,} active)"
+        return f"base {self.base:,}{active}, expansion {self.expansion:,}, trained {self.trained:,} ({share:.1%})"
 
 
 def count_parameters(model: Decoder, base: Decoder) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Parameters(pretrained, total - pretrained, count_trained(model))
+    mixture = base.spec.mixture
+    experts = [module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)]
+    idle = 0 if mixture is None else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
+    return Parameters(pretrained, total - pretrained, count_trained(model), pretrained - idle)
 
 
 def count_trained(model: Decoder) -> int:

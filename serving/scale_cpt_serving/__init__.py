@@ -1,6 +1,7 @@
 """Registers models of scale-cpt's format `scale`: with transformers when it is imported, with vLLM when vLLM asks.
 
-`modeling_scale.py` is the file that exported folders carry: here a link to it, in the built package the file itself.
+`modeling_scale.py` and `modeling_scale_combined.py` are the files that exported folders carry: here links to them, in
+the built package the files themselves.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_cpt_serving.modeling_scale import ScaleConfig, ScaleForCausalLM
+from scale_cpt_serving.modeling_scale_combined import CombinedConfig, CombinedForCausalLM
 
-__all__ = ["ScaleConfig", "ScaleForCausalLM", "register"]
+__all__ = ["CombinedConfig", "CombinedForCausalLM", "ScaleConfig", "ScaleForCausalLM", "register"]
 
-AutoConfig.register(ScaleConfig.model_type, ScaleConfig, exist_ok=True)
-AutoModelForCausalLM.register(ScaleConfig, ScaleForCausalLM, exist_ok=True)
+for _config, _model in ((ScaleConfig, ScaleForCausalLM), (CombinedConfig, CombinedForCausalLM)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
 
 
 def register() -> None:

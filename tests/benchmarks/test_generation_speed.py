@@ -19,7 +19,8 @@ def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
     generation_speed.main()
     rows = {row["model"]: row for row in json.loads(output.read_text())["rows"]}
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", "gate shut", "gate open")]
-    assert list(rows) == ["base", *names] and rows["base"]["ratio_to_base"] == 1
+    several = ["4 x 1/8, gate shut", "4 x 1/8, gate open"]
+    assert list(rows) == ["base", *several, *names] and rows["base"]["ratio_to_base"] == 1
     assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(3) for row in rows.values())
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_step
-from benchmarks.gpu_step import TINY, Contender, Variant
+from benchmarks.gpu_step import TINY, Contender, Shape, Variant
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,6 +50,14 @@ def test_a_turn_trains_16_bit_weights_and_then_holds_no_memory(variant):
     step()
     changed = [not torch.equal(own, old) for own, old in zip(parameters, before, strict=True)]
     assert any(changed) and all(own.requires_grad for own, moved in zip(parameters, changed, strict=True) if moved)
+
+
+@pytest.mark.parametrize("method", ["fft", "preserve", "transformers_fft"])
+def test_a_mixture_of_experts_takes_a_turn(method):
+    shape = Shape(gpu_step.SHAPES["moe-96m"].architecture.with_name("qwen3-moe-3m.json"), 1, 16, 4)
+    contender = Contender(Variant(method), shape, CPU, torch.float32)
+    contender.turn(1)
+    assert contender.row()["outcome"] == "measured"
 
 
 def test_a_variant_that_does_not_fit_is_a_row(monkeypatch):

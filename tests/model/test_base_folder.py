@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import BaseModelError, LayoutError
-from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE
+from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, in_three
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import merge, partition_of
@@ -218,6 +218,11 @@ MIXTURE_FAULTS = {
     "no experts": ({}, {"num_local_experts": 0}, "num_experts: expected"),
     "no step": ({}, {"decoder_sparse_step": 0}, "not a qwen3_moe config"),
 }
+
+
+def test_three_numbers_of_16_bits_hold_one_in_fp32():
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 7
+    assert torch.equal(in_three(values).bfloat16().float().sum(0), values)
 
 
 @pytest.mark.parametrize("fault", MIXTURE_FAULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,10 @@ def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "neox"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [*itertools.product(METHODS, ("llama", "llama tied", "neox")), ("adapt", "qwen3_moe"), ("freeze", "qwen3_moe")],
+)
 def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method, tmp_path):
     model = model_of(extended(base(name)), method, tmp_path, noise=0.0)
     old = Decoder(base(name).spec)

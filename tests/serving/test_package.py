@@ -1,4 +1,4 @@
-"""The package in serving/: it holds the modelling file itself, and loads exports without the code in their folder."""
+"""The package in serving/: it holds the modelling files, and loads exports without the code in their folder."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import sys, torch, scale_cpt_serving
 from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 assert type(model) is scale_cpt_serving.ScaleForCausalLM and "pipeline" not in sys.modules
+assert AutoConfig.for_model("scale_combined", expansions={}).names() == []
 torch.save(model(torch.load(sys.argv[2])).logits.detach(), sys.argv[3])
 """
 
@@ -47,10 +48,11 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_the_package_holds_the_one_modelling_file(installed):
-    assert (ROOT / "serving" / "scale_cpt_serving" / "modeling_scale.py").resolve() == CODE
-    copied = installed / "scale_cpt_serving" / "modeling_scale.py"
-    assert not copied.is_symlink() and copied.read_bytes() == CODE.read_bytes()
+def test_the_package_holds_the_modelling_files(installed):
+    for code in (CODE, CODE.with_stem("modeling_scale_combined")):
+        assert (ROOT / "serving" / "scale_cpt_serving" / code.name).resolve() == code
+        copied = installed / "scale_cpt_serving" / code.name
+        assert not copied.is_symlink() and copied.read_bytes() == code.read_bytes()
     (metadata,) = installed.glob("*.dist-info")
     assert f"transformers<6,>={modeling_scale.NEEDED[:3]}" in (metadata / "METADATA").read_text().replace(" ", "")
     assert "[vllm.general_plugins]\nscale = scale_cpt_serving:register" in (metadata / "entry_points.txt").read_text()

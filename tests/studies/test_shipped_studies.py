@@ -30,7 +30,7 @@ def runs(request, monkeypatch, tmp_path) -> StudyRuns:
     if name := BASES.get(request.param.stem):
         architecture = Path("configs/bases") / f"{name}.json"
     else:
-        architecture = study.study.scratch.architecture
+        architecture = study.study.scratch.architecture if study.study.scratch else study.study.base
     # The architecture is enough, and known before the base is trained.
     monkeypatch.setattr(study, "base", architecture)
     return study

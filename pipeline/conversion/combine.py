@@ -1,0 +1,395 @@
+"""One base with several expansions: a folder to which trained and exported expansions are added, and removed again.
+
+The folder holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base. It is
+replaced as a whole; files of the base and of expansions that stay are linked into the new one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pipeline import log
+from pipeline.config.sources import RUN_FILE
+from pipeline.conversion import modeling_scale, modeling_scale_combined
+from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
+from pipeline.conversion.hf_folder import PlannedTensor, copy_base_files, load_hf_model, write_tensors
+from pipeline.conversion.modeling_scale import ScaleConfig
+from pipeline.conversion.modeling_scale_combined import (
+    EXPANSIONS,
+    NAME,
+    NEW_ROWS,
+    CombinedConfig,
+    CombinedForCausalLM,
+    is_of_base,
+)
+from pipeline.conversion.publish import CARD
+from pipeline.conversion.verify import BUILT_IN, TOKENS
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.vocabulary import EXPORTED as EXTENDED
+from pipeline.errors import ConversionError, faults_of_library
+from pipeline.files import (
+    FolderKind,
+    check_replaceable,
+    holds,
+    published_folder,
+    read_inside,
+    read_object,
+    write_json,
+    write_text,
+)
+
+COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
+EXPANSION = "expansion.json"
+"""The record of an expansion, in its folder."""
+EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
+_WITH_NEW_ROWS = dict(zip((EMBEDDING, OUTPUT), NEW_ROWS, strict=True))
+# A ScaleConfig without an expansion. Heads are the base's: what is left of all.
+_NO_EXPANSION: dict[str, Any] = {
+    **{
+        f"expansion_{of}": 0
+        for of in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    },
+    "collaborative_modules": [],
+    "norm_statistics": "separate",
+    "base_vocab_size": None,
+    "gate_layer": None,
+}
+_logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A gated export of one expansion, with its base, in the format scale."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        found = dict[str, Path]()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+        return found
+
+    @property
+    def base_rows(self) -> int:
+        """How many tokens the base has; those of an extended vocabulary follow."""
+        return int(self.config["base_vocab_size"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, but for its gate's."""
+        dtype: torch.dtype = getattr(torch, self.config["dtype"])
+        return dtype
+
+    @property
+    def new_rows(self) -> int:
+        """How many it has not."""
+        return int(self.config["vocab_size"]) - self.base_rows
+
+    @cached_property
+    def base_is_tied(self) -> bool:
+        """Whether the base's output is its embedding; that of an extended vocabulary is not."""
+        own = {tensor.name: tensor for tensor in self.tensors_of_base()}
+        return torch.equal(*(own[name].make() for name in _WITH_NEW_ROWS))
+
+    def tensors_of_base(self) -> list[PlannedTensor]:
+        """The base's own, without rows of new tokens; its output too where that is its embedding."""
+        names = [name for name in self.files if is_of_base(name)]
+        return [self._planned(name, rows=slice(self.base_rows)) for name in sorted({*names, OUTPUT})]
+
+    def tensors_of_expansion(self) -> list[PlannedTensor]:
+        """All others; rows of new tokens have names of their own."""
+        tensors = [self._planned(name) for name in self.files if not is_of_base(name)]
+        if self.new_rows:
+            new = slice(self.base_rows, None)
+            tensors += [self._planned(name, written, new) for name, written in _WITH_NEW_ROWS.items()]
+        return tensors
+
+    def _planned(self, name: str, written: str | None = None, rows: slice = slice(None)) -> PlannedTensor:
+        stored = name if name in self.files else EMBEDDING  # the output of a tied base
+        path, rows = self.files[stored], rows if name in _WITH_NEW_ROWS else slice(None)
+        with safe_open(path, framework="pt") as file:
+            count, *rest = file.get_slice(stored).get_shape()
+
+        def read() -> Tensor:
+            with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_slice(stored)[rows]
+                return tensor
+
+        dtype = torch.float32 if name.startswith("token_gate.") else None
+        return PlannedTensor(written or name, (len(range(*rows.indices(count))), *rest), read, dtype)
+
+
+def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a CombinedConfig without expansions, for the base of a model with the ScaleConfig `config`."""
+    left = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
+    entries = {key: value for key, value in config.items() if not key.startswith("gate_") and key not in left}
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        entries[heads] -= entries[f"expansion_{heads}"]
+    vocab_size = config.get("base_vocab_size") or config["vocab_size"]
+    return entries | _NO_EXPANSION | {"l_fp": entries["num_hidden_layers"], "vocab_size": vocab_size}
+
+
+def open_export(path: Path) -> Export:
+    """The export in a folder, or of the run in it.
+
+    Raises:
+        ConversionError: it is no export that can be combined; says why.
+    """
+    folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
+    if not holds(EXPORT, folder):
+        raise ConversionError(f"{folder}: holds no export; convert the run first: scale-cpt convert")
+    config = read_object(folder / "config.json", ConversionError, "convert the run again")
+    reasons = {
+        "it is no export in the format scale; convert the run again with --format scale": (
+            config.get("model_type") != ScaleConfig.model_type
+        ),
+        "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again": (
+            config.get("gate_layer") is None
+        ),
+        "a Route model computes two paths by itself; train Preserve or Adapt": bool(config.get("routed")),
+        "its gate has undecided tokens; fit one with undecided: closed": config.get("gate_lower") is not None,
+        "its rotary frequencies change with the text's length": any(
+            rotary["context"] is not None for rotary in config.get("rotary", ())
+        ),
+    }
+    for reason, holds_here in reasons.items():
+        if holds_here:
+            raise ConversionError(f"{folder}: cannot be combined: {reason}")
+    return Export(folder, config, read_object(folder / RECORD, ConversionError))
+
+
+def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Adds exports by their names to the combination in `folder`, which may be new, and removes others.
+
+    The folder is replaced when everything that is added has been verified. Returns the records of its expansions.
+
+    Raises:
+        ConversionError: an export cannot be combined, or is of another base; a name is taken or is not there; what was
+            written computes something else than the export.
+        OutputError: `folder` holds something else.
+    """
+    exports = {name: open_export(path) for name, path in added.items()}
+    exists = holds(COMBINATION, folder)
+    if not exists:
+        check_replaceable(folder, COMBINATION)
+    before = read_object(folder / "config.json", ConversionError) if exists else {}
+    records = expansions_in(folder) if exists or not exports else {}
+    for name in removed:
+        if name not in records:
+            raise ConversionError(f"--remove {name}: {folder} has no such expansion, but {', '.join(records)}")
+    kept = {name: record for name, record in records.items() if name not in removed}
+    for name in exports:
+        if name in kept or not NAME.fullmatch(name):
+            found = (
+                "is taken: remove it, or choose another" if name in kept else "expected ASCII letters, digits, - or _"
+            )
+            raise ConversionError(f"--add {name}: {found}")
+    if not kept and not exports:
+        raise ConversionError(f"--remove: {folder} would hold no expansion; remove the folder instead")
+    with published_folder(folder, COMBINATION) as partial:
+        if exists:
+            for file in folder.glob("*.safetensors*"):
+                _link(file, partial / file.name)
+            for name in kept:
+                shutil.copytree(folder / EXPANSIONS / name, partial / EXPANSIONS / name, copy_function=_link)
+            base = base_entries(before)
+        else:
+            first = next(iter(exports.values()))
+            tensors = [one for one in first.tensors_of_base() if one.name != OUTPUT or not first.base_is_tied]
+            base = base_entries(first.config) | {"tie_word_embeddings": first.base_is_tied}
+            write_tensors(partial, tensors, first.dtype)
+        entries = {name: before["expansions"][name] for name in kept}
+        for name, export in exports.items():
+            _check_base(partial, base, export)
+            kept[name] = _write_expansion(partial / EXPANSIONS / name, export)
+            entries[name] = {**export.config, "tie_word_embeddings": False}
+        _check_tokenizers(kept)
+        config = _write_model(partial, base, entries, kept)
+        for name, export in exports.items():
+            _verify(partial, config, name, export)
+        if exists and read_object(folder / "config.json", ConversionError) != before:
+            raise ConversionError(f"{folder}: another program has changed it meanwhile; run this again")
+    _logger.info("%s: added %s; removed %s", folder, ", ".join(added) or "nothing", ", ".join(removed) or "nothing")
+    return kept
+
+
+def expansions_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of the expansions of a combination, by name.
+
+    Raises:
+        ConversionError: `folder` holds none, or a damaged one.
+    """
+    if not holds(COMBINATION, folder):
+        raise ConversionError(f"{folder}: holds no combination; name what to add: --add NAME=RUN")
+    config = CombinedConfig(**read_object(folder / "config.json", ConversionError))
+    with faults_of_library(f"{folder / 'config.json'}: damaged", ConversionError):
+        names = config.names()
+    return {name: read_object(folder / EXPANSIONS / name / EXPANSION, ConversionError) for name in names}
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Puts a file under a second name; copies it where the file system has only one for each."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
+    """Writes what the export has beside its base; returns its record."""
+    folder.mkdir(parents=True)
+    tensors = export.tensors_of_expansion()
+    write_tensors(folder, tensors, export.dtype)
+    _copy_tokenizer(export.folder, folder)
+    record = {
+        **{key: export.record[key] for key in ("method", "position", "checkpoint_manifest")},
+        "parameters": sum(prod(tensor.shape) for tensor in tensors),
+        "new_tokens": export.new_rows,
+        "tokenizer": load_tokenizer(export.folder).fingerprint,
+    }
+    write_json(folder / EXPANSION, record)
+    return record
+
+
+def _check_tokenizers(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConversionError unless all have one tokenizer, but for one expansion whose vocabulary is extended."""
+    extended = [name for name, record in records.items() if record["new_tokens"]]
+    if len(extended) > 1:
+        raise ConversionError(
+            f"{' and '.join(extended)} have extended vocabularies: text of one would be cut otherwise than it was "
+            "trained; combine at most one"
+        )
+    first, *others = (name for name in records if name not in extended) if len(records) > len(extended) else extended
+    for name in others:
+        if records[name]["tokenizer"] != records[first]["tokenizer"]:
+            raise ConversionError(f"{name} and {first} have different tokenizers; combine expansions of one base")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies tokenizer, terms and settings, and the record of an extended vocabulary."""
+    copy_base_files(folder, source, source)
+    if (source / EXTENDED).exists():
+        (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))
+
+
+def _check_base(folder: Path, base: Mapping[str, Any], export: Export) -> None:
+    """Raises ConversionError if the export's base is not the folder's to the last bit. Special tokens may differ."""
+    for key, value in base_entries(export.config).items():
+        if base.get(key) != value and key != "tie_word_embeddings" and not key.endswith("_token_id"):
+            advice = "convert the run again with --dtype" if key == "dtype" else "combine expansions of one base"
+            raise ConversionError(f"{export.folder}: its base has {key} {value}, the others {base.get(key)}: {advice}")
+    with faults_of_library(f"{folder}: damaged", ConversionError):
+        files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
+        held = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # it is no dictionary
+    for tensor in export.tensors_of_base():
+        found = held.get(tensor.name, held.get(EMBEDDING))
+        if found is None or not torch.equal(
+            found.get_tensor(tensor.name if tensor.name in held else EMBEDDING), tensor.make()
+        ):
+            raise ConversionError(
+                f"{export.folder}: {tensor.name} differs from that of the others: combine expansions of one base"
+            )
+
+
+def _write_model(
+    folder: Path, base: Mapping[str, Any], expansions: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Writes what is shared beside the base's weights: code, tokenizer, model card. Returns the config.json."""
+    for module in (modeling_scale, modeling_scale_combined):
+        write_text(folder / Path(str(module.__file__)).name, inspect.getsource(module))
+    _copy_tokenizer(folder / EXPANSIONS / max(records, key=lambda name: records[name]["new_tokens"]), folder)
+    write_text(folder / CARD, _card(records))
+    write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
+    code = Path(str(modeling_scale_combined.__file__)).stem
+    config = {
+        **base,
+        "architectures": [CombinedForCausalLM.__name__],
+        "auto_map": {
+            "AutoConfig": f"{code}.{CombinedConfig.__name__}",
+            "AutoModelForCausalLM": f"{code}.{CombinedForCausalLM.__name__}",
+        },
+        "model_type": CombinedConfig.model_type,
+        "transformers_version": modeling_scale.NEEDED,
+        "expansions": dict(expansions),
+    }
+    write_json(folder / "config.json", dict(sorted(config.items())))
+    return config
+
+
+def rows_of(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each expansion: its name, method, widths, parameters, new tokens and the tokens it was trained on."""
+    return [
+        [
+            name,
+            str(record["method"].get("variant")),
+            f"{record['parameters']:,}",
+            f"{record['new_tokens']:,}",
+            f"{record['position']['tokens_seen']:,}",
+        ]
+        for name, record in records.items()
+    ]
+
+
+HEADER = ["expansion", "variant", "parameters", "new tokens", "trained on tokens"]
+
+
+def _card(records: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [HEADER, ["---"] * len(HEADER), *rows_of(records)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [continual-pretraining, scale-cpt]
+---
+
+# One base with {len(records)} expansions
+
+Each was trained alone on the frozen base. Where no gate opens, the model is its base.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{next(iter(records))}"])
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+```
+
+{table}
+"""
+
+
+@torch.no_grad()
+def _verify(folder: Path, config: Mapping[str, Any], name: str, export: Export) -> None:
+    """Compares the logits of one expansion of `folder` beside its base with its export's: equal to the last bit.
+
+    Raises:
+        ConversionError: they differ.
+    """
+    alone, tokenizer = load_hf_model(export.folder), load_tokenizer(export.folder)
+    model = CombinedForCausalLM.from_pretrained(folder, active=[name], dtype=export.dtype)
+    for text in BUILT_IN.values():
+        ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
+        tokens = torch.tensor([ids[: min(TOKENS, int(config["max_position_embeddings"]))]])
+        found, expected = (one(tokens, use_cache=False).logits for one in (model, alone))
+        found = found[..., : expected.shape[-1]]  # the vocabulary of another expansion may follow
+        if not torch.equal(found, expected):
+            difference = float((found - expected).abs().max())
+            raise ConversionError(
+                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; not kept"
+            )

@@ -1,0 +1,511 @@
+"""One base with several expansions beside each other, for `transformers`. This file is shipped with the weights.
+
+It needs `modeling_scale.py` beside it, torch and transformers:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all expansions
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["korean"])   # only this one
+
+Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact stream. After a
+token on which several gates are open, the expansion with the largest margin (its score, the log odds of its text, less
+its threshold) gives the probabilities that it would give alone. Where no gate is open, the one that was used last gives
+those that it would give of a closed token alone, and before the first the base its own. So no expansion changes what
+another, or the base, says of a token.
+
+A text pays for an expansion from the first token on which it is used: then the text so far is computed with it, once.
+One without expansion_to_base blocks (Preserve) computes the base's stream too, in the same pass; beside one with such
+blocks (Adapt) the base runs on, as the gates and closed tokens need its stream.
+
+Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V vocabulary,
+E expansions, P = 1 + E paths.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .modeling_scale import GateCache, ScaleConfig, ScaleForCausalLM, StreamPath, TextCache, texts_of
+
+EXPANSIONS = "expansions"
+"""The folder of expansions, each in a folder with its name."""
+NEW_ROWS = ("new_rows.embedding", "new_rows.output")
+"""Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its matrices."""
+NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
+"""What an expansion may be called: its name is that of a folder."""
+BASE = 0
+"""The index of the base among the paths; expansions follow, from 1 on."""
+
+
+class CombinedConfig(ScaleConfig):
+    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of `expansions`.
+
+    `active` are the names of those that may open; None: all.
+    """
+
+    model_type = "scale_combined"
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
+        self.expansions: dict[str, dict[str, Any]] = kwargs.pop("expansions", {})
+        self.active: list[str] | None = kwargs.pop("active", None)
+        super().__init__(**kwargs)
+
+    def names(self) -> list[str]:
+        """The expansions to be loaded: the active ones, and one whose vocabulary the tokenizer has.
+
+        Raises:
+            ValueError: a name that is not there, or that names no folder.
+        """
+        if bad := [name for name in self.expansions if not NAME.fullmatch(name)]:
+            raise ValueError(f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}")
+        active = list(self.expansions) if self.active is None else chosen(self.active, self.expansions)
+        owners = [name for name, own in self.expansions.items() if own["vocab_size"] > own["base_vocab_size"]]
+        return [name for name in self.expansions if name in (*active, *owners)]
+
+
+def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
+    """`names` as a list. Raises ValueError where one is not `among` those there are."""
+    listed, there = [names] if isinstance(names, str) else list(names), list(among)
+    for name in listed:
+        if name not in there:
+            raise ValueError(f"active: expected some of {', '.join(there) or 'no expansion'}, found {name}")
+    return listed
+
+
+class PathCache(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of one path, in all its layers, for the sequences of a batch on which it runs.
+
+    To the cache of the batch it is one layer more, so that it is reordered and cropped with the others.
+    """
+
+    record_past = False
+    """Whether sliding windows keep what they no longer read, so that the cache can be cropped."""
+
+    def __init__(self, config: ScaleConfig, runs_on: Tensor) -> None:
+        """`runs_on` [B]: the sequences on which the path runs."""
+        super().__init__()
+        self.config, self.runs_on = config, runs_on
+        self.inner = DynamicCache(config=config)
+
+    def get_seq_length(self) -> int:
+        length: int = self.inner.get_seq_length()
+        return length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.inner.crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+        self.inner.activate_past_recording()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The batch becomes the sequences `indices` of this one."""
+        place = self.runs_on.cumsum(0) - 1
+        self.inner.batch_select_indices(place[indices[self.runs_on[indices]]])
+        self.runs_on = self.runs_on[indices]
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = torch.arange(len(self.runs_on), device=self.runs_on.device)
+        self.batch_select_indices(batch.repeat_interleave(repeats))
+
+    def leave(self, rows: Tensor) -> None:
+        """The path no longer runs on the sequences `rows` [B]."""
+        self.inner.batch_select_indices((~rows[self.runs_on]).nonzero()[:, 0])
+        self.runs_on = self.runs_on & ~rows
+
+    def for_joining(self) -> DynamicCache:
+        """An empty cache, for sequences that `join`."""
+        cache = DynamicCache(config=self.config)
+        if self.record_past:
+            cache.activate_past_recording()
+        return cache
+
+    def join(self, rows: Tensor, joining: DynamicCache) -> None:
+        """The path runs on the sequences `rows` [B] too, whose keys and values are `joining`."""
+        if self.runs_on.any():
+            order = torch.cat([part.nonzero()[:, 0] for part in (self.runs_on, rows)]).argsort()
+            for layer, other in zip(self.inner.layers, joining.layers, strict=True):
+                layer.keys = torch.cat([layer.keys, other.keys])[order]
+                layer.values = torch.cat([layer.values, other.values])[order]
+        else:
+            self.inner = joining
+        self.runs_on = self.runs_on | rows
+
+
+class State(NamedTuple):
+    """What a text has left behind: its tokens and positions with the gates' decisions, and a cache for each path.
+
+    Where nothing is cached (`kept` is false), the paths hold no keys and values.
+    """
+
+    text: TextCache
+    gates: list[GateCache]
+    paths: list[PathCache]
+    kept: bool
+
+
+class Inputs(NamedTuple):
+    """tokens, positions: [B, S]; attention_mask: [B, T], or None."""
+
+    tokens: Tensor
+    positions: Tensor
+    attention_mask: Tensor | None
+
+    def of(self, rows: Tensor) -> Inputs:
+        return Inputs(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+
+class CombinedForCausalLM(ScaleForCausalLM):
+    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share its weights."""
+
+    config_class = CombinedConfig
+    _keys_to_ignore_on_load_missing = (r"expansion",)
+
+    def __init__(self, config: CombinedConfig) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            super().__init__(config)
+        self.names: list[str] = []
+        self.expansions = nn.ModuleList()
+        self.active: list[str] = []
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The library's, which loads the base; then its expansions, or those that the argument `active` names.
+
+        The model is for inference.
+
+        Raises:
+            ValueError: `active` names one that is not there, or the base would be quantised or on several devices.
+        """
+        found = super().from_pretrained(name, *args, **kwargs)
+        model: CombinedForCausalLM = found[0] if isinstance(found, tuple) else found
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or hasattr(model, "hf_quantizer"):
+            raise ValueError("a model with several expansions runs on one device, with its weights as they are stored")
+        folder, part = Path(name), Path(kwargs.get("subfolder") or "")
+        if not folder.is_dir():
+            of_hub = {
+                key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs
+            }
+            wanted = [f"{part / EXPANSIONS / expansion}/*" for expansion in model.config.names()]
+            folder = Path(snapshot_download(name, allow_patterns=wanted, **of_hub))
+        for expansion in model.config.names():
+            model.load_expansion(expansion, folder / part / EXPANSIONS / expansion)
+        model.set_active(model.names if model.config.active is None else model.config.active)
+        return found
+
+    @property
+    def _models(self) -> list[ScaleForCausalLM]:
+        return list(self.expansions)  # type: ignore[arg-type]
+
+    def load_expansion(self, name: str, folder: Path) -> None:
+        """Adds the expansion `name`, an entry of the config, from its `folder`.
+
+        Raises:
+            ValueError: the folder lacks a tensor.
+        """
+        config = ScaleConfig(**self.config.expansions[name])
+        config._attn_implementation = self.config._attn_implementation
+        with torch.device("meta"):
+            model = ScaleForCausalLM(config)
+        model.rotary = self.rotary
+        tensors = {
+            key: tensor.to(self.device, torch.float32 if key.startswith("token_gate.") else self.dtype)
+            for file in sorted(folder.glob("*.safetensors"))
+            for key, tensor in load_file(file).items()
+        }
+        new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
+        model.load_state_dict(tensors, strict=False, assign=True)
+        self.names.append(name)
+        self.expansions.append(model)
+        self.share_base(new_rows)
+        missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+        if missing:
+            raise ValueError(f"{folder}: lacks {missing[0]} and {len(missing) - 1} more tensors; combine it again")
+        self.requires_grad_(False).eval()
+
+    def share_base(self, new_rows: Sequence[Tensor] = ()) -> None:
+        """Gives the expansions the base's parameters, which get `new_rows`: of its embedding and its output.
+
+        An expansion has a row of zeros for a piece of another's vocabulary.
+        """
+        if new_rows:
+            self.config.base_vocab_size = self.config.vocab_size
+            self.config.vocab_size += len(new_rows[0])
+            self.config.tie_word_embeddings = False
+            self.embedding.base.weight, self.output.base = (
+                nn.Parameter(torch.cat([rows, more]), requires_grad=False)
+                for rows, more in zip((self.embedding.base.weight, self.output.base), new_rows, strict=True)
+            )
+            self.output.set_vocabulary(self.config)
+            self.output.only_base_after_closed = True
+        of_base = {key: value for key, value in self.named_parameters() if not key.startswith(EXPANSIONS)}
+        of_base["output.base"] = self.output.base  # not named where it is tied
+        for model in (self, *self._models):
+            for key, parameter in (*model.named_parameters(), ("output.base", model.output.base)):
+                path, _, leaf = key.rpartition(".")
+                if path.startswith(EXPANSIONS):
+                    continue
+                shared = of_base[key] if is_of_base(key) else parameter
+                if key in ("embedding.expansion.weight", "output.expansion"):
+                    rows = self.config.vocab_size - len(parameter)
+                    shared = nn.Parameter(F.pad(parameter, (0, 0, 0, rows)), requires_grad=False)
+                setattr(model.get_submodule(path), leaf, shared)
+
+    def set_active(self, names: Iterable[str]) -> None:
+        """From now on only these expansions open; none: the model is the base.
+
+        Raises:
+            ValueError: one is not loaded.
+        """
+        self.active = chosen(names, self.names)
+
+    def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
+        """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of `generate`.
+
+        Raises:
+            ValueError: one is not loaded.
+        """
+        rows = [chosen(names, self.names) for names in requests]
+        table = [[name in names for name in self.names] for names in rows]
+        return torch.tensor(table, dtype=torch.bool, device=self.device).view(len(rows), len(self.names))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,  # noqa: ANN401
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        active: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CausalLMOutputWithPast:
+        """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as `allowed` makes it.
+
+        Logits come for the last `logits_to_keep` tokens (0: all), or those.
+
+        Raises:
+            ValueError: a cache, or an argument, that this model does not take.
+        """
+        hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
+        if kwargs.pop("inputs_embeds", None) is not None or hidden_states:
+            raise ValueError("a model with several expansions takes input_ids, and gives no hidden states")
+        if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
+            raise ValueError("attention_mask: expected a tensor [B, T]: a text may be computed again from its start")
+        if active is not None and (not isinstance(active, Tensor) or active.shape != (len(input_ids), len(self.names))):
+            raise ValueError(
+                "active: expected the tensor that model.allowed([[NAME, …], …]) makes, a row for each text"
+            )
+        as_tuple = kwargs.pop("return_dict", True) is False
+        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        state = self._state(past_key_values, input_ids)
+        if position_ids is None:
+            seen = state.text.get_seq_length()
+            position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        if active is None:
+            active = self.allowed([self.active]).expand(len(input_ids), -1)
+        inputs = Inputs(input_ids, position_ids.expand_as(input_ids), attention_mask)
+        logits = self._logits(inputs, state, active, logits_to_keep, kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if as_tuple else output
+
+    def _state(self, cache: Any, tokens: Tensor) -> State:  # noqa: ANN401
+        """The state of the text that `tokens` [B, S] continue: what `cache` holds of it, or a new one."""
+        count = len(self.expansions)
+        if cache is not None and cache.get_seq_length() > 0:
+            text, *others = cache.layers
+            if type(text) is not TextCache or len(others) != 2 * count + 1:
+                raise ValueError("past_key_values: expected the cache of this model, with the same expansions loaded")
+            return State(text, others[:count], others[count:], kept=True)
+        if cache is not None and (type(cache) is not DynamicCache or cache.offloading):
+            raise ValueError("a model with several expansions takes a DynamicCache, or use_cache=False")
+        nowhere = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        paths = [PathCache(model.config, nowhere) for model in (self, *self._models)]
+        paths[BASE].runs_on = ~nowhere
+        state = State(TextCache(), [GateCache() for _ in self.expansions], paths, cache is not None)
+        if cache is not None:
+            if any(getattr(layer, "record_past", False) for layer in cache.layers):
+                for path in paths:
+                    path.activate_past_recording()
+            cache.layers = [state.text, *state.gates, *state.paths]
+        return state
+
+    def _logits(
+        self,
+        inputs: Inputs,
+        state: State,
+        active: Tensor,
+        logits_to_keep: int | Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """The logits [B, S', V] of the tokens to keep. Brings `state` up to date."""
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        length = inputs.tokens.shape[1]
+        x, read, streams = self._base_stream(inputs, state, options)
+        margins = self._margins(read, inputs, state)
+        allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
+        winner, used = self._choice(margins.masked_fill(~allowed, -torch.inf), allowed, state)
+        # Which gates are open is stored as if alone: a later token's request may allow another expansion.
+        decided = torch.cat([used.unsqueeze(-1), 2 * (margins[..., 1:] > 0).long()], dim=-1)
+        new = (torch.stack(inputs[:2], dim=-1), decided)
+        text, opens = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
+        whole = Inputs(text[..., 0], text[..., 1], inputs.attention_mask)
+        winner_kept, used_kept = winner[:, kept], used[:, kept]
+        x, added = self.final_norm.base(x[:, kept]), list[tuple[Tensor, Tensor]]()
+        for index, model in enumerate(self._models, start=1):
+            path, levels, parts = state.paths[index], opens[..., index : index + 1], []
+            if index not in streams and path.runs_on.any():
+                streams[index] = self._run_on(
+                    index, path.runs_on, inputs, path.inner, levels[:, -length:], state, options
+                )
+            if index in streams:
+                parts.append((path.runs_on, streams[index]))
+            joining = (winner == index).any(1) & ~path.runs_on
+            if joining.any():
+                cache = path.for_joining()
+                parts.append((joining, self._run_on(index, joining, whole, cache, levels, state, options)))
+                path.join(joining, cache)
+                if is_preserve(model):
+                    state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
+            for rows, stream in parts:
+                path_x, x_up = model.final_norm(*(part[:, -length:][:, kept] for part in stream[:2]))
+                x[rows] = torch.where(used_kept[rows].eq(index).unsqueeze(-1), path_x, x[rows])
+                x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
+                added.append((rows, F.linear(x_up, model.output.expansion).float()))
+        z = self.output._base_logits(x)
+        for rows, of_rows in added:
+            z[rows] = z[rows] + of_rows
+        z = self.output._capped(z)
+        if not self.output.only_base_after_closed:
+            return z
+        return self.output._without_new(z, winner_kept.ne(self._vocabulary_owner()).unsqueeze(-1))
+
+    def _choice(self, margins: Tensor, allowed: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """For each token, the path whose gate opens it, BASE if none does, and the path that is used, both [B, S].
+
+        margins: [B, S, P]; of equal ones none wins. A closed token uses the path of the open one before it, if that is
+        `allowed` [B, 1, P] now.
+        """
+        best = margins.amax(-1, keepdim=True)
+        winner = margins.argmax(-1).masked_fill((margins == best).long().sum(-1) > 1, BASE)
+        before = winner.new_full((len(winner), 1), BASE)
+        if state.text.get_seq_length() > 0:
+            before = state.text.values[:, 0, -1:, 0]
+        places = torch.arange(1, winner.shape[1] + 1, device=winner.device)
+        last = (winner != BASE).long().mul(places).cummax(dim=1).values
+        used = torch.cat([before, winner], dim=1).gather(1, last)
+        return winner, used.masked_fill(~allowed.expand(*used.shape, -1).gather(-1, used.unsqueeze(-1))[..., 0], BASE)
+
+    def _base_stream(
+        self, inputs: Inputs, state: State, options: dict[str, Any]
+    ) -> tuple[Tensor, dict[int, Tensor], dict[int, StreamPath]]:
+        """The base's stream [B, S, D] after the last layer, and before each layer that a gate reads.
+
+        It is that of the base's path and of all paths that leave it as it is. The third are the latter's streams.
+        """
+        layers = {model.config.gate_layer for model in self._models}
+        size, last = self.config.hidden_size, self.config.num_hidden_layers
+        empty = self.embedding.base.weight.new_empty
+        read = {layer: empty(*inputs.tokens.shape, size) for layer in (*layers, last)}
+        streams = {}
+        for index, (path, model) in enumerate(zip(state.paths, (self, *self._models), strict=True)):
+            if not path.runs_on.any() or (index != BASE and not is_preserve(model)):
+                continue
+            recorded: dict[int, Any] = dict.fromkeys(layers - {last})
+            closed = torch.zeros_like(inputs.tokens).unsqueeze(-1)
+            streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, closed, state, options, recorded)
+            for layer, stream in {**recorded, last: streams[index]}.items():
+                read[layer][path.runs_on] = stream.x
+        streams.pop(BASE, None)
+        return read[last], read, streams
+
+    def _margins(self, read: dict[int, Tensor], inputs: Inputs, state: State) -> Tensor:
+        """By how much each gate's score is above its threshold: [B, S, P]; the base's is 0."""
+        shape = inputs.tokens.shape
+        margins = [torch.zeros(*shape, 1, device=inputs.tokens.device)]
+        texts = texts_of(
+            read[self.config.num_hidden_layers], inputs.attention_mask, inputs.positions, state.kept or None
+        )
+        for index, model in enumerate(self._models, start=1):
+            gate, cache = model.token_gate, SimpleNamespace(layers=[state.gates[index - 1]])
+            assert gate is not None  # an expansion without one is not added
+            margin = gate.scores(read[model.config.gate_layer], *texts, cache if state.kept else None) - gate.threshold
+            if texts[0] is not None:
+                margin = margin.masked_fill(~texts[0].unsqueeze(-1), -torch.inf)
+            if index == self._vocabulary_owner():
+                margin = margin.masked_fill((inputs.tokens >= self.output.of_base).unsqueeze(-1), torch.inf)
+            margins.append(margin)
+        return torch.cat(margins, dim=-1)
+
+    def _vocabulary_owner(self) -> int:
+        """The path whose vocabulary is extended, or the base."""
+        sizes = [model.config.vocab_size for model in self._models]
+        return next((index for index, size in enumerate(sizes, start=1) if size > self.output.of_base), BASE)
+
+    def _run_on(
+        self,
+        index: int,
+        rows: Tensor,
+        inputs: Inputs,
+        cache: DynamicCache,
+        levels: Tensor,
+        state: State,
+        options: dict[str, Any],
+        recorded: dict[int, Any] | None = None,
+    ) -> StreamPath:
+        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. levels: [B, S, 1]."""
+        model = (self, *self._models)[index]
+        part = inputs.of(rows)
+        embedded = model.embedding(part.tokens)
+        start = StreamPath(*embedded.split([model.config.hidden_size, model.config.expansion_hidden_size], dim=-1))
+        if index == BASE:
+            none = torch.empty(0, dtype=torch.long, device=rows.device)
+            start = start._replace(x_up=start.x_up[:0], rows=none)
+        seen = (part.tokens, part.attention_mask, part.positions, cache if state.kept else None)
+        [path], _ = model._run([start], seen, options, recorded, levels[rows])
+        return path
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        """Raises ValueError."""
+        raise ValueError("a model with several expansions keeps its vocabulary; resize each before it is added")
+
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        """Raises ValueError."""
+        raise ValueError(
+            "a model with several expansions is not saved: copy its folder, which scale-cpt combine changes"
+        )
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        """Raises ValueError."""
+        raise ValueError("continuous batching cannot run this model: it has a cache for each expansion")
+
+
+def is_of_base(name: str) -> bool:
+    """Whether a tensor of a ScaleForCausalLM is its base's."""
+    return "base" in name.split(".")
+
+
+def is_preserve(model: ScaleForCausalLM) -> bool:
+    """Whether a model leaves its base's stream as it is."""
+    last: int = model.config.num_hidden_layers
+    return last <= model.config.l_fp

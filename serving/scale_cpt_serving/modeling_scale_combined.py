@@ -1,0 +1,1 @@
+../../pipeline/conversion/modeling_scale_combined.py

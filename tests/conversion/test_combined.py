@@ -1,0 +1,314 @@
+"""One base with several expansions: each token is the base's or that of an expansion, as if alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.conversion.combine import combine, expansions_in
+from pipeline.conversion.convert import EXPORT
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.conversion.modeling_scale_combined import CombinedForCausalLM, is_of_base
+from pipeline.data.vocabulary import EXPORTED as EXTENDED
+from pipeline.errors import ConversionError, OutputError
+from pipeline.files import file_hash
+from tests.conversion.checkpoints import generate_greedily
+from tests.studies.studies import call_tool
+from tests.tolerances import assert_near, rounding_of
+
+DEMO = Path("data/models/stories260K")
+LAYERS, BASE_TOKENS = 4, 512
+PRESERVE = {"l_fp": LAYERS, "gate_layer": LAYERS}
+ADAPT = {"l_fp": 2, "gate_layer": 2, "collaborative_modules": ["attention", "ffn"]}
+# What differs from a ScaleConfig's defaults, and the expansion's width and heads.
+EXPANSIONS = {
+    "ko": (PRESERVE | {"norm_statistics": "base"}, 32, 4),
+    "law": (PRESERVE | {"gate_features": "token+running_mean"}, 16, 2),
+    "code": (ADAPT, 32, 4),
+    "med": (ADAPT | {"gate_features": "token+running_mean", "gate_layer": 1}, 24, 1),
+    "pieces": (PRESERVE | {"vocab_size": BASE_TOKENS + 18}, 32, 4),
+}
+
+
+def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
+    """An export with random weights. Those of its base depend on `base` alone, the others on `name`."""
+    settings, width, heads = EXPANSIONS[name]
+    rotary = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
+    config = ScaleConfig(
+        num_hidden_layers=LAYERS,
+        base_vocab_size=BASE_TOKENS,
+        rotary=[rotary | {"factor": 1.0, "theta": 1e4, "attention_factor": 1.0}],
+        layer_rotary=[0] * LAYERS,
+        expansion_hidden_size=width,
+        expansion_num_attention_heads=heads,
+        expansion_num_key_value_heads=heads,
+        num_attention_heads=8 + heads,
+        num_key_value_heads=8 + heads,
+        **settings | changes,
+    )
+    model = ScaleForCausalLM(config)
+    for key, parameter in model.named_parameters():
+        of_base = is_of_base(key)
+        random = torch.Generator().manual_seed(zlib.crc32(f"{base if of_base else name} {key}".encode()))
+        if key != "token_gate.std":
+            # Row by row, so that the base's rows are the same under an extended vocabulary.
+            std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
+            parameter.data.copy_(torch.randn(parameter.shape, generator=random) * std)
+    model.save_pretrained(folder)
+    for file in DEMO.glob("*token*"):
+        shutil.copy(file, folder)
+    if name == "pieces":
+        (folder / EXTENDED).write_text("{}")
+    record = {"format": EXPORT.format, "method": {"variant": name}, "position": {"tokens_seen": 1}}
+    (folder / EXPORT.record).write_text(json.dumps(record | {"checkpoint_manifest": name}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    return {name: export(folder / name, name) for name in EXPANSIONS}
+
+
+@pytest.fixture(scope="module")
+def combined(exports, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("combined") / "all"
+    combine(folder, exports)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(combined) -> ScaleForCausalLM:
+    return load_hf_model(combined)
+
+
+def prompts(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts, some of them padded on the left."""
+    tokens = torch.randint(3, BASE_TOKENS, (count, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = mask[2, :5] = 0
+    return tokens, mask
+
+
+@torch.no_grad()
+def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An export's logits [S, V], and by how much its gate's score is above the threshold [S]."""
+    model, margins = load_hf_model(path), []
+    model.token_gate.register_forward_hook(lambda gate, read, _: margins.append(gate.scores(*read) - gate.threshold))
+    logits = model(tokens, use_cache=False).logits[0]
+    return logits, margins[0].masked_fill((tokens >= BASE_TOKENS).unsqueeze(-1), torch.inf)[0, :, 0]
+
+
+@torch.no_grad()
+def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
+    text, given = torch.randint(3, BASE_TOKENS + 18, (1, 64), generator=torch.Generator().manual_seed(4)), Counter()
+    for names in (["pieces"], list(EXPANSIONS), ["ko"], ["code", "med"]):
+        tokens = text if names == ["pieces"] else text % BASE_TOKENS
+        model.set_active([])
+        expected = model(tokens, use_cache=False).logits[0]
+        found, used = {name: alone(exports[name], tokens) for name in names}, None
+        for at in range(64):
+            margin, best = max((margins[at], name) for name, (_, margins) in found.items())
+            used = best if margin > 0 else used
+            if used is not None:
+                logits = found[used][0][at]
+                expected[at, : len(logits)] = logits
+            given[used, bool(margin > 0)] += 1
+        model.set_active(names)
+        assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
+    cases = {(None, False), ("code", False), *((name, True) for name in EXPANSIONS)}
+    assert cases <= given.keys(), given
+
+
+REQUESTS = [["ko"], ["code", "law", "med"], [], list(EXPANSIONS)]
+
+
+@torch.no_grad()
+def test_each_text_of_a_batch_is_continued_as_alone(model):
+    """Padded on the left, with expansions of its own, cached or not, searched by beams or not."""
+    (tokens, mask), active = prompts(), model.allowed(REQUESTS)
+    for options in ({}, {"use_cache": False}, {"num_beams": 3}):
+        found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=12, active=active, **options)
+        for row, names in enumerate(REQUESTS):
+            model.set_active(names)
+            text = tokens[row : row + 1, int((mask[row] == 0).sum()) :]
+            assert torch.equal(generate_greedily(model, text, new_tokens=12, **options)[0, -12:], found[row, -12:])
+    assert len({tuple(row) for row in found[:, -12:].tolist()}) == len(REQUESTS)
+
+
+@torch.no_grad()
+def test_a_text_that_is_read_in_parts_is_the_whole(model):
+    (tokens, mask), active = prompts(), model.allowed(REQUESTS)
+    whole, cache, parts = model(tokens, attention_mask=mask, active=active, use_cache=False).logits, None, []
+    for start, end in ((0, 6), (6, 7), (7, 12)):
+        part = model(tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache)
+        cache = part.past_key_values
+        parts.append(part.logits)
+    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rounding_of(model.config))
+
+
+@torch.no_grad()
+def test_an_expansion_costs_from_its_first_token_on_and_preserve_pays_the_base_once(model):
+    """Counts the tokens that each path's first layer computes, in a prompt and eight more tokens."""
+    tokens, seen = prompts()[0][1:2], Counter()
+    handles = [
+        part.layers[0].attention.query.register_forward_hook(
+            lambda _, read, __, name=name: seen.update({name: read[0].shape[:-1].numel()})
+        )
+        for name, part in {"base": model, **dict(zip(model.names, model.expansions, strict=True))}.items()
+    ]
+    cost = {}
+    for names in ((), ("ko",), ("code",)):
+        model.set_active(names)
+        gates = [model.expansions[model.names.index(name)].token_gate for name in names]
+        for gate in gates:  # opens everywhere
+            gate.threshold -= 100
+        generate_greedily(model, tokens, new_tokens=9)
+        for gate in gates:
+            gate.threshold += 100
+        cost[names], seen = dict(seen), Counter()
+    for handle in handles:
+        handle.remove()
+    assert cost[()] == {"base": 12 + 8}
+    assert cost[("ko",)] == {"base": 12, "ko": 12 + 8}
+    assert cost[("code",)] == {"base": 12 + 8, "code": 12 + 8}
+
+
+@torch.no_grad()
+def test_guessing_tokens_ahead_changes_nothing(model, tmp_path):
+    """The cache is cropped where a guess was wrong, with sliding windows too."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    combine(tmp_path / "served", {"ko": export(tmp_path / "ko", "ko", **windows)})
+    tokens = prompts()[0][1:2].repeat(1, 2)
+    for one in (model, load_hf_model(tmp_path / "served")):
+        one.set_active(["ko"])
+        found = generate_greedily(one, tokens, new_tokens=12, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, generate_greedily(one, tokens, new_tokens=12))
+
+
+def test_arguments_it_cannot_follow_are_refused(model):
+    tokens, mask = prompts()
+    for options, error in (
+        ({"attention_mask": mask[:, None, None].bool()}, r"expected a tensor \[B, T\]"),
+        ({"active": ["ko"]}, "that model.allowed"),
+        ({"inputs_embeds": torch.zeros(4, 12, 64)}, "takes input_ids"),
+        ({"past_key_values": model.expansions[0](tokens).past_key_values}, "expected the cache of this model"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            model(tokens, **options)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): file_hash(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@torch.no_grad()
+def test_expansions_are_added_and_removed_beside_each_other(exports, tmp_path):
+    folder, tokens = tmp_path / "served", prompts()[0]
+    combine(folder, {"ko": exports["ko"]})
+    first, one = hashes(folder), load_hf_model(folder)(tokens).logits
+    combine(folder, {name: exports[name] for name in ("law", "code", "pieces")})
+    assert [*expansions_in(folder)] == ["ko", "law", "code", "pieces"] and (folder / EXTENDED).exists()
+    changed = {name for name, value in hashes(folder).items() if first.get(name, value) != value}
+    assert changed == {"config.json", "README.md"}
+    only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
+    assert (
+        only.names == ["ko", "pieces"]
+        and only.active == ["ko"]
+        and torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
+    )
+    only(tokens + 10)  # new pieces too, as the tokenizer may give them
+    with pytest.raises(ConversionError, match="its base has"):  # nothing is removed where nothing can be added
+        combine(folder, {"ko": export(tmp_path / "other", "ko", layer_norm_epsilon=1e-3)}, ["ko"])
+    assert [*expansions_in(folder)] == ["ko", "law", "code", "pieces"]
+    combine(folder, {}, ["pieces", "law", "code"])
+    assert hashes(folder) == first
+
+
+def test_experts_of_a_mixture_are_the_bases(tmp_path):
+    mixture = {"experts": 4, "top_k": 2, "intermediate_size": 16, "normalised": True}
+    added = {name: export(tmp_path / name, name, mixture=mixture, expert_layers=[1, 3]) for name in ("ko", "code")}
+    combine(tmp_path / "served", added)  # verifies
+    for name in added:
+        held = load_file(tmp_path / "served" / "expansions" / name / "model.safetensors")
+        assert "layers.1.ffn.gate.base_to_expansion.weight" in held
+        assert not any("experts" in key or "router" in key for key in held)
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        ("it has no gate", {"gate_layer": None}),
+        ("combine expansions of one base", {"base": "another"}),
+        ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
+        ("Route", {"routed": True}),
+        ("undecided", {"gate_lower": -1.0}),
+        ("pieces and other have extended vocabularies", {"vocab_size": BASE_TOKENS + 3}),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
+    folder = tmp_path / "served"
+    combine(folder, {"pieces": exports["pieces"]})
+    before = hashes(folder)
+    with pytest.raises(ConversionError, match=error):
+        combine(folder, {"other": export(tmp_path / "other", "ko", **changes)})
+    assert hashes(folder) == before
+
+
+def test_names_are_checked(exports, combined, tmp_path, model):
+    before = hashes(combined)
+    for added, removed, error in (
+        ({"../up": exports["ko"]}, [], "letters, digits"),
+        ({"한국어": exports["ko"]}, [], "ASCII letters"),
+        ({"ko": exports["ko"]}, [], "ko: is taken"),
+        ({"more": tmp_path}, [], "holds no export"),
+        ({}, ["nobody"], "has no such expansion, but ko, law"),
+        ({}, list(EXPANSIONS), "would hold no expansion"),
+    ):
+        with pytest.raises(ConversionError, match=error):
+            combine(combined, added, removed)
+    with pytest.raises(OutputError):
+        combine(tmp_path.parent, {"ko": exports["ko"]})
+    with pytest.raises(ConversionError, match="holds no combination"):
+        expansions_in(exports["ko"])
+    assert hashes(combined) == before
+    active = model.active
+    for ask in (
+        lambda: model.set_active(["nobody"]),
+        lambda: CombinedForCausalLM.from_pretrained(combined, active=["nobody"]),
+    ):
+        with pytest.raises(ValueError, match="expected some of ko, law, code, med, pieces, found nobody"):
+            ask()
+    assert model.active == active
+
+
+PROGRAM = """
+import sys
+for name in ("pipeline", "deepspeed", "orjson", "pydantic"):
+    sys.modules[name] = None  # importing it is an error
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, active=["ko"])
+print(*model.active, AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True).vocab_size)
+model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
+"""
+
+
+def test_the_folder_is_a_model_without_this_project(combined, tmp_path, capsys, monkeypatch):
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(combined)]
+    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.split() == ["ko", "512"] and "Warning" not in ran.stderr, ran.stderr
+    call_tool(monkeypatch, "combine", combined)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][-5:] == list(EXPANSIONS)

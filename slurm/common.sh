@@ -4,7 +4,8 @@
 #   load_site                   settings of the site, modules, virtual environment
 #   choose_config ARGUMENT…     CONFIG, the run's YAML or folder, which may be the first argument; sets `changes` to every --set
 #                               KEY=VALUE, as options of a stage, and `arguments` to the others
-#   submit_afresh ARGUMENT…     sbatch, without the variables of the job that calls it; prints the new job's id
+#   afresh COMMAND…             runs a command without the variables of the job that calls it
+#   submit_afresh ARGUMENT…     sbatch in that way; prints the new job's id
 #   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
 #   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
@@ -71,12 +72,14 @@ load_site() {
 
 # A job inherits its submitter's environment, in which srun would take the submitting job's SLURM_MEM_PER_CPU,
 # SLURM_GPUS_PER_TASK and the like for its options.
-submit_afresh() (
+afresh() (
     for name in "${!SLURM_@}"; do
-        case "$name" in SLURM_CONF* | SLURM_JWT | SLURM_PATIENCE_S) ;; *) unset "$name" ;; esac
+        case "$name" in SLURM_CONF* | SLURM_JWT | SLURM_PATIENCE_S | SLURM_FAULT) ;; *) unset "$name" ;; esac
     done
-    sbatch --parsable "$@"
+    "$@"
 )
+
+submit_afresh() { afresh sbatch --parsable "$@"; }
 
 # With SBATCH_EXPORT=NONE a job sees its arguments but not the submitter's CONFIG.
 choose_config() {

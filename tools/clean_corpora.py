@@ -1,7 +1,10 @@
 """Cleans the corpora of a run that have a section `clean`, before they are tokenized; can be restarted.
 
     scale-cpt clean my.yaml
+    scale-cpt clean my.yaml --dry-run          what a sample says of the whole
     scale-cpt clean my.yaml --show 20          examples of what each step dropped
+
+On a cluster slurm/clean_corpus.sh runs it as job arrays.
 
 Inputs are never changed: the cleaned text lies in <data.folder>/<name>.clean, which tokenization reads in their place.
 """
@@ -22,17 +25,22 @@ def main(options: argparse.Namespace) -> None:
     if not any(corpus.clean for corpus in config.data.corpora.values()):
         return  # every run of slurm/cpt_korean.sh passes here
     try:
-        from pipeline.cleaning.clean import clean, examples, table
+        from pipeline.cleaning.clean import clean, estimate, examples, submit, table
         from pipeline.cleaning.stages import cleaning_jobs
     except ModuleNotFoundError as error:
         raise MissingPackageError(f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'") from None
+    if options.show or options.dry_run:
+        for job in cleaning_jobs(config.data):
+            shown = examples(job.output, options.show) if options.show else [estimate(job, options.workers)]
+            print("\n".join(shown))
+        return
     with stage_of(config, "clean", alone=True):
         for job in cleaning_jobs(config.data):
-            if options.show:
-                print("\n".join(examples(job.output, options.show)))
-            else:
-                cleaned = clean(job, options.workers)
-                print(f"{table(cleaned)}\n{job.output}: {cleaned.documents:,} documents")
+            if options.slurm and not job.output.exists() and not job.work.exists():
+                print(f"submitted: job {submit(job, options.slurm, options.time)}")
+                return  # a corpus after it leaves out what is in this one
+            cleaned = clean(job, options.workers)
+            print(f"{table(cleaned)}\n{job.output}: {cleaned.documents:,} documents")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="processes (default: the cores)",
     )
     add("--show", type=positive, metavar="N", help="only print the beginnings of N documents that each step dropped")
+    add("--dry-run", action="store_true", help="clean a sample of 1 %% only, and say what all will leave and take")
+    add("--slurm", metavar="PARTITION", help="submit the next corpus as job arrays; given again, finish it")
+    add("--time", default="24:00:00", help="limit of a task of these (default: 24:00:00)")
 
 
 if __name__ == "__main__":

@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import multiprocess
 import orjson
-from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
 from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
 from pipeline.data.records import Keys
-from pipeline.data.text_streams import input_size
+from pipeline.data.text_streams import input_size, likely_encoding
 from pipeline.data.token_corpus import InputFile
-from pipeline.data.units import good_documents, input_files, named_files
-from pipeline.errors import DataError, UserError, in_one_line
+from pipeline.data.units import good_documents, input_files, named_files, sampled_documents
+from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
 from pipeline.files import (
     FolderKind,
     check_replaceable,
@@ -37,6 +40,7 @@ from pipeline.files import (
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
 _PLAN = "plan.json"
+_LEAST_SAMPLE = 2**20
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 _logger = log.get_logger(__name__)
 
@@ -72,6 +76,17 @@ class _Executor(LocalPipelineExecutor):
             return super()._run_for_rank(*arguments, **options)
 
 
+class _Arrays(SlurmPipelineExecutor):
+    """Without the memory that datatrove asks for, which a site sets, and without a job that only sums counts."""
+
+    def get_sbatch_args(self, *arguments: int) -> dict[str, str]:
+        given = super().get_sbatch_args(*arguments).items()
+        return {name: value for name, value in given if name != "mem-per-cpu"}
+
+    def launch_merge_stats(self) -> None:
+        pass
+
+
 def clean(job: CleaningJob, workers: int) -> CleanedText:
     """Cleans a corpus, or continues; text that is cleaned already is left as it is.
 
@@ -104,6 +119,47 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     return cleaned
 
 
+def estimate(job: CleaningJob, workers: int) -> str:
+    """What cleaning a hundredth of the input says of the whole; near-copies are found within that only."""
+    given, sizes = job.corpus, input_files(job.corpus.input)
+    encoding = given.encoding or likely_encoding(next(iter(sizes)))
+    keys = Keys(given.text_key, None, given.document, None, encoding)
+    documents, scale = sampled_documents(given.input, keys, max(sum(sizes.values()) // 100, _LEAST_SAMPLE))
+    with tempfile.TemporaryDirectory() as folder:
+        sample, output, began = Path(folder, "sample.jsonl"), Path(folder, "cleaned"), time.monotonic()
+        sample.write_bytes(b"".join(orjson.dumps({"text": one.text}) + b"\n" for one in documents))
+        corpus = given.model_copy(update={"input": [str(sample)], "text_key": "text", "encoding": None})
+        cleaned = clean(replace(job, corpus=corpus, output=output, others=()), workers)
+        mib = sum(file.stat().st_size for file in output.rglob("*.zst")) * scale / 2**20
+    seconds = (time.monotonic() - began) * scale
+    share, left = cleaned.documents / len(documents), cleaned.documents * scale
+    what = f"about {share:.1%} of the documents, {left:,.0f} in all, {mib:,.0f} MiB; {seconds / 3600:,.1f} hours"
+    return f"{table(cleaned)}\n{job.output}: {what} with {workers} processes"
+
+
+def submit(job: CleaningJob, partition: str, limit: str) -> int:
+    """Begins a job as job arrays of Slurm, which `clean` then finishes; returns the id of the last."""
+    check_replaceable(job.work, None)
+    job.work.mkdir(parents=True)
+    write_record(job.work / _PLAN, _plan_of(job))
+    last: Any = None
+    for stage in stages_of(job):
+        last = _Arrays(
+            stage.blocks,
+            stage.tasks,
+            limit,
+            partition,
+            job_name=f"clean-{stage.name}",
+            qos="",
+            sbatch_args={"kill-on-invalid-dep": "yes"},  # after a fault, so that `clean` can do what is left
+            depends=last,
+            logging_dir=str(job.work.absolute() / "logs" / stage.name),
+        )
+    with faults_of_library(f"{job.output}: cannot submit", DataError):
+        last.run()
+    return int(last.job_id)
+
+
 def table(cleaned: CleanedText) -> str:
     """What each step did, for people."""
     lines = [f"{'step':<16}{'documents':>12}{'dropped':>12}{'changed':>12}  reasons"]
@@ -117,6 +173,8 @@ def table(cleaned: CleanedText) -> str:
 
 def examples(folder: Path, count: int) -> Iterator[str]:
     """The beginnings of `count` documents that each step dropped."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
     for step in sorted(folder.glob(f"{DROPPED}/*")):
         for document in islice(good_documents([f"{step}/*.jsonl.zst"], Keys()), count):
             yield f"{step.name}: {' '.join(document.text.split())[:200]}"

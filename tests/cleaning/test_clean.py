@@ -20,7 +20,7 @@ from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_js
 from tests.programs import call
 from tools import clean_corpora, preprocess_data
 
-COPIES = 8
+COPIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def crawl(tmp_path_factory: pytest.TempPathFactory) -> Crawl:
 
 def test_every_kind_of_fault_is_treated_by_its_step(crawl: Crawl) -> None:
     least = {"copy, 2 % edited": 0.5, "copy, 5 % edited": 0.0, "copy, 10 % edited": 0.0}
-    wrong = {kind: row for kind, row in crawl.rows().items() if row[1] < least.get(kind, 0.85)}
+    wrong = {kind: row for kind, row in crawl.rows().items() if row[1] < least.get(kind, 0.8)}
     assert not wrong
     precisions = crawl.precision(crawl.cleaned)
     assert precisions.keys() >= {"language", "quality", "repetition", "duplicates", "contamination"}
@@ -117,6 +117,9 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     run = run_of(tmp_path, [*texts, *texts[:5], "too short"], language="en", skip=["lines"])
     with pytest.raises(DataError, match="crawl: has a section `clean`; run scale-cpt clean first"):
         call(preprocess_data, run, "--workers", 1)
+    assert call(clean_corpora, run, "--workers", 1, "--dry-run") == 0
+    assert "crawl.clean: about 87.0% of the documents, 40 in all" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "run.yaml"}
     for _ in range(2):  # the second time there is nothing to do
         assert call(clean_corpora, run, "--workers", 1) == 0
         assert "crawl.clean: 40 documents" in capsys.readouterr().out

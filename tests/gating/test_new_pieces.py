@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.run import load_config
+from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.corpora import corpus_jobs
@@ -190,15 +191,17 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
 
 
 @torch.no_grad()
-def test_evaluation_spells_out_new_pieces_that_cannot_follow(run):
+def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     config = load_config(run)
     fit_gate(config)
     convert(latest_conversion(config), run_probe(config))
     folder = config.folder / "hf"
     corpora = {"korean": list(texts([str(REVIEWS_HELDOUT)]))[:4]}
-    scores = {one: score_folder(one, corpora, trust_remote_code=True)["korean"] for one in (folder, STORIES)}
-    assert scores[folder].bits_per_byte < scores[STORIES].bits_per_byte
-    assert scores[folder].tokens < scores[STORIES].tokens
+    combine(tmp_path / "served", {"korean": config.folder})
+    folders = (folder, tmp_path / "served", STORIES)
+    alone, combined, of_base = (score_folder(one, corpora, trust_remote_code=True)["korean"] for one in folders)
+    assert alone.bits_per_byte < of_base.bits_per_byte and combined == alone
+    assert alone.tokens < of_base.tokens
     ids = load_tokenizer(folder).reference.encode([corpora["korean"][0]]).ids.tolist()
     ids = ids[next(place for place, id_ in enumerate(ids) if id_ >= 512) :][:12]
     story = load_tokenizer(folder).reference.encode(["Once upon a time there was a"]).ids.tolist()

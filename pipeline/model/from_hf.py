@@ -73,8 +73,9 @@ def _read_config(file: Path) -> PretrainedConfig:
     if model_type == _WIDENED:
         raise BaseModelError(
             f"{file}: model_type 'scale': a widened model in its own format cannot be a base. To train its expansion "
-            "further, convert its checkpoint with --format expansion and name that folder in `upscaled`; to widen a "
-            "model again, train it with norm: base, variant preserve or adapt, and convert it with --format stock"
+            "further, convert its checkpoint with --format expansion and name that folder in `upscaled`; to add "
+            "another, train it on the same base, and put both beside each other (scale-cpt combine); to widen it, "
+            "train it with norm: base, variant preserve or adapt, and convert it with --format stock"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"{file}: model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")

@@ -146,7 +146,7 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
         ("n_group", mixture.groups, experts),
         ("topk_group", mixture.top_groups, mixture.groups),
         ("num_experts_per_tok", mixture.top_k, experts),
-        ("moe_intermediate_size", intermediate_size, 2**31),
+        ("moe_intermediate_size", intermediate_size, _WIDEST_EXPERT),
         ("shared_expert_intermediate_size", mixture.shared_size or 1, 2**31),
     ):
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
@@ -264,7 +264,7 @@ def _gpt_neox(config: Config) -> DecoderSpec:
     )
 
 
-_MOST_EXPERTS = 2**12
+_MOST_EXPERTS, _WIDEST_EXPERT = 2**12, 2**16  # above every mixture there is; all experts are one tensor
 _MIXTRAL_NAMES = MIXTURE_NAMES | {
     ROUTER: "block_sparse_moe.gate",
     **{

@@ -216,6 +216,7 @@ MIXTURE_FAULTS = {
     ),
     "more experts to a token than there are": ({}, {"num_experts_per_tok": 7}, "num_experts_per_tok: expected .* 6,"),
     "no experts": ({}, {"num_local_experts": 0}, "num_experts: expected"),
+    "experts that no tensor holds": ({}, {"moe_intermediate_size": 2**30}, "moe_intermediate_size: expected"),
     "no step": ({}, {"decoder_sparse_step": 0}, "not a qwen3_moe config"),
 }
 

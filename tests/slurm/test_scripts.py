@@ -113,9 +113,7 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(host: Recorded, environme
 
 def test_the_first_stage_knows_how_many_ranks_will_divide_the_batch(host: Recorded):
     host.program("python", "exit 1")
-    assert host.run("cpt_korean.sh", "configs/demo.yaml", NPROC="3", ends=1)[0].startswith(
-        "python tools/preprocess_data"
-    )
+    assert host.run("cpt_korean.sh", "configs/demo.yaml", NPROC="3", ends=1)[0].startswith("python tools/clean_corpora")
     assert host.environment_of("python")["EXPECTED_WORLD_SIZE"] == "3"
 
 
@@ -123,7 +121,7 @@ def test_changes_of_settings_reach_every_stage(host: Recorded):
     host.program("python")
     changes = ("configs/demo.yaml", "--set", "name=two words", "--set=seed=7")
     calls = host.run("cpt_korean.sh", *changes, NPROC="2")
-    assert len(calls) == 7
+    assert len(calls) == 8
     assert all(call.endswith(" --set=name=two words --set=seed=7") for call in calls)
     planned = host.run("cpt_korean.sh", *changes, "--dry-run", "--json", NPROC="2")[-1]
     assert (
@@ -140,7 +138,7 @@ def test_a_container_needs_no_python_on_the_host(host: Recorded):
     (host.folder / "image").mkdir()
     Recorded(host.folder / "image").program("python")
     calls = host.run("cpt_korean.sh", "configs/demo.yaml", CONTAINER="apptainer exec image.sif", NPROC="2")
-    assert [call.split()[:4] for call in calls] == [["apptainer", "exec", "image.sif", "python"]] * 7
+    assert [call.split()[:4] for call in calls] == [["apptainer", "exec", "image.sif", "python"]] * 8
     environment = Recorded(host.folder / "image").environment_of("python")
     assert (environment["IN_IMAGE"], environment["PYTHONPATH"]) == ("yes", str(PROJECT))
     absent = bash(PROJECT / "slurm" / "cpt_korean.sh", CONTAINER="docker-of-nobody run image")

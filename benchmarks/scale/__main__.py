@@ -34,8 +34,8 @@ def draw(now: Mapping[str, Sequence[Row]], before: Mapping[str, Sequence[Row]]) 
     x = Axis(-0.5, 2.5, _LEFT, _WIDTH - 20, lambda tick: _WORDS[tick], tuple(_WORDS))
     Chart(drawing, x, Axis(0, 1, _LINE * len(costs), 0, str))
     for number, (title, name) in enumerate(costs):
-        y = _LINE * (number + 0.5)
-        drawing.text((_LEFT - 40, y + 4), f"{title.partition(':')[0]}: {name}", "tick", "end")
+        y, size = _LINE * (number + 0.5), next(iter(tables[0][title]["rows"][0]))
+        drawing.text((_LEFT - 40, y + 4), f"{title.partition(':')[0]}: {name} by {size}", "tick", "end")
         for style in (1, 0):
             if (slope := tables[style].get(title, {"slopes": {}})["slopes"].get(name)) is not None:
                 drawing.mark((x(min(max(slope, -0.5), 2.5)), y), style, tooltip=f"{slope:.2f}")

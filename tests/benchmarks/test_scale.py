@@ -59,9 +59,11 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_picture_of_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = {"corpora": [{"title": "Corpora: …", "goals": {"open_cpu_s": 5}, "slopes": {"open_cpu_s": 1.25}}]}
+    found["corpora"][0]["rows"] = [{"shards": 5}, {"shards": 10}]
     (tmp_path / "x.json").write_text(json.dumps(found))
     run(monkeypatch, "--only", "--json", tmp_path / "x.json", "--picture", tmp_path / "x.svg")
-    assert "Corpora: open_cpu_s" in (text := (tmp_path / "x.svg").read_text()) and "<title>1.25</title>" in text
+    text = (tmp_path / "x.svg").read_text()
+    assert "Corpora: open_cpu_s by shards" in text and "<title>1.25</title>" in text
 
 
 def test_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -30,7 +30,7 @@ FULL = (
     "faults",
     "fuzz",
     "benchmarks",
-    "cleaning/test_check.py",
+    "cleaning",
     "packaging/test_wheel.py",
     "training/test_answers.py",
     "training/test_attempt.py",
@@ -72,6 +72,7 @@ FULL = (
 )
 """Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""
 QUICK = (
+    "cleaning/test_clean.py::test_every_kind_of_fault",
     "conversion/test_combined.py::test_each_token",
     "slurm/test_pipeline.py::test_an_interrupted_job",
     "slurm/test_scripts.py",

@@ -103,9 +103,9 @@ def models(hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype) -
 def seconds(name: str, model: PreTrainedModel, new_tokens: int) -> float:
     """The time that one turn takes."""
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
-        # Of several expansions the first one's.
-        gate = next(part for part in model.modules() if isinstance(part, ScaleGate))
-        gate.threshold = gate.lower = threshold
+        # Of several expansions the first one's opens.
+        for index, gate in enumerate(part for part in model.modules() if isinstance(part, ScaleGate)):
+            gate.threshold = gate.lower = threshold if index == 0 else THRESHOLDS["gate shut"]
     prompt, start = torch.arange(1, 17).unsqueeze(0), time.perf_counter()
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits)

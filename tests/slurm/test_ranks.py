@@ -37,7 +37,7 @@ def loopback_between_hosts_is_refused(cluster: Cluster, folder: Path) -> None:
     job = submit(cluster, folder, MEET, *TWO_NODES, HOST_COUNT="2")
     end = cluster.wait(job)
     assert (end.state, end.exit_code) == ("FAILED", 1)
-    assert "error: MASTER_ADDR 127.0.0.1 is 127.0.0.1 on " in cluster.output(job)
+    assert "error: n1: MASTER_ADDR 127.0.0.1 is 127.0.0.1, which other hosts cannot reach" in cluster.output(job)
     assert "Traceback" not in cluster.output(job)
 
 

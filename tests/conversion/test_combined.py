@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from pipeline.conversion.modeling_scale_combined import CombinedForCausalLM, is_
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.errors import ConversionError, OutputError
 from pipeline.files import file_hash
+from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily
 from tests.studies.studies import call_tool
 from tests.tolerances import assert_near, rounding_of
@@ -237,13 +239,13 @@ def test_expansions_are_added_and_removed_beside_each_other(exports, tmp_path):
 
 
 def test_experts_of_a_mixture_are_the_bases(tmp_path):
-    mixture = {"experts": 4, "top_k": 2, "intermediate_size": 16, "normalised": True}
+    mixture = asdict(MixtureSpec(4, top_k=2, intermediate_size=16, normalised=True, shared_size=8, gated=True))
     added = {name: export(tmp_path / name, name, mixture=mixture, expert_layers=[1, 3]) for name in ("ko", "code")}
     combine(tmp_path / "served", added)  # verifies
     for name in added:
         held = load_file(tmp_path / "served" / "expansions" / name / "model.safetensors")
         assert "layers.1.ffn.gate.base_to_expansion.weight" in held
-        assert not any("experts" in key or "router" in key for key in held)
+        assert not any("experts" in key or "router" in key or "shared" in key for key in held)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ of such an export. The folder that is made holds the base once, and is a model f
 
     AutoModelForCausalLM.from_pretrained("served", trust_remote_code=True, active=["korean"])
 
-Where the gate of an expansion is open the text is that expansion's, elsewhere the base's.
+Where no gate has opened the text is the base's; docs/expansions.md says which expansion gives a token.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main(arguments: argparse.Namespace) -> None:
     from pipeline.conversion.combine import HEADER, combine, expansions_in, rows_of
     from pipeline.evaluation.table import table
 
-    if added or arguments.remove:
-        combine(arguments.folder, added, arguments.remove)
-    print(table(HEADER, rows_of(expansions_in(arguments.folder))))
+    changed = added or arguments.remove
+    records = combine(arguments.folder, added, arguments.remove) if changed else expansions_in(arguments.folder)
+    print(table(HEADER, rows_of(records)))
 
 
 if __name__ == "__main__":

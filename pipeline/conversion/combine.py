@@ -34,7 +34,7 @@ from pipeline.conversion.modeling_scale_combined import (
     CombinedForCausalLM,
     is_of_base,
 )
-from pipeline.conversion.publish import CARD
+from pipeline.conversion.publish import CARD, markdown_table
 from pipeline.conversion.verify import BUILT_IN, TOKENS
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
@@ -217,7 +217,8 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
             write_tensors(partial, tensors, first.dtype)
         entries = {name: before["expansions"][name] for name in kept}
         for name, export in exports.items():
-            _check_base(partial, base, export)
+            if exists or export is not first:
+                _check_base(partial, base, export)
             kept[name] = _write_expansion(partial / EXPANSIONS / name, export)
             entries[name] = {**export.config, "tie_word_embeddings": False}
         _check_tokenizers(kept)
@@ -334,7 +335,7 @@ def _write_model(
 
 
 def rows_of(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each expansion: its name, method, widths, parameters, new tokens and the tokens it was trained on."""
+    """A row for each expansion, under HEADER."""
     return [
         [
             name,
@@ -351,8 +352,6 @@ HEADER = ["expansion", "variant", "parameters", "new tokens", "trained on tokens
 
 
 def _card(records: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = [HEADER, ["---"] * len(HEADER), *rows_of(records)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -370,7 +369,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, act
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 
-{table}
+{markdown_table(HEADER, rows_of(records))}
 """
 
 

@@ -514,7 +514,7 @@ class ScaleMixture(nn.Module):
     def forward(self, path: StreamPath) -> tuple[Tensor, Tensor]:
         x, x_up, masked, rows = path
         y = self._mixed(x.flatten(0, 1)).view_as(x)
-        if len(x_up) == 0:
+        if x_up.shape[0] == 0:
             return y, x_up
         own, x = (y, x) if rows is None else (y[rows], x[rows])
         gate, inner = (

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from .modeling_scale import GateCache, ScaleConfig, ScaleForCausalLM, StreamPath, TextCache, texts_of
 
@@ -261,8 +262,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 if path.startswith(EXPANSIONS):
                     continue
                 shared = of_base[key] if is_of_base(key) else parameter
-                if key in ("embedding.expansion.weight", "output.expansion"):
-                    rows = self.config.vocab_size - len(parameter)
+                of_vocabulary = key in ("embedding.expansion.weight", "output.expansion")
+                if of_vocabulary and (rows := self.config.vocab_size - len(parameter)):
                     shared = nn.Parameter(F.pad(parameter, (0, 0, 0, rows)), requires_grad=False)
                 setattr(model.get_submodule(path), leaf, shared)
 
@@ -284,6 +285,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         table = [[name in names for name in self.names] for names in rows]
         return torch.tensor(table, dtype=torch.bool, device=self.device).view(len(rows), len(self.names))
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor,
@@ -312,7 +314,6 @@ class CombinedForCausalLM(ScaleForCausalLM):
             raise ValueError(
                 "active: expected the tensor that model.allowed([[NAME, …], …]) makes, a row for each text"
             )
-        as_tuple = kwargs.pop("return_dict", True) is False
         if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         state = self._state(past_key_values, input_ids)
@@ -326,8 +327,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-        return output.to_tuple() if as_tuple else output
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def _state(self, cache: Any, tokens: Tensor) -> State:  # noqa: ANN401
         """The state of the text that `tokens` [B, S] continue: what `cache` holds of it, or a new one."""
@@ -361,7 +361,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """The logits [B, S', V] of the tokens to keep. Brings `state` up to date."""
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         length = inputs.tokens.shape[1]
-        x, read, streams = self._base_stream(inputs, state, options)
+        read, streams = self._base_stream(inputs, state, options)
         margins = self._margins(read, inputs, state)
         allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
         winner, used = self._choice(margins.masked_fill(~allowed, -torch.inf), allowed, state)
@@ -371,7 +371,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         text, opens = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
         whole = Inputs(text[..., 0], text[..., 1], inputs.attention_mask)
         winner_kept, used_kept = winner[:, kept], used[:, kept]
-        x, added = self.final_norm.base(x[:, kept]), list[tuple[Tensor, Tensor]]()
+        x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
+        added = list[tuple[Tensor, Tensor]]()
         for index, model in enumerate(self._models, start=1):
             path, levels, parts = state.paths[index], opens[..., index : index + 1], []
             if index not in streams and path.runs_on.any():
@@ -418,10 +419,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
     def _base_stream(
         self, inputs: Inputs, state: State, options: dict[str, Any]
-    ) -> tuple[Tensor, dict[int, Tensor], dict[int, StreamPath]]:
-        """The base's stream [B, S, D] after the last layer, and before each layer that a gate reads.
+    ) -> tuple[dict[int, Tensor], dict[int, StreamPath]]:
+        """The base's stream [B, S, D] before each layer that a gate reads, and under their number after the last.
 
-        It is that of the base's path and of all paths that leave it as it is. The third are the latter's streams.
+        It is that of the base's path and of all paths that leave it as it is. The second are the latter's streams.
         """
         layers = {model.config.gate_layer for model in self._models}
         size, last = self.config.hidden_size, self.config.num_hidden_layers
@@ -437,7 +438,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
             for layer, stream in {**recorded, last: streams[index]}.items():
                 read[layer][path.runs_on] = stream.x
         streams.pop(BASE, None)
-        return read[last], read, streams
+        return read, streams
 
     def _margins(self, read: dict[int, Tensor], inputs: Inputs, state: State) -> Tensor:
         """By how much each gate's score is above its threshold: [B, S, P]; the base's is 0."""
@@ -446,13 +447,14 @@ class CombinedForCausalLM(ScaleForCausalLM):
         texts = texts_of(
             read[self.config.num_hidden_layers], inputs.attention_mask, inputs.positions, state.kept or None
         )
+        owner = self._vocabulary_owner()
         for index, model in enumerate(self._models, start=1):
             gate, cache = model.token_gate, SimpleNamespace(layers=[state.gates[index - 1]])
             assert gate is not None  # an expansion without one is not added
             margin = gate.scores(read[model.config.gate_layer], *texts, cache if state.kept else None) - gate.threshold
             if texts[0] is not None:
                 margin = margin.masked_fill(~texts[0].unsqueeze(-1), -torch.inf)
-            if index == self._vocabulary_owner():
+            if index == owner:
                 margin = margin.masked_fill((inputs.tokens >= self.output.of_base).unsqueeze(-1), torch.inf)
             margins.append(margin)
         return torch.cat(margins, dim=-1)

@@ -82,14 +82,14 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
         f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
         "## Method",
-        _table(("setting", "value"), settings.items()),
+        markdown_table(("setting", "value"), settings.items()),
         "## Text",
-        _table(("corpus", "role", "dataset", "licence"), corpora),
+        markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
         *_validations(model),
         "The first held-out documents, by the model that trained and by this one as "
         f"{library} loads it. Made by `{command}`:",
-        _table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
+        markdown_table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
     ]
     return "\n\n".join(paragraphs)
@@ -150,10 +150,10 @@ def _validations(model: TrainedModel) -> list[str]:
         if name in figures and name in before.get(corpus, {})
     ]
     step = f"Held-out text before training and after step {found[-1].step:,}, from the run's own `{METRICS}`:"
-    return [step, _table(("corpus", "figure", "before", "after"), rows)]
+    return [step, markdown_table(("corpus", "figure", "before", "after"), rows)]
 
 
-def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     def shown(value: object) -> str:
         if isinstance(value, Mapping):
             return ", ".join(f"{name} {inner}" for name, inner in value.items())

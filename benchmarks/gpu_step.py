@@ -122,8 +122,6 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
 
 def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
     """This project's model for `method`, its parameters unset."""
-    if method == "fft":
-        return Decoder(spec)  # also of a mixture of experts, whose routers no run trains
     model = method_for(our_method(method, spec, l_fp), Path(), seed=0).build(spec, SINGLE, "none")
     if base != "bf16":
         quantize_base(model, base)

@@ -36,10 +36,10 @@ class FullFineTuningMethod(TrainingMethod):
     """Every parameter of the base trains; nothing is added."""
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        if spec.mixture is not None:
+        if spec.mixture is not None and spec.mixture.balance_coefficient is None:
             raise ConfigError(
-                f"method.name: fft would train the routers of a base of family {spec.family}, for which there is no "
-                "loss that balances the experts; take scale, lora, llama_pro or freeze, which leave routers as they are"
+                f"method.name: fft would train the routers of a base of family {spec.family}, which has no loss that "
+                "balances the experts; take scale, lora, llama_pro or freeze, which leave routers as they are"
             )
         return Decoder(spec, tp=tp)
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, RotaryTable, widened_norm
+from pipeline.model.mixture import balance_loss, recorded_loads
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
@@ -127,9 +128,14 @@ class Decoder(nn.Module):
         The first `kl_rows` sequences are rehearsed. `reference_rows`, at least as many, is how many the base itself
         runs on; under ZeRO-3 it must be equal on all ranks.
         """
-        hidden = self.hidden_states(tokens, positions, documents, reference_rows=reference_rows)
+        with recorded_loads(self.layers) as loads:
+            hidden = self.hidden_states(tokens, positions, documents, reference_rows=reference_rows)
         losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
-        return losses.of_shape(targets.shape)
+        losses = losses.of_shape(targets.shape)
+        if loads and self.spec.mixture is not None and self.spec.mixture.balance_coefficient is not None:
+            balance = self.spec.mixture.balance_coefficient * tokens.shape[1] * balance_loss(loads).sum()
+            losses = losses._replace(total=losses.total + balance)
+        return losses
 
     @torch.no_grad()
     def logits(

@@ -140,6 +140,7 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
         UnsupportedError: its sizes are none of a mixture.
     """
     normalised = bool(getattr(config, "norm_topk_prob", True))
+    features |= {"balance_coefficient": getattr(config, "router_aux_loss_coef", None)}
     mixture = MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
     for name, size, largest in (
         ("num_experts", experts, _MOST_EXPERTS),
@@ -157,8 +158,10 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
             f"n_group: {experts} experts in {mixture.groups} groups, of which {mixture.top_groups} are taken, leave no "
             f"{mixture.top_k} for a token"
         )
-    if not isinstance(mixture.scale, (int, float)) or not 0 < mixture.scale < math.inf:
-        raise UnsupportedError(f"routed_scaling_factor: expected a number above 0, found {mixture.scale!r:.80}")
+    factors = {"routed_scaling_factor": mixture.scale, "router_aux_loss_coef": mixture.balance_coefficient}
+    for name, factor in factors.items():
+        if factor is not None and (not isinstance(factor, (int, float)) or not 0 < factor < math.inf):
+            raise UnsupportedError(f"{name}: expected a number above 0, found {factor!r:.80}")
     return mixture
 
 

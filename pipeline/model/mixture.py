@@ -6,7 +6,8 @@ The router reads the base stream alone. So where that is exact, so is the choice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from pipeline.model.spec import MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.experts import ExpertLinear
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
 from pipeline.scale.plan import ExpansionPlan
 
 Activation = Callable[[Tensor], Tensor]
+Load = tuple[Tensor, Tensor]
+"""Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
 
 
 class MixtureFeedForward(nn.Module):
@@ -65,7 +68,12 @@ class MixtureFeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over the ranks."""
+    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over the ranks.
+
+    `loads`: where the load of a router that trains is added, while `recorded_loads` sets it.
+    """
+
+    loads: list[Load] | None = None
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
         super().__init__()
@@ -75,12 +83,44 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
-        y: Tensor = self.experts(rows, *self.router(rows))
+        weights, chosen, scores = self.router(rows)
+        if self.router.weight.requires_grad and torch.is_grad_enabled():
+            load = self._load(scores, chosen, len(x))
+            if self.loads is not None:  # recomputation must compute the load too, but not count it again
+                self.loads.append(load)
+        y: Tensor = self.experts(rows, weights, chosen)
         return (y if self.shared is None else y + self.shared(rows, masked=masked)).view_as(x)
+
+    def _load(self, scores: Tensor, chosen: Tensor, sequences: int) -> Load:
+        if self.router.tp.rank > 0:
+            scores = scores.detach()  # the gradients of the ranks, which compute the same, are added up
+        taken = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+        return taken.unflatten(0, (sequences, -1)).mean(1), scores.unflatten(0, (sequences, -1)).mean(1)
+
+
+@contextmanager
+def recorded_loads(model: nn.Module) -> Iterator[list[Load]]:
+    """The loads of the mixtures in `model` whose routers train, in the passes inside."""
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    loads: list[Load] = []
+    for mixture in mixtures:
+        mixture.loads = loads
+    yield loads
+    for mixture in mixtures:
+        mixture.loads = None
+
+
+def balance_loss(loads: Sequence[Load]) -> Tensor:
+    """The load-balancing loss of transformers for each sequence, [B]: with equal loads it is k, its least value.
+
+    Taken over a batch, as transformers does, it would depend on how sequences are spread over ranks and micro-batches.
+    """
+    taken, scores = (torch.stack(parts).mean(0) for parts in zip(*loads, strict=True))
+    return taken.shape[-1] * (taken * scores).sum(-1)
 
 
 class Router(nn.Module):
-    """x: [N, D] -> the weights of the experts that each token takes, and their numbers, both [N, k].
+    """x: [N, D] -> the weights of the experts that each token takes, their numbers, both [N, k], and all scores [N, E].
 
     `bias`, [3, E], is the sum of its rows: training casts parameters to 16 bits, and three such numbers hold one in
     fp32 (`pipeline.model.base_folder`).
@@ -88,21 +128,23 @@ class Router(nn.Module):
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, *, tp: TensorParallel) -> None:
         super().__init__()
+        self.tp = tp
         self.mixture = mixture
         self.weight = sharded_parameter((mixture.experts, hidden_size), REPLICATED, tp)
         self.bias = sharded_parameter((3, mixture.experts), REPLICATED, tp) if mixture.sigmoid else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mixture = self.mixture
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixture, weight = self.mixture, shared_by_neighbours(self.weight, self.tp)
         if self.bias is None:
-            weights, chosen = F.linear(x, self.weight).float().softmax(-1).topk(mixture.top_k, dim=-1)
+            scores = F.linear(x, weight).float().softmax(-1)
+            weights, chosen = scores.topk(mixture.top_k, dim=-1)
         else:
-            scores = F.linear(x.float(), self.weight.float()).sigmoid()
+            scores = F.linear(x.float(), weight.float()).sigmoid()
             chosen = self._in_best_groups(scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
             weights = scores.gather(1, chosen)
         if mixture.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return (weights * mixture.scale).to(x.dtype), chosen
+        return (weights * mixture.scale).to(x.dtype), chosen, scores
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """scores: [N, E] -> the same, with those of the other groups at minus infinity."""
@@ -120,6 +162,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
         super().__init__()
+        self.tp = tp
         self.activation = activation
         hidden, inner = (Part(hidden_size, 1), None), (Part(mixture.shared_size, mixture.shared_size), None)
         self.gate = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
@@ -130,7 +173,9 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         gate, inner = (linear(x, None, masked=masked)[0] for linear in (self.gate, self.up))
         y: Tensor = self.down(self.activation(gate) * inner, None, masked=masked)[0]
-        return y if self.weight is None else F.linear(x, self.weight).sigmoid() * y
+        if self.weight is None:
+            return y
+        return F.linear(x, shared_by_neighbours(self.weight, self.tp)).sigmoid() * y
 
 
 class Experts(nn.Module):

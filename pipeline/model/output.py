@@ -75,7 +75,8 @@ class Losses(NamedTuple):
     """The losses of N targets, [N] or [B, S].
 
     Attributes:
-        total: the summed nll and, times its coefficient, the summed kl (a scalar), to differentiate.
+        total: the summed nll and, times their coefficients, the summed kl and the loss that balances experts, where
+            routers train (a scalar), to differentiate.
         nll: each target's negative log likelihood, fp32; zero where nothing is predicted, or kl is measured instead.
         kl: KL(base || model) at each token of a rehearsed sequence, in nats, fp32; zero elsewhere.
         preserved: bool; which tokens took Route's preserved path.

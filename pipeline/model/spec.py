@@ -58,6 +58,8 @@ class MixtureSpec:
         groups, top_groups: experts are chosen from the `top_groups` of `groups` whose two highest sum to the most.
         shared_size: the inner width of an expert that every token takes beside the others; 0: there is none.
         gated: the shared expert is weighted by a sigmoid of its own.
+        balance_coefficient: the factor of the loss that balances the experts where the router trains; None: the family
+            has none.
     """
 
     experts: int
@@ -70,6 +72,7 @@ class MixtureSpec:
     top_groups: int = 1
     shared_size: int = 0
     gated: bool = False
+    balance_coefficient: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
 PAIRS = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "stock", "fft"))
-PAIRS += [("qwen3_moe dense layer", method) for method in ("freeze", "lora", "llama_pro")]
+PAIRS += [("qwen3_moe dense layer", method) for method in ("fft", "freeze", "lora", "llama_pro")]
 PAIRS += [("glm4_moe", "lora"), ("exaone_moe", "llama_pro"), ("qwen2_moe windows", "freeze")]
 
 

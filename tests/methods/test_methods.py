@@ -45,10 +45,10 @@ def start(base, method, folder=Path("unread")):
 def is_trained(method, name):
     """Whether a parameter of the three-layer model trains, independently of the code under test."""
     layer = int(name.split(".")[1]) if name.startswith("layers.") else None
-    if name.endswith("router.weight"):
-        return False
     if method == "fft":
         return True
+    if name.endswith("router.weight"):
+        return False
     if method == "freeze":
         return layer == 2 or name.startswith(("final_norm", "output"))
     if method.startswith("lora"):
@@ -67,7 +67,7 @@ def is_trained(method, name):
         ("adapt", "phi3"),
         ("lora", "olmo2"),
         ("llama_pro", "gemma3"),
-        *((method, "qwen3_moe") for method in ("preserve", "adapt", "route", "lora", "llama_pro")),
+        *((method, "qwen3_moe") for method in ("preserve", "adapt", "route", "fft", "lora", "llama_pro")),
         ("freeze", "mixtral"),
     ],
 )
@@ -126,6 +126,13 @@ def test_layers_that_the_base_lacks_are_refused(base, settings, message):
     method = method_for(TypeAdapter(Method).validate_python(settings), Path("unread"), SEED)
     with pytest.raises(ConfigError, match=message):
         method.build(base("neox").spec, SINGLE, "none")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "solar_open", "exaone_moe"])
+def test_routers_for_which_there_is_no_loss_are_not_trained(base, name):
+    method = method_for(TypeAdapter(Method).validate_python(SETTINGS["fft"]), Path("unread"), SEED)
+    with pytest.raises(ConfigError, match=f"method.name: fft .* family {name}, which has no loss that balances"):
+        method.build(base(name).spec, SINGLE, "none")
 
 
 def test_lora_costs_four_a_base_weight_and_six_of_its_own(base):

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import pipeline.model.output as output
+from pipeline.model.families import hf_tensor
 from pipeline.parallel.sharding import named_trained_parameters
+from tests.bases import reference
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     Watched,
@@ -57,6 +59,29 @@ def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, 
         for parameter, gradient in trained_gradients(model).items():
             assert expected[parameter].any(), f"{parameter} is not reached"
             assert_near(gradient, expected[parameter], rounding_of(model.spec, backward=True), parameter)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe dense layer", "qwen2_moe"])
+def test_experts_are_balanced_as_transformers_does_in_each_sequence(base, name):
+    """With no target to predict, the loss is the one that balances experts alone."""
+    model, theirs = unwidened(base(name)), reference(base(name).path)
+    tokens, coefficient = some_tokens(model.spec, 3, 24), theirs.config.router_aux_loss_coef
+    total, *_ = model(tokens, torch.full_like(tokens, -100))
+    losses = [theirs(row, output_router_logits=True).aux_loss for row in tokens.split(1)]
+    assert_near(total, coefficient * 24 * sum(losses), rounding_of(model.spec))
+    total.backward()
+    (coefficient * 24 * sum(losses)).backward()
+    expected = dict(theirs.named_parameters())
+    reached = 0
+    for parameter, gradient in trained_gradients(model).items():
+        of_theirs = expected.get(hf_tensor(parameter, model.spec).name.replace("block_sparse_moe", "mlp"))
+        if of_theirs is not None:
+            own = torch.zeros_like(gradient) if of_theirs.grad is None else of_theirs.grad
+            assert_near(gradient, own, rounding_of(model.spec, backward=True), parameter)
+            reached += parameter.endswith("router.weight") and bool(own.any())
+    assert reached == sum(layer.has_experts for layer in model.spec.layers)
+    with torch.no_grad():
+        assert model(tokens, torch.full_like(tokens, -100)).total == 0
 
 
 @pytest.mark.parametrize("method", METHODS)

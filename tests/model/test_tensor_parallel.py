@@ -180,6 +180,7 @@ CASES = {
         Case("qwen2_moe", "route", BOTH, "all"),
         Case("exaone_moe", "lora", {"rank": 4}),
         Case("qwen3_moe", "lora", {"rank": 4}),
+        Case("qwen2_moe", "fft", sequence_parallel=True, rehearses=True),
         Case("qwen3_moe", "adapt", BOTH, "all", precision="fp8"),
     ],
     4: [

@@ -62,6 +62,7 @@ FULL = (
     "observers/test_tasks.py",
     "observers/test_trackers.py",
     "evaluation/test_benchmarks.py",
+    "evaluation/test_chats.py",
     "data/test_preprocess.py",
     "data/test_vocabulary.py",
     "studies/test_run_study.py",

@@ -1,11 +1,13 @@
-"""Scores Hugging Face folders: perplexity on given texts, benchmarks, or the final table of a run.
+"""Scores Hugging Face folders: perplexity on given texts, benchmarks, chats, or the final table of a run.
 
     scale-cpt evaluate --model exported --data data/*/*.heldout.jsonl.zst
     scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy
+    scale-cpt evaluate --model base exported --chats chats.jsonl
     scale-cpt evaluate configs/demo.yaml
 
 Several models are compared in one table. --tasks takes lm-eval's names; --include-path adds your own tasks. With a run:
-the base and the exported model on the held-out texts of the run's corpora, and writes <folder>/summary.json.
+the base and the exported model on the held-out texts of the run's corpora, and on --chats if there are any; writes
+<folder>/summary.json.
 """
 
 from __future__ import annotations
@@ -24,21 +26,30 @@ from pipeline.run_folder.attempts import stage_of
 
 
 def main(options: argparse.Namespace) -> None:
-    given = {name for name in ("run", "model", "tasks", "data") if getattr(options, name)}
-    if given == {"run"}:
+    given = {name for name in ("run", "model", "tasks", "data", "chats") if getattr(options, name)}
+    if given in ({"run"}, {"run", "chats"}):
         config = load_config(options.run, options.set)
         with stage_of(config, "evaluate"):
             from pipeline.evaluation.summary import summarise  # --help needs no torch
 
-            print(summarise(config, max_bytes=options.max_bytes, prefix=options.prefix))
+            print(
+                summarise(
+                    config,
+                    max_bytes=options.max_bytes,
+                    prefix=options.prefix,
+                    chats=options.chats,
+                    max_answer_tokens=options.max_answer_tokens,
+                )
+            )
         return
-    if given not in ({"model", "data"}, {"model", "tasks"}):
-        raise ConfigError("name a run, --model with --data, or --model with --tasks")
+    kinds = {"data": _scores_of_texts, "tasks": _benchmarks, "chats": _scores_of_chats}
+    if "model" not in given or len(asked := given & kinds.keys()) != 1 or "run" in given:
+        raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
     from pipeline.conversion.hf_folder import check_hf_config
 
     for model in options.model:  # before the other models have been scored for hours
         check_hf_config(model, trust_remote_code=options.trust_remote_code)
-    print(_benchmarks(options) if "tasks" in given else _scores_of_texts(options))
+    print(kinds[asked.pop()](options))
 
 
 def _scores_of_texts(options: argparse.Namespace) -> str:
@@ -54,11 +65,22 @@ def _scores_of_texts(options: argparse.Namespace) -> str:
     return _json(scores) if options.json else score_table(scores)
 
 
+def _scores_of_chats(options: argparse.Namespace) -> str:
+    from pipeline.evaluation.chats import chat_rows, read_chats, score_chats
+    from pipeline.evaluation.table import table
+
+    chats = read_chats(options.chats)
+    settings = {name: getattr(options, name) for name in ("max_answer_tokens", "trust_remote_code")}
+    scores = {str(model): score_chats(model, chats, **settings) for model in options.model}
+    return _json(scores) if options.json else table(*chat_rows(scores))
+
+
 def _benchmarks(options: argparse.Namespace) -> str:
     from pipeline.evaluation.benchmarks import comparison, load_tasks, run_benchmarks
 
     tasks = load_tasks(options.tasks, include=options.include_path, few_shot=options.few_shot, limit=options.limit)
-    settings = {name: getattr(options, name) for name in ("batch_size", "prefix", "trust_remote_code")}
+    shared = ("batch_size", "prefix", "trust_remote_code", "chat_template")
+    settings = {name: getattr(options, name) for name in shared}
     results = {str(model): run_benchmarks(model, tasks, **settings) for model in options.model}
     return _json(results) if options.json else comparison(results)
 
@@ -73,6 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", type=folder_or_hub, nargs="+", default=[], help="Hugging Face folders, or models on the hub")
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet")
+    add("--chats", nargs="+", default=[], help="chats with references: JSONL, the last of `messages` is the reference")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
     add(
         "--prefix",
@@ -93,6 +116,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--few-shot", type=int, choices=range(65), metavar="N", help="solved examples before each question")
     add("--limit", type=positive, help="ask only the first questions of each task, at most this many")
     add("--batch-size", type=positive, default=16, help="answers scored at a time (default 16)")
+    add("--chat-template", action="store_true", help="ask as a user does, framed by the tokenizer's chat template")
+    add = parser.add_argument_group("chats").add_argument
+    add("--max-answer-tokens", type=positive, default=256, help="where an answer that does not end is cut (256)")
 
 
 if __name__ == "__main__":

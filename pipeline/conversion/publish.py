@@ -23,7 +23,7 @@ from pipeline.conversion.hf_folder import ADAPTER_CONFIG, Export, dtype_name, te
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
-from pipeline.files import read_object, read_text
+from pipeline.files import read_object, read_text, write_text
 from pipeline.run_folder.metrics import METRICS, read_history
 
 CARD = "README.md"
@@ -95,6 +95,12 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
     return "\n\n".join(paragraphs)
 
 
+def add_to_card(folder: Path, heading: str, text: str) -> None:
+    """Ends the card of the export in `folder` with a section, in place of an earlier one of that heading."""
+    card = read_text(folder / CARD, ConversionError).partition(f"\n## {heading}\n")[0].rstrip()
+    write_text(folder / CARD, f"{card}\n\n## {heading}\n\n{text}\n")
+
+
 def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the front matter on the base's licence."""
     files = terms_in(base)
@@ -146,7 +152,7 @@ def _validations(model: TrainedModel) -> list[str]:
     rows = [
         (corpus, name.replace("_", " "), before[corpus][name], figures[name])
         for corpus, figures in after.items()
-        for name in ("perplexity", "bits_per_byte")
+        for name in ("perplexity", "bits_per_byte", "exact_match")
         if name in figures and name in before.get(corpus, {})
     ]
     step = f"Held-out text before training and after step {found[-1].step:,}, from the run's own `{METRICS}`:"

@@ -61,7 +61,7 @@ class ChatTemplate:
     def records(self, offset: int, found: object) -> Iterator[Record]:
         """A document for each message of the assistant in the list of messages `found`, or why there is none."""
         conversation = orjson.dumps(found, default=str).decode()
-        messages = [_message(message) for message in found] if isinstance(found, list) else [None]
+        messages = [message_of(message) for message in found] if isinstance(found, list) else [None]
         answers = [at for at, message in enumerate(messages) if message and message["role"] == "assistant" and at > 0]
         if None in messages or not answers:
             reason: Reason = "messages_not_usable" if None in messages else "no_answer"
@@ -120,7 +120,7 @@ def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _message(found: object) -> dict[str, Any] | None:
+def message_of(found: object) -> dict[str, Any] | None:
     """A message of a chat, one of ShareGPT's translated; None for anything else."""
     if not isinstance(found, dict):
         return None

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.data.chats import ChatTemplate
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library, in_one_line
@@ -99,20 +100,32 @@ def run_benchmarks(
     *,
     batch_size: int = 16,
     prefix: Prefix = "document",
+    chat_template: bool = False,
     trust_remote_code: bool = False,
 ) -> list[Result]:
     """Scores the model in `folder` on `tasks`, on a GPU if there is one; see `task_results`.
 
-    Every prompt follows `prefix`, as documents do in training.
+    Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
+    by the tokenizer's chat template.
 
     Raises:
         DataError: the folder has no tokenizer.
         BaseModelError: the folder holds no model that can be loaded.
     """
-    return task_results(_hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code), tasks)
+    if chat_template:
+        ChatTemplate(folder)  # there is one
+        prefix = "none"  # a template writes all that it needs
+    model = _hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code)
+    return task_results(model, tasks, chat_template=chat_template)
 
 
-def task_results(model: Any, tasks: Tasks, *, bootstrap_iters: int = 100_000) -> list[Result]:  # noqa: ANN401
+def task_results(
+    model: Any,  # noqa: ANN401
+    tasks: Tasks,
+    *,
+    bootstrap_iters: int = 100_000,
+    chat_template: bool = False,
+) -> list[Result]:
     """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies.
 
     `bootstrap_iters`: lm-eval's, for standard errors that have no formula; 0 leaves these out.
@@ -120,6 +133,7 @@ def task_results(model: Any, tasks: Tasks, *, bootstrap_iters: int = 100_000) ->
     from lm_eval.evaluator import evaluate
 
     settings = {"limit": tasks.limit, "bootstrap_iters": bootstrap_iters, "log_samples": False}
+    settings |= {"apply_chat_template": chat_template, "fewshot_as_multiturn": chat_template}
     found = evaluate(model, dict(tasks.loaded), **settings)["results"]
     results = []
     for name in dict.fromkeys([*tasks.names, *tasks.loaded["tasks"]]):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
+from pipeline.conversion.publish import add_to_card, markdown_table
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, UserError
+from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, score_folder
 from pipeline.evaluation.table import limit_note, readable, table
 from pipeline.files import read_object, write_json
@@ -31,10 +34,18 @@ _FROM_TRAINING = (
 )
 
 
-def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Prefix = "document") -> str:
+def summarise(
+    config: RunConfig,
+    *,
+    max_bytes: int = DEFAULT_BYTES,
+    prefix: Prefix = "document",
+    chats: Sequence[str] = (),
+    max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
+) -> str:
     """Scores the base and the exported model on the run's held-out texts; writes `summary.json` into its folder.
 
-    `max_bytes` and `prefix` are those of `score_folder`. Returns a table of the results, and where they are.
+    `max_bytes` and `prefix` are those of `score_folder`, `chats` files of chats, whose results the model card gets too.
+    Returns a table of the results, and where they are.
 
     Raises:
         CheckpointError: the training of the run is not finished.
@@ -44,9 +55,14 @@ def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Pref
     training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")
     verification = _result(hf_folder / VERIFICATION, ConversionError, "run tools/convert_checkpoint.py first")
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
+    asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
     scores = {
         when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
-        for when, folder in (("before", config.base), ("after", hf_folder))
+        for when, folder in folders.items()
+    }
+    answered = {
+        when: score_chats(folder, asked, max_answer_tokens=max_answer_tokens)
+        for when, folder in (folders.items() if asked else ())
     }
     fraction = training["trainable_parameters"] / training["total_parameters"]
     values: dict[str, Any] = {key: training[key] for key in _FROM_TRAINING if key in training}
@@ -61,7 +77,7 @@ def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Pref
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
     values["export_max_abs_logit_difference"] = verification["max_abs"]
     values["hf_folder"] = str(hf_folder)
-    write_json(config.folder / SUMMARY, values | {"scores": scores})
+    write_json(config.folder / SUMMARY, values | {"scores": scores, "chats": answered})
 
     method = config.method
     name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
@@ -78,13 +94,18 @@ def summarise(config: RunConfig, *, max_bytes: int = DEFAULT_BYTES, prefix: Pref
     if config.vocabulary is not None:
         notes.append("Two tokenizers: only bits per byte can be compared.")
     notes += filter(None, [limit_note(scores)])
+    tables = [table(header, rows)]
+    if asked:
+        head, lines = chat_rows({"base": answered["before"], name: answered["after"]})
+        tables.append(table(head, lines))
+        add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], lines))
     paths = {
         "TensorBoard": training.get("tensorboard"),
         "checkpoint": training.get("checkpoint"),
         "Hugging Face folder": hf_folder,
         "this summary": config.folder / SUMMARY,
     }
-    return "\n".join([table(header, rows), "", *notes, "", *(f"{label:<20} {path}" for label, path in paths.items())])
+    return "\n".join(["\n\n".join(tables), "", *notes, "", *(f"{label:<20} {path}" for label, path in paths.items())])
 
 
 def _result(path: Path, error: type[UserError], advice: str) -> dict[str, Any]:

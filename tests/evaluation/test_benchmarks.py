@@ -130,6 +130,22 @@ def test_a_group_is_the_mean_of_its_tasks(files, no_network):
     assert first.split()[:3] == ["passive", "acc", "9"] and first.count("±") == 2
 
 
+def test_a_chat_template_frames_each_question(files, tmp_path, log_likelihood):
+    """Nothing else stands before it."""
+    framed = copied_stories(
+        tmp_path / "a",
+        tokenizer_config={"chat_template": "{% for m in messages %}{{ bos_token }}{{ m.content }}!{% endfor %}"},
+    )
+    right = 0
+    for question in COPA:
+        scores = [log_likelihood(question["premise"] + "!", f" {text}") for text in question["alternatives"]]
+        right += scores.index(max(scores)) == question["label"]
+    (found,) = run_benchmarks(framed, load_tasks(["copa"], include=files), chat_template=True)
+    assert found.value == right / len(COPA)
+    with pytest.raises(DataError, match="has no chat template"):
+        run_benchmarks(STORIES, load_tasks(["copa"], include=files), chat_template=True)
+
+
 def test_limits_and_solved_examples(files):
     plain, solved = (scored(["copa"], include=files, limit=8, few_shot=count) for count in (0, 2))
     assert {result.documents for result in (*plain, *solved)} == {8}

@@ -15,9 +15,11 @@ from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import load_tasks, run_benchmarks
 from pipeline.evaluation.summary import summarise
+from pipeline.studies.report.runs import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
+from tests.rehearsal.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 TRAINING = {
@@ -28,6 +30,11 @@ TRAINING = {
     "checkpoint": "somewhere/step_00000002",
     "tensorboard": "somewhere/tensorboard",
 }
+
+
+METRICS = "".join(
+    json.dumps({"step": step, "perplexity/korean": 9.0 - step, "bits_per_byte/korean": 1.0}) + "\n" for step in (0, 1)
+)
 
 
 def run_config(folder: Path, **corpora) -> RunConfig:
@@ -77,6 +84,29 @@ def test_the_summary_of_a_run(run, tmp_path):
     (tmp_path / "demo" / "training.json").unlink()
     with pytest.raises(CheckpointError, match="trained to its end"):
         summarise(run_config(tmp_path / "demo"))
+
+
+def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
+    shutil.copytree(run, tmp_path / "demo")
+    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
+    base, hf = copied_stories(tmp_path / "base", tokenizer_config=changes), tmp_path / "demo" / "hf"
+    shutil.copy(base / "tokenizer_config.json", hf)
+    said = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "ran"}]
+    (tmp_path / "kept.jsonl").write_text(json.dumps({"messages": said}))
+    config = run_config(tmp_path / "demo").model_copy(update={"base": base})
+    for _ in range(2):  # the card has them once
+        text = summarise(config, max_bytes=2000, chats=[str(tmp_path / "kept.jsonl")], max_answer_tokens=5)
+    found = json.loads((tmp_path / "demo" / "summary.json").read_text())["chats"]
+    assert {when: files["kept"]["chats"] for when, files in found.items()} == {"before": 1, "after": 1}
+    row = f"{found['after']['kept']['answer_tokens']:.1f}"
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("SCALE-Adapt: kept")] == [row]
+    card = (hf / "README.md").read_text()
+    assert card.count("## Chats") == 1 and f"| SCALE-Adapt: kept | 1 | 0.0% | 0.0% | {row} |" in card
+
+    (tmp_path / "demo" / "metrics.jsonl").write_text(METRICS)
+    (read,) = read_runs([tmp_path / "demo"])
+    assert read.row.after["kept"] == {"exact_match": 0.0, "ended": 0.0, "answer_tokens": 5.0}
+    assert read.row.roles["kept"] == "replay"
 
 
 def test_an_exported_model_answers_benchmarks(run, tmp_path):

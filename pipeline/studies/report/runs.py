@@ -88,15 +88,22 @@ def _written(folder: Path) -> dict[int, dict[str, str]]:
 def _row_of_run(folder: Path, name: str, history: History) -> Row:
     before, *during, after = history.validations
     trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
+    # What `scale-cpt evaluate --chats` measured.
+    summary = read_object(folder / SUMMARY, RunFolderError) if (folder / SUMMARY).is_file() else {}
+    chats = {
+        when: {name: {key: own[key] for key in own.keys() - {"chats"}} for name, own in files.items()}
+        for when, files in summary.get("chats", {}).items()
+    }
     return Row(
         **{key: trained[key] for key in FROM_TRAINING if key in trained},
         label=name,
         learning_rate=history.learning_rate,
         peak_memory_gib=history.peak_memory_gib,
-        roles={corpus: REPLAY if corpus in history.forgetting else "new" for corpus in before.figures},
-        before=before.figures,
+        roles={corpus: REPLAY if corpus in history.forgetting else "new" for corpus in before.figures}
+        | dict.fromkeys(chats.get("before", ()), REPLAY),
+        before=before.figures | chats.get("before", {}),
         during=during,
-        after=after.figures,
+        after=after.figures | chats.get("after", {}),
         steps=after.step,
     )
 

@@ -23,7 +23,7 @@ def short(value: float) -> str:
 
 def of_figure(name: str) -> Callable[[float], str]:
     """The format of a figure's values: the same number of decimals throughout a column."""
-    if name.endswith(("accuracy", "probability", "match")):
+    if name.endswith(("accuracy", "probability", "match", "ended")):
         return lambda value: f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else short(value)
     digits = 2 if name == "perplexity" else 3
     return lambda value: f"{value:.{digits}f}" if abs(value) < 1000 else short(value)

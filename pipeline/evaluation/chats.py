@@ -1,0 +1,187 @@
+"""How well a model answers chats that have references: exact match, whether answers end by themselves, their length."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import orjson
+import torch
+from transformers import GenerationConfig
+
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.data.chats import ChatTemplate, chat_template, message_of
+from pipeline.data.readers import lines
+from pipeline.data.text_streams import open_stream
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.units import input_files
+from pipeline.errors import ConfigError, DataError
+from pipeline.log import progress_bar
+
+DEFAULT_ANSWER_TOKENS = 256
+# Of prompts and answers in a batch.
+_BATCH_TOKENS = 2**13
+
+
+@dataclass(frozen=True)
+class ChatScore:
+    """A model's greedy answers to the chats of a file.
+
+    Attributes:
+        exact_match: the share that end and are the reference, white space around them aside.
+        ended: the share that end by themselves, before the limit of tokens.
+        answer_tokens: the mean length, without the end.
+    """
+
+    chats: int
+    exact_match: float
+    ended: float
+    answer_tokens: float
+
+
+class Chat(NamedTuple):
+    """Messages up to where the assistant answers, its answer as a reference, and the place in the file for errors."""
+
+    messages: list[dict[str, Any]]
+    reference: str
+    where: str
+
+
+class _Prompt(NamedTuple):
+    name: str
+    ids: list[int]
+    reference: str
+
+
+def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
+    """The chats of each file, by its name without the folder and what follows the first dot. Raises as `_chats_in`."""
+    found: dict[str, list[Chat]] = {}
+    for name in names:
+        short = Path(name).name.partition(".")[0]
+        if short in found:
+            raise ConfigError(f"--chats {name}: the results of two files would be called {short}; rename one")
+        found[short] = _chats_in(name)
+    return found
+
+
+def _chats_in(name: str) -> list[Chat]:
+    """The chats of JSONL files: of each `messages` the last one is the reference.
+
+    Raises:
+        DataError: a line is no such chat, or there is none.
+    """
+    chats = []
+    for file in input_files([name]):
+        stream = open_stream(file)
+        for number, line in enumerate(lines(stream, 0, sys.maxsize), start=1):
+            if line.content.strip():
+                chats.append(_chat(line.content, f"{file}, line {number}"))
+        if stream.fault:
+            raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
+    if not chats:
+        raise DataError(f"{name}: holds no chat; expected JSONL, an object with `messages` in each line")
+    return chats
+
+
+def _chat(content: bytes, where: str) -> Chat:
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError as fault:
+        raise DataError(f"{where}: not JSON ({fault})") from None
+    messages = found.get("messages") if isinstance(found, dict) else None
+    read = [message for one in messages if (message := message_of(one))] if isinstance(messages, list) else []
+    if not read or len(read) < len(messages or ()):
+        raise DataError(f"{where}: expected an object with `messages`, a list of objects with role and content")
+    *before, last = read
+    if last["role"] != "assistant" or not before:
+        raise DataError(f"{where}: expected the assistant's message last, as the reference, after what it answers")
+    if not last["content"].strip():
+        raise DataError(f"{where}: its reference, the last message, is empty")
+    return Chat(before, last["content"], where)
+
+
+def score_chats(
+    folder: Path,
+    files: Mapping[str, Sequence[Chat]],
+    *,
+    max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
+    trust_remote_code: bool = False,
+) -> dict[str, ChatScore]:
+    """The score of the model in `folder` on the chats of each file, by its name; on a GPU if there is one.
+
+    Chats are framed by the template of the folder's tokenizer. An answer ends at any `eos_token_id` of the model's
+    generation_config.json; nothing else of that file is used.
+
+    Raises:
+        BaseModelError: the folder holds no model that can be loaded.
+        DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
+    """
+    template, tokenizer = chat_template(folder), load_tokenizer(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
+    context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+    left = [
+        _Prompt(name, _encoded(chat, template, tokenizer, context), chat.reference)
+        for name, chats in files.items()
+        for chat in chats
+    ]
+    left.sort(key=lambda prompt: -len(prompt.ids))  # little padding
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else ends or list(tokenizer.document_end[-1:])
+    model.generation_config = GenerationConfig()  # `generate` fills what a given one leaves open from this one
+    found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
+    with progress_bar(str(folder), len(left), " chats") as bar:
+        while left:
+            width = len(left[0].ids)
+            new = min(max_answer_tokens, context - width)
+            rows = max(1, _BATCH_TOKENS // (width + new))
+            batch, left = left[:rows], left[rows:]
+            for prompt, ids in zip(batch, _answers(model, [prompt.ids for prompt in batch], ends, new), strict=True):
+                length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
+                has_ended, answer = length is not None, ids[:length]
+                is_right = has_ended and tokenizer.decode(answer).strip() == prompt.reference.strip()
+                found[prompt.name].append((is_right, has_ended, len(answer)))
+            bar.update(len(batch))
+    return {name: ChatScore(len(own), *map(fmean, zip(*own, strict=True))) for name, own in found.items()}
+
+
+def _encoded(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer, context: int) -> list[int]:
+    try:
+        text = template.opened(chat.messages)
+    except DataError as fault:
+        raise DataError(f"{chat.where}: {fault}") from None
+    ids: list[int] = tokenizer.reference.encode([text]).ids.tolist()
+    if not 0 < len(ids) < context:
+        raise DataError(f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of {context}")
+    return ids
+
+
+@torch.inference_mode()
+def _answers(model: Any, prompts: Sequence[list[int]], ends: list[int], new: int) -> list[list[int]]:  # noqa: ANN401
+    """The likeliest continuations of at most `new` tokens, with what follows their ends."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[ends[0]] * (width - len(ids)) + ids for ids in prompts], device=model.device)
+    given = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=ends[0])
+    written: torch.Tensor = model.generate(tokens, attention_mask=given, generation_config=settings)
+    return written[:, width:].tolist()
+
+
+def chat_rows(scores: Mapping[str, Mapping[str, ChatScore]]) -> tuple[list[str], list[list[str]]]:
+    """The head of a table and its rows, one per model and file. `scores` is by the model's name, then the file's."""
+    rows = [
+        [
+            name if len(scores) == 1 else f"{model}: {name}",
+            f"{score.chats:,}",
+            f"{score.exact_match:.1%}",
+            f"{score.ended:.1%}",
+            f"{score.answer_tokens:.1f}",
+        ]
+        for model, files in scores.items()
+        for name, score in files.items()
+    ]
+    return ["", "chats", "exact match", "answers that end", "tokens"], rows

@@ -1,0 +1,134 @@
+"""Chats with references, answered by a real small model: compared with transformers' own greedy decoding."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation import chats
+from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
+from tests.bases import STORIES
+from tests.data.helpers import run_main
+from tests.rehearsal.helpers import copied_stories
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+)
+ENDS = (2, 426)
+"""The end of a document, and the full stop."""
+LIMIT = 12
+ASKED = [
+    [("user", "Once upon a time, Tom")],
+    [("system", "One day, Lily saw a big dog."), ("user", "The dog was")],
+    [("user", "Mia"), ("assistant", "was sad."), ("user", "She")],
+    [("user", "He ran and ran and")],
+]
+
+
+def record(*messages: tuple[str, str]) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+def write(path: Path, *records: object) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """stories260K with a chat template; of its generation_config.json only the ends must count."""
+    settings = {"eos_token_id": list(ENDS), "repetition_penalty": 5.0, "max_new_tokens": 2, "do_sample": True}
+    return copied_stories(
+        tmp_path_factory.mktemp("model") / "chat",
+        tokenizer_config={"chat_template": TEMPLATE},
+        generation_config=settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list[int]]:
+    """What transformers writes to each chat alone, without the end; as long as the limit where there is none."""
+    library, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    library.generation_config = GenerationConfig()
+    found = []
+    for asked in ASKED:
+        text = "<s>" + "".join(content + ("</s>" if role == "assistant" else "") for role, content in asked)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        new = library.generate(ids, do_sample=False, max_new_tokens=LIMIT, eos_token_id=list(ENDS), pad_token_id=2)
+        written = new[0, ids.shape[1] :].tolist()
+        found.append(written[:-1] if written[-1] in ENDS else written)
+    return found
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 2**13])
+def test_a_score_is_of_transformers_greedy_answers(batch_tokens, model, answers, tmp_path, monkeypatch):
+    monkeypatch.setattr(chats, "_BATCH_TOKENS", batch_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    texts = [tokenizer.decode(answer) for answer in answers]
+    right = [record(*asked, ("assistant", f" {text}\n")) for asked, text in zip(ASKED, texts, strict=True)]
+    wrong = [record(*asked, ("assistant", f"{text}!")) for asked, text in zip(ASKED, texts, strict=True)]
+    names = [write(tmp_path / "right.jsonl", *right), write(tmp_path / "half.x.jsonl", *right, *wrong)]
+    ended = sum(len(answer) < LIMIT for answer in answers) / len(answers)
+    assert 0 < ended < 1, "some answers end, and some do not"
+    length = pytest.approx(sum(map(len, answers)) / len(answers))
+    assert score_chats(model, read_chats(names), max_answer_tokens=LIMIT) == {
+        "right": ChatScore(4, ended, ended, length),
+        "half": ChatScore(8, ended / 2, ended, length),
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"messages": ', "line 2: not JSON"),
+        ('["messages"]', "line 2: expected an object with `messages`"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "line 2: expected an object with `messages`"),
+        (record(("user", "a")), "line 2: expected the assistant's message last"),
+        (record(("assistant", "a")), "line 2: expected the assistant's message last"),
+        (record(("user", "a"), ("assistant", " ")), "line 2: its reference, the last message, is empty"),
+        (
+            record(("tool", "a"), ("assistant", "b")),
+            "line 2: .*chat: its chat template cannot frame a message.*no tools",
+        ),
+        (
+            record(("user", "a " * 600), ("assistant", "b")),
+            "line 2: its [0-9]+ tokens leave no room to answer in a cont",
+        ),
+    ],
+)
+def test_bad_chats_are_named_with_their_line(lines, said, model, tmp_path):
+    good = json.dumps(record(*ASKED[0], ("assistant", "b")))
+    path = tmp_path / "x.jsonl"
+    path.write_text(f"{good}\n{lines if isinstance(lines, str) else json.dumps(lines)}\n")
+    with pytest.raises(DataError, match=f"{path}, {said}") as caught:
+        score_chats(model, read_chats([str(path)]))
+    assert "\n" not in str(caught.value)
+
+
+def test_other_faults_of_files_and_models(tmp_path):
+    path = write(tmp_path / "x.jsonl", record(*ASKED[0], ("assistant", "b")))
+    with pytest.raises(DataError, match="its tokenizer has no chat template"):
+        score_chats(STORIES, read_chats([path]))
+    with pytest.raises(ConfigError, match="two files would be called x; rename one"):
+        read_chats([path, path])
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text("\n \n")
+    with pytest.raises(DataError, match=f"{blank}: holds no chat"):
+        read_chats([str(blank)])
+
+
+def test_the_command_line_compares_models(model, tmp_path):
+    path = write(tmp_path / "x.jsonl", record(*ASKED[0], ("assistant", "b")))
+    options = ["--model", model, os.path.relpath(model), "--chats", path, "--max-answer-tokens", "3"]
+    done = run_main("evaluate.py", *options)
+    assert done.returncode == 0, done.stderr
+    header, _, first, second = done.stdout.splitlines()
+    assert header.split() == ["chats", "exact", "match", "answers", "that", "end", "tokens"]
+    assert first.split() == [f"{model}:", *(row := ["x", "1", "0.0%", "0.0%", "3.0"])] and second.split()[1:] == row

@@ -27,6 +27,7 @@ class Job:
         end_of_document: the token that ends a document, where that is not the tokenizer's own.
         unit_bytes: the size of a unit of work; None derives it from the size of the input.
         reference_only: the fast encoder is not used.
+        apart_from: the held-out parts of which no document may be in it; of a held-out part the training parts.
     """
 
     corpus: Corpus
@@ -35,6 +36,7 @@ class Job:
     end_of_document: str | None = None
     unit_bytes: int | None = None
     reference_only: bool = False
+    apart_from: tuple[Path, ...] = ()
 
     @property
     def keys(self) -> Keys:
@@ -121,19 +123,40 @@ def tokens_in(data: Data, name: str) -> int:
 
 
 def named_inputs(data: Data) -> Iterator[Sequence[str]]:
-    """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings."""
+    """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings.
+
+    Of text that is cleaned, also the benchmarks that it is compared with.
+    """
     for corpus in data.corpora.values():
         openings = corpus.sample.openings if corpus.sample is not None else []
-        yield from filter(None, (corpus.input, corpus.heldout_input, openings))
+        benchmarks = corpus.clean.benchmarks if corpus.clean is not None else []
+        yield from filter(None, (corpus.input, corpus.heldout_input, openings, benchmarks))
 
 
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
-    """The jobs that tokenize the corpora of a run, with the run's tokenizer."""
-    for name, corpus in data.corpora.items():
-        if corpus.sample is None:
-            yield Job(source_of(data, name), tokenizer, train_folder(data, name))
+    """The jobs that tokenize the corpora of a run, with the run's tokenizer.
+
+    Parts that are held out come first, with which those after them are compared. A corpus whose held-out part is its
+    own input is to be memorised. Where the same share is held out of two corpora, so are all documents in both.
+    """
+    named = {name: corpus for name, corpus in data.corpora.items() if corpus.sample is None}
+    train = tuple(train_folder(data, name) for name in named)
+    for name, corpus in named.items():
         if corpus.heldout_input:
-            yield Job(heldout_source(data, name), tokenizer, heldout_folder(data, name))
+            apart = () if _is_to_be_memorised(corpus) else train
+            yield Job(heldout_source(data, name), tokenizer, heldout_folder(data, name), apart_from=apart)
+    for name, corpus in sorted(named.items(), key=lambda item: -item[1].heldout_fraction):
+        apart = tuple(
+            heldout_folder(data, other)
+            for other, its in named.items()
+            if its.heldout_fraction > corpus.heldout_fraction or (its.heldout_input and not _is_to_be_memorised(its))
+        )
+        yield Job(source_of(data, name), tokenizer, train_folder(data, name), apart_from=apart)
+
+
+def _is_to_be_memorised(corpus: Corpus) -> bool:
+    held, read = ({Path(name).resolve() for name in names} for names in (corpus.heldout_input, corpus.input))
+    return held == read
 
 
 def check_heldout(config: RunConfig) -> None:

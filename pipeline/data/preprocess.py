@@ -21,6 +21,7 @@ import orjson
 from pydantic import BaseModel
 
 from pipeline.data.corpora import Job, is_heldout
+from pipeline.data.heldout import check_apart, shards_of
 from pipeline.data.jobs import (
     QUARANTINE,
     STATE,
@@ -35,7 +36,7 @@ from pipeline.data.jobs import (
 )
 from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.text_streams import encoding_advice
-from pipeline.data.token_corpus import InputFile, Manifest
+from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest
 from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
@@ -111,6 +112,17 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
         check_rejected()
         if not any(record.train.documents for record in records.values()):
             raise DataError(f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}")
+        if job.part == "heldout":  # of a training part that was made before it
+            made = [path for path in job.apart_from if (path / MANIFEST).exists()]
+            own = tuple(job.output / name for name, record in records.items() if record.train.documents)
+            shards = [
+                _File(f"{path.name}.{shard.name}", 1, str(shard), 0) for path in made for shard in shards_of(path)
+            ]
+            compare = partial(_compare, job, own)
+            for _ in run_units(
+                state, UnitPart, compare, shards, workers, share, what="comparing", measured_in=" shards"
+            ):
+                pass
         if rejected:
             with published_file(job.output / QUARANTINE, state) as joined:
                 for unit in units:
@@ -152,6 +164,12 @@ def _split(keys: Keys, unit_bytes: int, file: _File) -> _FileRecord:
     path = Path(file.path)
     digest = file_hash(path) if file.size <= _HASHED_BYTES else f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return _FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
+
+
+def _compare(job: Job, heldout: tuple[Path, ...], shard: _File) -> UnitPart:
+    path, tokenizer = Path(shard.path), cached_tokenizer(job.tokenizer, job.end_of_document)
+    check_apart(path, shards_of(path.parent)[path], heldout, job.output, tokenizer)
+    return UnitPart()
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:
@@ -208,6 +226,9 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
+    if job.part == "train" and train.outcome.documents:
+        for folder in job.apart_from:
+            check_apart(job.output / unit.name, str(unit), shards_of(folder), folder, tokenizer)
     if listed:
         with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
             file.writelines(listed)

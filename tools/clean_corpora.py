@@ -16,13 +16,16 @@ import os
 
 from pipeline.command_line import add_run, positive, run_program
 from pipeline.config.run import load_config
+from pipeline.data.corpora import cleaned_folder, named_inputs
+from pipeline.data.units import named_files
 from pipeline.errors import MissingPackageError
 from pipeline.run_folder.attempts import stage_of
 
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.run, options.set, base="named")
-    if not any(corpus.clean for corpus in config.data.corpora.values()):
+    names = [name for name, corpus in config.data.corpora.items() if corpus.clean]
+    if not names:
         return  # every run of slurm/cpt_korean.sh passes here
     try:
         from pipeline.cleaning.clean import clean, estimate, examples, submit, table
@@ -35,6 +38,14 @@ def main(options: argparse.Namespace) -> None:
             print("\n".join(shown))
         return
     with stage_of(config, "clean", alone=True):
+        if not all(cleaned_folder(config.data, name).is_dir() for name in names):
+            from pipeline.checks.door import begin  # loads torch
+
+            for files in named_inputs(config.data):
+                named_files(files)
+            # What tokenization would refuse is found before hours of work.
+            ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size)
+            begin(load_config(options.run, options.set), ranks, "tokenize")
         for job in cleaning_jobs(config.data):
             if options.slurm and not job.output.exists() and not job.work.exists():
                 print(f"submitted: job {submit(job, options.slurm, options.time)}")

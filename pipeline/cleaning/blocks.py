@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
 import orjson
 from datatrove.data import Document

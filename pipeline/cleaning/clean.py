@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import multiprocess
+import dill
 import orjson
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.utils.logging import logger as datatrove_logger
@@ -26,6 +27,7 @@ from pipeline.data.records import Keys
 from pipeline.data.text_streams import input_size, likely_encoding
 from pipeline.data.token_corpus import InputFile
 from pipeline.data.units import good_documents, input_files, named_files, sampled_documents
+from pipeline.data.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
 from pipeline.files import (
     FolderKind,
@@ -66,14 +68,6 @@ class CleanedText(Plan):
     def documents(self) -> int:
         """How many are left."""
         return self.steps.get("written", {}).get("total", 0)
-
-
-class _Executor(LocalPipelineExecutor):
-    """Without datatrove's lines on the terminal: each task has a file of them."""
-
-    def _run_for_rank(self, *arguments: int, **options: int) -> object:
-        with contextlib.redirect_stderr(_NOWHERE):
-            return super()._run_for_rank(*arguments, **options)
 
 
 class _Arrays(SlurmPipelineExecutor):
@@ -188,19 +182,40 @@ def _plan_of(job: CleaningJob) -> Plan:
 
 
 def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
-    """Runs the tasks of a stage that are not done yet."""
+    """Runs the tasks of a stage that are not done yet; those that fail, once more."""
     logs = job.work / "logs" / stage.name
-    _logger.info("%s: %s, %d tasks", job.output, stage.name, stage.tasks)
-    datatrove_logger.remove()
-    multiprocess.set_forkserver_preload(["pipeline.cleaning.stages"])
-    executor = _Executor(stage.blocks, stage.tasks, min(workers, stage.tasks), str(logs))
+    datatrove_logger.remove()  # each task has a file of its lines
+    executor = LocalPipelineExecutor(stage.blocks, stage.tasks, logging_dir=str(logs))
+    work, faults = partial(_fault_of, dill.dumps(executor)), [""]
+    for attempt in range(2):
+        left = [f"{stage.name}, task {rank}" for rank in executor.get_incomplete_ranks()]
+        if attempt:
+            _logger.warning("%s: %s; trying again", job.output, "; ".join(faults[:3]))
+        with (
+            local_workers(min(workers, len(left) or 1), preload="pipeline.cleaning.stages") as pool,
+            log.progress_bar(
+                f"{job.output.name}: {stage.name}", stage.tasks, " tasks", done=stage.tasks - len(left)
+            ) as progress,
+        ):
+            faults = []
+            for fault in pool.run(work, left):
+                progress.update(not fault)
+                faults += [fault] if fault else []
+        if not faults:
+            return
+    raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
+
+
+def _fault_of(executor: bytes, task: str) -> str:
+    """Runs a task. Returns its fault; one of the user's or of a disk is raised, as another attempt would not help."""
     try:
-        executor.run()
+        with contextlib.redirect_stderr(_NOWHERE):
+            dill.loads(executor)._run_for_rank(int(task.rpartition(" ")[2]))
     except (UserError, OSError):
         raise
     except Exception as error:  # noqa: BLE001  # of any block
-        fault = f"tasks {executor.get_incomplete_ranks()[:5]} of {stage.name} failed: {in_one_line(error)}"
-        raise DataError(f"{job.output}: {fault}; {logs} says more; start again to continue") from None
+        return f"{task}: {in_one_line(error)}"
+    return ""
 
 
 def _counts(job: CleaningJob, stages: list[Stage]) -> dict[str, dict[str, int]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from datatrove.executor import LocalPipelineExecutor
 
 from pipeline.cleaning import clean as module
 from pipeline.cleaning.clean import clean, examples
@@ -159,9 +163,54 @@ def test_a_benchmark_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
         call(clean_corpora, run, "--workers", 1)
 
 
-def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])
+def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     for name in [name for name in sys.modules if name.startswith("pipeline.cleaning")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "datatrove.executor", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean\]'"):
         call(clean_corpora, run_of(tmp_path, ["text"], language="en"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("schedule.micro_batch_size=2", "micro_batch_size"), ("data.corpora.crawl.heldout_fraction=0", "heldout_input")],
+)
+def test_what_tokenization_would_refuse_is_refused_first(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        call(clean_corpora, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize(("failures", "ends"), [(1, nullcontext()), (2, pytest.raises(DataError, match="start again"))])
+def test_a_failed_task_is_named_and_tried_again_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failures: int,
+    ends: AbstractContextManager[object],
+) -> None:
+    task, left = LocalPipelineExecutor._run_for_rank, [ValueError("bad luck")] * failures
+
+    def failing(executor: LocalPipelineExecutor, rank: int) -> None:
+        if "buckets" in str(executor.logging_dir.path) and rank == 3 and left:
+            raise left.pop()
+        task(executor, rank)
+
+    monkeypatch.setattr(LocalPipelineExecutor, "_run_for_rank", failing)
+    job = Crawl(tmp_path / "made", 1).job
+    with ends:
+        clean(job, workers=1)
+    assert "buckets, task 3: ValueError: bad luck; trying again" in caplog.text
+    assert not left
+
+
+def test_a_killed_process_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Crawl(tmp_path / "made", 1).job
+    monkeypatch.setattr(module, "_fault_of", kill_own_process)
+    with pytest.raises(DataError, match="a worker process was killed at filter, task 0 or filter, task 1"):
+        clean(job, workers=2)
+
+
+def kill_own_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The run as a chain of jobs, each with the nodes it needs: tokenization → training → conversion → evaluation.
+# The run as a chain of jobs, each with the nodes it needs: cleaning → tokenization → training → conversion → evaluation.
+# Cleaning is one for corpora with a section `clean` only, on one node; slurm/clean_corpus.sh spreads it over many.
 # Text for rehearsal is written at the beginning of the training job, and a gate is fitted at its end, on the GPUs of its
 # first node.
 # A job starts when the one before has succeeded. If one fails, those after it are cancelled.
@@ -19,6 +20,7 @@ choose_config "$@"
 
 if ! command -v sbatch >/dev/null; then
     say "no sbatch here: the stages run on this machine"
+    bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
     bash slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
     exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate convert evaluate
 fi
@@ -34,7 +36,11 @@ submit() {
     echo "$name: job $job${after:+, after job $after}"
 }
 
-submit tokenization "" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
+job=""
+if (here python tools/run_config.py show "$CONFIG" "${changes[@]}" 2>/dev/null || true) | grep -q '^      clean:$'; then
+    submit cleaning "" --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
+fi
+submit tokenization "$job" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
 submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
 submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG" "${changes[@]}"
 submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG" "${changes[@]}"

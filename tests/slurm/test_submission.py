@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cleaning.test_clean import run_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
 from tests.slurm.test_scripts import BATCH_SCRIPTS, by_name
@@ -38,23 +39,27 @@ def test_arguments_reach_a_job_without_the_submitters_environment(slurm_cluster:
     assert "Slurm will not queue this job again (Requeue=0)" in output
 
 
-def test_a_failed_job_cancels_the_rest_of_its_chain(slurm_cluster: Cluster, tmp_path: Path):
-    config = tmp_path / "broken.yaml"
-    config.write_text("name: broken\n", encoding="utf-8")
+@pytest.mark.parametrize("first", ["cleaning", "tokenization"])
+def test_a_failed_job_cancels_the_rest_of_its_chain(slurm_cluster: Cluster, tmp_path: Path, first: str):
+    """Cleaning is only there for corpora with that section."""
+    config = run_of(tmp_path, ["text"], language="en")
+    change = (
+        "--set",
+        "schedule.micro_batch_size=2",
+        *(() if first == "cleaning" else ("--set", "data.corpora.crawl.clean=null")),
+    )
     output = f"--output={tmp_path}/%x.out"
     submitted = slurm_cluster.run(
         "bash",
         str(PROJECT / "slurm" / "submit_pipeline.sh"),
+        *change,
         output,
         env={"CONFIG": str(config), "SERIAL_SBATCH_OPTIONS": output},
     )
-    assert re.findall(r"^(\w+): job", submitted, flags=re.MULTILINE) == [
-        "tokenization",
-        "training",
-        "conversion",
-        "evaluation",
-    ]
-    first, *rest = map(int, re.findall(r": job (\d+)", submitted))
-    assert slurm_cluster.wait(first).state == "FAILED"
-    assert "error: " in slurm_cluster.output(first)
-    assert [slurm_cluster.wait(job).state for job in rest] == ["CANCELLED"] * 3
+    names = ["cleaning", "tokenization", "training", "conversion", "evaluation"]
+    expected = names[names.index(first) :]
+    assert re.findall(r"^(\w+): job", submitted, flags=re.MULTILINE) == expected
+    job, *rest = map(int, re.findall(r": job (\d+)", submitted))
+    assert slurm_cluster.wait(job).state == "FAILED"
+    assert "error: " in slurm_cluster.output(job)
+    assert [slurm_cluster.wait(job).state for job in rest] == ["CANCELLED"] * len(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from pipeline.config.run import RunConfig, parse_config
 from pipeline.config.sources import merged
-from pipeline.data.records import Keys
+from pipeline.data.records import Document, Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import fertility
 from pipeline.data.units import sampled_documents
@@ -40,6 +41,10 @@ _MICRO_BATCHES = (16, 8, 4, 2, 1)
 _LINES = "\nA line of a .txt file is a document, `document: file` in its corpus makes it the whole file (docs/data.md)."
 _BYTES = "\nThe new text takes many tokens: `scale-cpt vocabulary` adds pieces, for --vocabulary (docs/vocabulary.md)."
 _MANY_TOKENS_PER_BYTE = 0.5
+_LETTER = re.compile(r"[^\W\d_]")
+_SCRIPTS = {"ko": re.compile("[가-힣]"), "en": re.compile("[A-Za-z]")}
+_UNCLEANED = 0.02
+"""The share of documents that are copies, or not in the texts' own script, from which on cleaning is proposed."""
 _REPEATED = (4, 100_000_000)
 """Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
 
@@ -51,6 +56,17 @@ class Texts:
     inputs: list[str]
     tokens: int
     tokens_per_byte: float
+    language: str | None
+    """as a section `clean` names it, None for another one"""
+    copies: float
+    """the share of documents that are copies of others"""
+    foreign: float
+    """the share that is mostly in another script"""
+
+    @property
+    def look_uncleaned(self) -> bool:
+        """Whether a section `clean` may help."""
+        return self.language is not None and max(self.copies, self.foreign) > _UNCLEANED
 
 
 def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
@@ -62,7 +78,18 @@ def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text")
     sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
     found = fertility(tokenizer, (document.text for document in sample))
     framed = found.tokens + len(sample) * len([*tokenizer.document_start, *tokenizer.document_end])
-    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
+    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte, *_faults(sample))
+
+
+def _faults(sample: Sequence[Document]) -> tuple[str | None, float, float]:
+    """The language of most documents, and the shares of copies and of documents in another script."""
+    own = {
+        language: sum(len(script.findall(one.text)) * 2 > len(_LETTER.findall(one.text)) for one in sample)
+        for language, script in _SCRIPTS.items()
+    }
+    language = max(own, key=own.__getitem__)
+    copies = 1 - len({one.text for one in sample}) / len(sample)
+    return language if own[language] * 2 > len(sample) else None, copies, 1 - own[language] / len(sample)
 
 
 def propose(
@@ -95,8 +122,9 @@ def propose(
     if not tokenizer.document_start:  # nothing to begin a text with
         own |= {"openings": [*known.inputs], "opening_tokens": min(16, length // 4)}  # a copy, or YAML writes an anchor
     key = {} if text_key == "text" else {"text_key": text_key}
+    cleaned = {"clean": {"language": learned.language}} if learned.look_uncleaned else {}
     corpora = {
-        "new": {**_corpus(learned, length), **key},
+        "new": {**_corpus(learned, length), **key, **cleaned},
         "old": {**_corpus(known, length), "role": "replay", **key},
         "own_text": {"role": "rehearsal", "sample": own, **key},
     }
@@ -195,6 +223,9 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
         "base, and keeps the model near it (docs/rehearsal.md)."
+        + f"\nOf a sample of new {learned.copies:.0%} are copies and {learned.foreign:.0%} are in another script: "
+        "`clean` drops them (docs/data.md#cleaning),\nwhich needs pip install 'scale-cpt[clean]'; or remove it."
+        * learned.look_uncleaned
         + _BYTES * (learned.tokens_per_byte > _MANY_TOKENS_PER_BYTE and "vocabulary" not in values)
         + _LINES * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",

@@ -26,11 +26,12 @@ from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
-from tests.data.helpers import documents, tokenize
+from tests.data.helpers import documents, stories, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
+ENGLISH, KOREAN = stories(60)[:30], stories(30)[30:]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,26 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (KOREAN, None),
+        ([*KOREAN, *KOREAN[:3]], "9% are copies and 0% are in another script"),
+        ([*KOREAN, *ENGLISH[:3]], "0% are copies and 9% are in another script"),
+        (["Слова на другом языке. " * 20] * 9, None),
+    ],
+    ids=["clean", "copies", "other scripts", "a language without thresholds"],
+)
+def test_cleaning_is_proposed_for_copies_and_other_scripts(tmp_path, texts, found):
+    source = write_jsonl(tmp_path / "new.jsonl", texts)
+    config, text = propose("first", STORIES, [str(source)], OLD, Cluster(1, on_cpu=True))
+    clean = config.data.corpora["new"].clean
+    assert (clean is None) == (found is None) == ("`clean` drops them" not in text)
+    assert found is None or (
+        found in text and clean.language == "ko" and parse_config(yaml.safe_load(text), source="") == config
+    )
 
 
 def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run(tmp_path):

@@ -45,7 +45,7 @@ def watch(ranks: int, seconds: float, limits: Limits, gone: Any, own: Any) -> No
     with measured(row):
         hub.__enter__()
         own.send(listener.getsockname()[1])
-        while len(hub._channel._writers) < ranks - 1:
+        while len(hub._channel.peers) < ranks - 1:
             time.sleep(0.1)
     cpu, wall = time.process_time(), time.monotonic()
     time.sleep(seconds)
@@ -88,6 +88,7 @@ def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> Row:
     gone, (results, own) = context.Event(), context.Pipe()
     hub = context.Process(target=watch, args=(ranks, seconds, limits, gone, own), daemon=True)
     hub.start()
+    own.close()  # so that its end is noticed here
     rest = context.Process(target=others, args=(ranks, limits.beat_every_s, killed, results.recv(), gone), daemon=True)
     rest.start()
     found: Row = results.recv()

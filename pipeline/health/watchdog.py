@@ -39,15 +39,12 @@ from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 LAST_ACTS_S = 5.0
 """Limit for writing the stacks and the log, since the disk may hang too."""
 CONNECT_S = 30.0
+BACKLOG = 4096  # all ranks connect at once; asyncio's own is 100
 _WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/", "/pipeline/parallel/ranks.py")
 _logger = log.get_logger(__name__)
 _LONGEST_LINE = 2**16
 
 Message = dict[str, Any]
-OnMessage = Callable[[int, Message], None]
-"""Called with a rank and its message."""
-OnDisconnect = Callable[[int], None]
-"""Called with the rank whose connection broke."""
 
 
 class Watchdog:
@@ -121,7 +118,7 @@ class Watchdog:
         self._channel.send(self._last_message)
         while self._rank != 0 and self._health.watches_others and self._health.judge(time.monotonic()) is None:
             await self._pause()
-        await self._channel.close()
+        self._channel.close()
 
     async def _pause(self) -> None:
         """Waits until the next heartbeat is due, or a message must be acted on."""
@@ -170,7 +167,7 @@ class Watchdog:
             await self._woken(left_s)
         if verdict.grace_s and self._last_message is not None:
             return
-        await self._channel.close()
+        self._channel.close()
         acts = threading.Thread(target=self._last_acts, args=(verdict,), daemon=True)
         acts.start()
         acts.join(LAST_ACTS_S)
@@ -224,8 +221,8 @@ def _listener() -> socket.socket:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often 1,024 files, fewer than connections
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=4096)
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def _call(address: str, port: int, rank: int, token: str) -> socket.socket:
@@ -245,62 +242,67 @@ class Channel:
 
     def __init__(self, own: socket.socket, rank: int, token: str) -> None:
         """`own` listens on rank 0, and is connected to rank 0 on the others."""
-        self._own, self._rank, self._token = own, rank, token
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._own, self._rank, self.token = own, rank, token
+        self.peers: dict[int, asyncio.Transport] = {}
 
-    async def open(self, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
-        """Starts to receive messages."""
-        self._on_message, self._on_disconnect = on_message, on_disconnect
+    async def open(self, on_message: Callable[[int, Message], None], on_disconnect: Callable[[int], None]) -> None:
+        """Starts to receive: calls `on_message` with a rank and its message, `on_disconnect` when its end is gone."""
+        self.on_message, self.on_disconnect = on_message, on_disconnect
+        loop = asyncio.get_running_loop()
         if self._rank == 0:
-            self._server = await asyncio.start_server(self._accept, sock=self._own, limit=_LONGEST_LINE)
+            self._server = await loop.create_server(lambda: _Connection(self, None), sock=self._own, backlog=BACKLOG)
         else:
-            reader, writer = await asyncio.open_connection(sock=self._own, limit=_LONGEST_LINE)
-            self._writers[0] = writer
-            self._listening = asyncio.create_task(self._listen(0, reader))
+            await loop.create_connection(lambda: _Connection(self, 0), sock=self._own)
 
     def send(self, message: Message) -> None:
         """Sends a message: rank 0 to all others, they to rank 0."""
         line = _line(message)
-        for writer in self._writers.values():
-            writer.write(line)
+        for transport in self.peers.values():
+            transport.write(line)
 
-    async def close(self) -> None:
-        """Sends pending messages and closes the connections."""
+    def close(self) -> None:
+        """Closes the connections; pending messages are sent before."""
         if self._rank == 0:
             self._server.close()
-        else:
-            self._listening.cancel()
-        await asyncio.gather(*map(_close, self._writers.values()))
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greeting = await _read(reader) or {}
-        rank = greeting.get("rank")
-        if greeting.get("token") != self._token or not isinstance(rank, int):
-            writer.close()  # not one of our ranks
-            return
-        self._writers[rank] = writer
-        await self._listen(rank, reader)
-
-    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
-        while message := await _read(reader):
-            self._on_message(rank, message)
-        self._writers.pop(rank).close()
-        self._on_disconnect(rank)
+        for transport in self.peers.values():
+            transport.close()
 
 
-async def _read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None if the connection is closed or the line is no message."""
-    try:
-        message = json.loads(await reader.readline())
-    except (OSError, ValueError):  # cut off, an endless line, or no JSON
-        return None
-    return message if isinstance(message, dict) else None
+class _Connection(asyncio.Protocol):
+    """A connection to `rank`, None until it has greeted. No stream: thousands would cost rank 0 too much."""
 
+    def __init__(self, channel: Channel, rank: int | None) -> None:
+        self._channel, self._rank, self._rest = channel, rank, b""
 
-async def _close(writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        await asyncio.wait_for(writer.drain(), timeout=1)
-    writer.close()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        if self._rank is not None:
+            self._channel.peers[self._rank] = transport
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE or not all(map(self._received, lines)):
+            self._transport.abort()
+
+    def _received(self, line: bytes) -> bool:
+        """Whether a line is a message of one of our ranks."""
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return False
+        if not isinstance(message, dict):
+            return False
+        if self._rank is not None:
+            self._channel.on_message(self._rank, message)
+        elif message.get("token") == self._channel.token:
+            self._rank = int(message["rank"])
+            self._channel.peers[self._rank] = self._transport
+        return self._rank is not None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rank is not None:
+            del self._channel.peers[self._rank]
+            self._channel.on_disconnect(self._rank)
 
 
 def _line(message: Message) -> bytes:

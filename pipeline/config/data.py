@@ -92,7 +92,8 @@ class Corpus(Section):
     """that of a prompt before the text, which is read but never predicted: loss on answers only"""
     messages_key: str | None = None
     """or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's chat template,
-    with the loss on the assistant's messages only"""
+    with the loss on the assistant's messages only. With role rehearsal the openings are such chats: the base writes
+    each answer itself"""
     document: Literal["line", "file", "blank_line"] = "line"
     """of .txt files: what is one document, up to 32 MiB"""
     encoding: str | None = None
@@ -119,8 +120,12 @@ class Corpus(Section):
                 raise ValueError("input: name at least one file")
         elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
             raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
-        elif self.prompt_key is not None or self.messages_key is not None:
+        elif self.prompt_key is not None:
             raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
+        elif self.messages_key is not None and (not self.sample.openings or self.sample.opening_tokens is not None):
+            raise ValueError(
+                "messages_key: chats are used whole; name files of them as openings, without opening_tokens"
+            )
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ import torch
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data.blend import mix
+from pipeline.data.chats import chat_template
 from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, complete, manifest_of, read_plan, run_units
 from pipeline.data.token_corpus import MANIFEST, Description, InputFile, Manifest, SamplingRecord, load_manifest
@@ -74,6 +75,7 @@ class SamplingJob:
     max_tokens: int
     text_key: str = "text"
     batch_size: int | None = None
+    messages_key: str | None = None
 
     @property
     def openings(self) -> Path:
@@ -92,6 +94,7 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
                 max_tokens=corpus.sample.max_tokens or config.data.sequence_length,
                 text_key=corpus.text_key,
                 batch_size=batch_size,
+                messages_key=corpus.messages_key,
             )
 
 
@@ -135,7 +138,8 @@ def plan_of(job: SamplingJob) -> Plan:
     return Plan(
         inputs=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
         tokenizer=tokenizer.record(_BACKEND),
-        text_key=job.text_key,
+        text_key=job.messages_key or job.text_key,
+        chat_template=chat_template(job.base).fingerprint if job.messages_key else None,
         unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
         sampling=sampling,
     )
@@ -160,7 +164,7 @@ def sample_corpus(
     def make(state: Path) -> Manifest:
         if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
             longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-            write_openings(job.openings, job.sampling, job.text_key, base=job.base, longest=longest)
+            write_openings(job.openings, job.sampling, job.text_key, job.messages_key, base=job.base, longest=longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]

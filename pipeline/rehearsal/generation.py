@@ -19,8 +19,8 @@ from pipeline.data.tokenizer import Tokenizer
 class BaseWriter:
     """The base model in `base` on `device`, in the type of its files; it samples from the ids of `tokenizer` alone.
 
-    Nothing of the base's own generation_config.json is used: Llama's, for one, lowers the temperature and cuts off the
-    tail of the distribution.
+    Of the base's own generation_config.json every `eos_token_id` is an end, as chat models have several; nothing else
+    is used: Llama's, for one, lowers the temperature and cuts off the tail of the distribution.
 
     Raises:
         BaseModelError: the folder cannot be loaded; no code in it is run.
@@ -30,6 +30,8 @@ class BaseWriter:
         self.device = torch.device(device)
         self._tokenizer = tokenizer
         self._model: Any = load_hf_model(base, device=device)
+        stated = self._model.generation_config.eos_token_id
+        self._ends = [stated] if isinstance(stated, int) else list(stated or ())
         # `generate` fills what a given configuration leaves open from this one.
         self._model.generation_config = GenerationConfig()
 
@@ -46,7 +48,7 @@ class BaseWriter:
         the base's distribution at each position, and never learns that the end follows.
         """
         end = self._tokenizer.document_end
-        ends = [end[-1], *self._tokenizer.document_start[:1]]
+        ends = [end[-1], *self._tokenizer.document_start[:1], *self._ends]
         room = max_tokens - len(end)
         longest = max(map(len, openings))
         tokens = torch.full((len(openings), longest), end[-1], device=self.device)

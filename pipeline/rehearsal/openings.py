@@ -13,7 +13,7 @@ from pipeline import log
 from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
 from pipeline.data.chats import chat_template
-from pipeline.data.records import Keys
+from pipeline.data.records import Document, Keys
 from pipeline.data.token_shards import Shard, token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files
@@ -25,8 +25,13 @@ _logger = log.get_logger(__name__)
 _Ids = npt.NDArray[Any]
 
 
-def write_openings(prefix: Path, sampling: Sampling, text_key: str, *, base: Path, longest: int) -> None:
+def write_openings(
+    prefix: Path, sampling: Sampling, text_key: str, messages_key: str | None, *, base: Path, longest: int
+) -> None:
     """Writes the openings' ids as the shard `prefix`; every opening has at most `longest`.
+
+    With `messages_key` the files hold chats: an opening is what precedes an answer, one for each message of the
+    assistant, with the system's message and all earlier turns.
 
     Openings that are longer are left out. Reading ends with as many as `sampling.tokens` can need, equally many of each
     file.
@@ -35,10 +40,14 @@ def write_openings(prefix: Path, sampling: Sampling, text_key: str, *, base: Pat
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
     """
     tokenizer = load_tokenizer(base)
-    template = chat_template(base) if sampling.chat_template else None
+    template = chat_template(base) if sampling.chat_template or messages_key else None
+    keys = Keys(messages_key, messages_key, chat=template) if messages_key else Keys(text_key)
 
-    def encode(text: str) -> _Ids:
-        """What precedes a document and its beginning; or a user's message, up to where the answer begins."""
+    def encode(document: Document) -> _Ids:
+        """What precedes a document and its beginning; or a chat up to where the answer begins."""
+        text = document.text
+        if document.prompt is not None:
+            return np.concatenate([tokenizer.document_start, tokenizer.reference.encode([document.prompt]).ids])
         if template is not None:
             return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids
         limit = sampling.opening_tokens
@@ -49,8 +58,8 @@ def write_openings(prefix: Path, sampling: Sampling, text_key: str, *, base: Pat
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for number, file in enumerate(files, start=1):
-            for document in good_documents([str(file)], Keys(text_key)):
-                ids = encode(document.text)
+            for document in good_documents([str(file)], keys):
+                ids = encode(document)
                 if len(ids) > longest:
                     too_long += 1
                     continue
@@ -61,7 +70,7 @@ def write_openings(prefix: Path, sampling: Sampling, text_key: str, *, base: Pat
     if writer.documents == 0:
         raise DataError(
             f"{where}: no opening can be used ({too_long} are longer than {longest} tokens); name other files or "
-            f"another text_key than {text_key!r}, raise max_tokens, or set opening_tokens"
+            f"another key than {keys.text!r}, raise max_tokens, or set opening_tokens"
         )
     if too_long:
         _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)

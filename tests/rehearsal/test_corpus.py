@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -145,6 +146,27 @@ def test_openings_are_framed_by_the_chat_template(tmp_path: Path):
     found = documents_in(tmp_path / "own")
     assert all(document[: len(framed.ids)] == framed.ids for document in found)
     assert manifest.characters == sum(len(load_tokenizer(base).decode(document[1:-1])) for document in found)
+
+
+def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
+    """Behind the system's message and all earlier turns."""
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
+    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Tom ran"), ("assistant", "No.")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    chats = {"openings": [str(path)], "messages_key": "messages"}
+    sample(tmp_path / "own", base, max_tokens=60, **chats)
+    encode = load_tokenizer(base).reference.encode
+    first = "<s>[system] Be kind.[user] Hi[assistant] "
+    framed = [encode([text]).ids.tolist() for text in (first, f"{first}Yes?[user] Tom ran[assistant] ")]
+    begins = [[document[: len(ids)] == ids for ids in framed] for document in documents_in(tmp_path / "own")]
+    assert set(map(tuple, begins)) == {(True, False), (True, True)}  # the second prompt begins with the first
+    with pytest.raises(DataError, match="begun with another chat template"):
+        sample(tmp_path / "own", base, max_tokens=60, openings=[str(path)], text_key="messages")
+    path.write_text(json.dumps({"messages": messages[:2]}))
+    with pytest.raises(DataError, match=r"chats.jsonl: no usable document .*no_answer"):
+        sample(tmp_path / "other", base, max_tokens=60, **chats)
 
 
 @given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))

@@ -68,12 +68,24 @@ def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path:
         assert in_errors[temperature] < 4 and in_errors[1.7 - temperature] > 8, (temperature, in_errors)
 
 
-def test_nothing_of_the_bases_generation_config_is_used(tmp_path: Path):
+def test_a_document_is_over_at_every_end_of_the_base(tmp_path: Path):
+    """Chat models have several ends; a document gets the tokenizer's own."""
+    full_stop = 426
+    base = copied_stories(tmp_path / "base", generation_config={"eos_token_id": [full_stop, END]})
+    given = openings(1) * 8
+    whole, cut = (writer(one).write(given, temperature=1.0, max_tokens=40, seed=3) for one in (STORIES, base))
+    first = [np.flatnonzero(document == full_stop) for document in whole]
+    assert any(map(len, first))
+    for document, stops, own in zip(whole, first, cut, strict=True):
+        assert own.tolist() == ([*document[: stops[0]], END] if len(stops) else document.tolist())
+
+
+def test_nothing_else_of_the_bases_generation_config_is_used(tmp_path: Path):
     leaky = copied_stories(
         tmp_path / "leaky",
         generation_config={
             "do_sample": True, "temperature": 0.1, "top_p": 0.2, "top_k": 2, "repetition_penalty": 5.0,
-            "max_new_tokens": 3, "min_new_tokens": 3, "eos_token_id": [7, 8], "suppress_tokens": list(range(20, 400)),
+            "max_new_tokens": 3, "min_new_tokens": 3, "eos_token_id": END, "suppress_tokens": list(range(20, 400)),
             "no_repeat_ngram_size": 2, "bad_words_ids": [[410]],
         },
     )  # fmt: skip
